@@ -1,0 +1,35 @@
+"""verl trains language models with reinforcement learning.
+
+Importing this package is quick and loads no torch: the public names below are fetched when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DataProto": "verl.data.proto",
+    "PPOTrainer": "verl.trainer.api",
+    "GRPOTrainer": "verl.trainer.api",
+    "TrainingConfig": "verl.trainer.api",
+}
+
+__all__ = ["DataProto", "GRPOTrainer", "PPOTrainer", "TrainingConfig", "__version__"]
+
+if TYPE_CHECKING:
+    from verl.data.proto import DataProto
+    from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'verl' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

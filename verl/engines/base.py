@@ -1,0 +1,111 @@
+"""The contract of a training engine. Sharding, packing, precision and memory are the engine's secret.
+
+A batch is a DataProto whose tensors are padded: `input_ids` [B, L] and `attention_mask` [B, L] (left and
+right padding allowed), and `response_mask` [B, T] (1 = token to learn from). The last T columns of
+`input_ids` are the response; T may equal L (supervised fine-tuning), then the first column's mask is 0,
+because nothing predicts it. Outputs are [B, T], aligned with `response_mask` and zero where it is 0.
+
+What always holds: outputs and gradients do not depend on how the batch is cut into micro-batches, packed or
+spread over ranks. A loss function must therefore normalise by the counts of the whole mini-batch,
+which it reads from `micro_batch.meta_info`: `batch_num_tokens` (policy tokens, all ranks),
+`global_batch_size` (sequences, all ranks) and `dp_size`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from verl.data.proto import DataProto
+    from verl.observe.metrics import Metric
+
+
+@dataclass
+class ModelOutput:
+    """What the model says about one micro-batch; each is [b, T] with gradient, or None where not asked for."""
+
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+LossFn = Callable[["ModelOutput", "DataProto"], "tuple[torch.Tensor, dict[str, Metric]]"]
+"""Gets the outputs and the micro-batch they belong to; returns the micro-batch's share of the loss and metrics."""
+
+
+class TrainEngine(ABC):
+    """A model, its optimiser and schedule, on one rank."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device
+
+    @abstractmethod
+    def log_probs(
+        self,
+        batch: DataProto,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Without gradient: `log_probs` and, where asked, `entropy` and `sum_pi_squared`; each [B, T] on the CPU."""
+
+    @abstractmethod
+    def values(self, batch: DataProto) -> torch.Tensor:
+        """Without gradient: the value head's output before each response token, [B, T] on the CPU."""
+
+    @abstractmethod
+    def forward_backward(
+        self, batch: DataProto, loss_fn: LossFn, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> dict[str, Metric]:
+        """Add the gradients of one mini-batch; the metrics of its micro-batches are joined (`reduce_metrics`)."""
+
+    @abstractmethod
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, check that gradients are finite, step, advance the schedule, clear gradients.
+
+        Returns `grad_norm`, `lr` (the one used) and `skipped` (1.0 when the gradient was not finite and the
+        weights were left as they were)."""
+
+    @abstractmethod
+    def full_parameters(self) -> AbstractContextManager[nn.Module]:
+        """The module with whole, unsharded weights, for generating in place; released on exit."""
+
+    @abstractmethod
+    def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight, whole, under its Hugging Face name; one at a time. LoRA adapters are merged in."""
+
+    @abstractmethod
+    def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
+        """[B, T] under the weights before LoRA adapters (adapters off). An error without adapters."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """{"model": name -> tensor (or DTensor shard), "optimizer": ..., "scheduler": ..., "extra": plain data},
+        made of tensors and plain values only, as torch.distributed.checkpoint takes it."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave, in place, bit for bit."""
+
+    @abstractmethod
+    def save_hf(self, folder: Path) -> None:
+        """Write an ordinary Hugging Face folder: weights as safetensors, config, generation config (rank 0 writes)."""
+
+    def offload(self, model: bool = True, optimizer: bool = True) -> None:
+        """Move parameters and optimiser state to host memory until `onload`."""
+
+    def onload(self, model: bool = True, optimizer: bool = True) -> None:
+        """Bring them back."""
+
+    def close(self) -> None:
+        """Release everything."""

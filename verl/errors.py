@@ -1,0 +1,53 @@
+"""Errors a user can meet.
+
+Every message says what was wrong, the value seen, what is allowed and the key to change.
+All of them take one message string, so that they survive pickling between processes.
+"""
+
+from __future__ import annotations
+
+
+class VerlError(Exception):
+    """Base of everything a user caused or can mend. The commands print its text and exit with `exit_code`."""
+
+    exit_code = 2
+
+
+class ConfigError(VerlError):
+    """A key or a combination of keys that cannot work."""
+
+
+class DataError(VerlError):
+    """A file, column or row that cannot be used."""
+
+
+class ModelError(VerlError):
+    """A model or tokenizer folder that cannot be used."""
+
+
+class RewardError(VerlError):
+    """A reward function that cannot be found, called or believed."""
+
+
+class RolloutError(VerlError):
+    """A request an engine cannot serve, or an engine that cannot start."""
+
+
+class CheckpointError(VerlError):
+    """A checkpoint that is missing, damaged or does not fit."""
+
+
+class MissingPackage(VerlError):
+    """An optional package is needed; the message names the extra that brings it."""
+
+
+class TrainingHalted(VerlError):
+    """Training stopped itself because going on would be worse (non-finite steps, failing rewards, ...)."""
+
+    exit_code = 3
+
+
+def missing_package(package: str, extra: str, needed_for: str) -> MissingPackage:
+    return MissingPackage(
+        f"{needed_for} needs the package '{package}', which is not installed. Install it with: pip install 'verl[{extra}]'"
+    )

@@ -1,0 +1,67 @@
+"""A metric knows how it is reduced; its name carries no meaning for the reducer.
+
+`reduce_metrics` joins the parts of one mini-batch (micro-batches, ranks); `average_metrics` joins
+mini-batches and epochs into one figure per training step. A part's value may be a zero-dimensional
+tensor on the device, so that collecting metrics does not wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Reduction = Literal["mean", "sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One observation: a value, how to join it with others, and its weight in a mean (usually tokens)."""
+
+    value: Any
+    reduce: Reduction = "mean"
+    weight: Any = 1.0
+
+    def __post_init__(self) -> None:
+        if self.reduce not in ("mean", "sum", "max", "min"):
+            raise ValueError(f"unknown reduction {self.reduce!r}; known: mean, sum, max, min")
+
+
+def as_metric(value: Any) -> Metric:
+    return value if isinstance(value, Metric) else Metric(value)
+
+
+def _join(parts: list[Metric], across_steps: bool) -> Metric:
+    kind = parts[0].reduce
+    if any(part.reduce != kind for part in parts):
+        raise ValueError(f"one metric, several reductions: {sorted({part.reduce for part in parts})}")
+    values = [float(part.value) for part in parts]
+    weights = [float(part.weight) for part in parts]
+    if kind == "max":
+        return Metric(max(values), "max")
+    if kind == "min":
+        return Metric(min(values), "min")
+    if kind == "sum":
+        return Metric(sum(values) / (len(values) if across_steps else 1), "sum")
+    total = sum(weights)
+    if total == 0:
+        return Metric(0.0, "mean", 0.0)
+    return Metric(sum(v * w for v, w in zip(values, weights, strict=True) if w != 0) / total, "mean", total)
+
+
+def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, list[Metric]]:
+    grouped: dict[str, list[Metric]] = {}
+    for part in parts:
+        for name, value in part.items():
+            grouped.setdefault(name, []).append(as_metric(value))
+    return grouped
+
+
+def reduce_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, Metric]:
+    """Join micro-batches and ranks of one mini-batch: sums add up, means are weighted."""
+    return {name: _join(values, across_steps=False) for name, values in _by_name(parts).items()}
+
+
+def average_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Join mini-batches and epochs of one step into plain numbers: sums are averaged, extremes kept."""
+    return {name: float(_join(values, across_steps=True).value) for name, values in _by_name(parts).items()}

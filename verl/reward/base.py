@@ -1,0 +1,56 @@
+"""What a reward sees of a sample, and what comes back.
+
+A manager takes samples as they finish (`submit`) and gives all scores at the end (`collect`), so that rewards
+run while other responses are still being generated. Every submitted sample gets exactly one result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RewardSample:
+    """One response with everything a reward function may ask for by parameter name."""
+
+    index: int
+    """The row of the batch this sample belongs to."""
+    prompt: str
+    response: str
+    ground_truth: Any = None
+    data_source: str = ""
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the dataset's row, by name."""
+    response_length: int = 0
+    """In tokens."""
+    truncated: bool = False
+    messages: list[dict[str, Any]] | None = None
+    """The conversation before the response, where the data had messages."""
+
+
+@dataclass
+class RewardResult:
+    """A score, or the reason there is none. `extra` holds the other keys of a dict result."""
+
+    score: float | None
+    extra: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+class RewardManager(ABC):
+    """Scores samples."""
+
+    @abstractmethod
+    def submit(self, sample: RewardSample) -> None:
+        """Take a finished sample; must return soon."""
+
+    @abstractmethod
+    def collect(self) -> dict[int, RewardResult]:
+        """Wait for everything submitted since the last collect: results by `sample.index`."""
+
+    def close(self) -> None:
+        """End worker processes."""
