@@ -1,0 +1,58 @@
+# Every target makes the environment `.venv` first when it is missing or when its description changed.
+# Needs: make, Python >= 3.11 with pip, and a package registry.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+# Test processes at once. Each computes with one thread: the arrays of the tests are small.
+WORKERS ?= 2
+BENCH ?= algorithms
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench venv clean
+
+help:
+	@echo "make demo     train a tiny model with reinforcement learning (no download of weights, some minutes)"
+	@echo "make test     all tests but those of optional components"
+	@echo "make lint     ruff (lint and format) and mypy"
+	@echo "make format   let ruff put the format right"
+	@echo "make bench    BENCH=name: one benchmark, see 'verl bench --help'"
+	@echo "make venv     only the environment"
+
+demo: $(VENV)/.core
+	$(BIN)/verl demo
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix-only --exit-zero .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	$(BIN)/verl bench $(BENCH) $(ARGS)
+
+venv: $(VENV)/.dev
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# Some distributions ship Python without the part of venv that brings pip; pip can then install into it from outside.
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(VENV)/.core
