@@ -1,0 +1,359 @@
+"""The batch that travels: named tensors, named object columns, and a dictionary of facts about the whole.
+
+What always holds: every tensor and every object column has the same number of rows, and an object column is a
+one-dimensional numpy array of dtype object. Every operation returns a new DataProto and leaves the old one as
+it was (`pop`, which removes what it returns, is the exception); rows are never copied where a view will do, so
+tensors must not be changed in place by whoever shares them. Anything that does not fit raises `DataError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.errors import DataError
+
+Index = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+
+
+def object_column(values: Iterable[Any]) -> np.ndarray:
+    """A one-dimensional object array with one element per row, whatever the elements are (lists stay lists)."""
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    rows = list(values)
+    column = np.empty(len(rows), dtype=object)
+    for row, value in enumerate(rows):
+        column[row] = value
+    return column
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Deep equality that understands tensors, arrays and containers of them; NaN equals NaN."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+            return False
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return False
+        both = right.to(left.device)
+        if left.is_floating_point():
+            return bool(((left == both) | (left.isnan() & both.isnan())).all())
+        return torch.equal(left, both)
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        if not (isinstance(left, np.ndarray) and isinstance(right, np.ndarray)) or left.shape != right.shape:
+            return False
+        return all(same_value(a, b) for a, b in zip(left.tolist(), right.tolist(), strict=True))
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(same_value(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return (
+            type(left) is type(right)
+            and len(left) == len(right)
+            and all(same_value(a, b) for a, b in zip(left, right, strict=True))
+        )
+    if isinstance(left, float) and isinstance(right, float) and left != left and right != right:
+        return True
+    return bool(left == right)
+
+
+def _names(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(map(str, keys))) or "(none)"
+
+
+@dataclass(eq=False, repr=False)
+class DataProto:
+    """Rows of a batch. Build one with `from_dict`; `len` is the number of rows."""
+
+    batch: dict[str, torch.Tensor] = field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @staticmethod
+    def from_dict(
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Iterable[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """From tensors (first dimension: rows), columns of any Python values, and facts about the whole."""
+        columns: dict[str, np.ndarray] = {}
+        for name, values in (non_tensors or {}).items():
+            if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+                raise DataError(
+                    f"Column '{name}' of a batch must be a sequence with one element per row, got {type(values).__name__}."
+                )
+            columns[name] = object_column(values)
+        return DataProto(dict(tensors or {}), columns, dict(meta_info or {}))
+
+    def check(self) -> None:
+        """Raise `DataError` unless the rows of all parts agree; called by every operation."""
+        rows: dict[str, int] = {}
+        for name, tensor in self.batch.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise DataError(
+                    f"'{name}' in a batch's tensors is a {type(tensor).__name__}; only torch tensors are allowed "
+                    "there, other values belong in non_tensors."
+                )
+            if tensor.dim() == 0:
+                raise DataError(
+                    f"Tensor '{name}' has no dimensions; the first one must be the rows of the batch "
+                    "(a single number for the whole batch belongs in meta_info)."
+                )
+            rows[name] = tensor.shape[0]
+        for name, column in self.non_tensor_batch.items():
+            if not isinstance(column, np.ndarray) or column.dtype != object or column.ndim != 1:
+                seen = (
+                    f"array of {column.dtype}, shape {column.shape}"
+                    if isinstance(column, np.ndarray)
+                    else type(column).__name__
+                )
+                raise DataError(
+                    f"Column '{name}' must be a one-dimensional object array, got {seen}; "
+                    "verl.data.proto.object_column(values) makes one."
+                )
+            if name in self.batch:
+                raise DataError(
+                    f"'{name}' is both a tensor and a column of the batch; use one name for one thing."
+                )
+            rows[name] = len(column)
+        if len(set(rows.values())) > 1:
+            listed = ", ".join(f"{name}: {count}" for name, count in rows.items())
+            raise DataError(f"All parts of a batch must have the same number of rows, got {listed}.")
+
+    def __len__(self) -> int:
+        for tensor in self.batch.values():
+            return int(tensor.shape[0])
+        for column in self.non_tensor_batch.values():
+            return len(column)
+        return 0
+
+    def __repr__(self) -> str:
+        tensors = ", ".join(f"{name} {list(t.shape)} {str(t.dtype)[6:]}" for name, t in self.batch.items())
+        return (
+            f"DataProto({len(self)} rows; tensors: {tensors or '(none)'}; "
+            f"columns: {_names(self.non_tensor_batch)}; meta: {_names(self.meta_info)})"
+        )
+
+    def __iter__(self) -> Iterator[DataProto]:
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, index: Index) -> DataProto:
+        """The rows asked for, in the order asked for; always a DataProto, also for a single number."""
+        self.check()
+        if isinstance(index, slice):
+            return self._take(index)
+        if isinstance(index, int | np.integer) and not isinstance(index, bool):
+            index = [int(index)]
+        return self._take(self._positions(index))
+
+    def _positions(self, index: Any) -> np.ndarray:
+        """Row numbers from any index that is not a slice; a boolean mask must cover all rows."""
+        try:
+            wanted = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"Cannot index a batch with {index!r}: {error}") from error
+        if wanted.ndim != 1:
+            raise DataError(
+                f"An index into a batch must be one-dimensional, got shape {tuple(wanted.shape)}."
+            )
+        if wanted.size == 0 and wanted.dtype != bool:
+            return np.empty(0, dtype=np.int64)
+        if wanted.dtype == bool:
+            if len(wanted) != len(self):
+                raise DataError(
+                    f"A mask for {len(self)} rows must have {len(self)} elements, got {len(wanted)}."
+                )
+            return np.flatnonzero(wanted)
+        if not np.issubdtype(wanted.dtype, np.integer):
+            raise DataError(f"A batch is indexed by whole numbers or booleans, got {wanted.dtype}.")
+        wrong = wanted[(wanted < -len(self)) | (wanted >= len(self))]
+        if wrong.size:
+            raise DataError(f"Row {int(wrong[0])} does not exist: the batch has {len(self)} rows.")
+        return np.where(wanted < 0, wanted + len(self), wanted).astype(np.int64)
+
+    def _take(self, rows: slice | np.ndarray) -> DataProto:
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            if step < 0:  # tensors have no negative strides
+                return self._take(np.arange(start, stop, step))
+            tensors = {name: tensor[start:stop:step] for name, tensor in self.batch.items()}
+        else:
+            picked = torch.from_numpy(rows)
+            tensors = {name: t.index_select(0, picked.to(t.device)) for name, t in self.batch.items()}
+        columns = {name: column[rows] for name, column in self.non_tensor_batch.items()}
+        return DataProto(tensors, columns, dict(self.meta_info))
+
+    def _chosen(self, kind: str, held: Mapping[str, Any], keys: Iterable[str] | None) -> list[str]:
+        wanted = [keys] if isinstance(keys, str) else list(keys or ())
+        for key in wanted:
+            if key not in held:
+                raise DataError(f"The batch has no {kind} '{key}'; it has: {_names(held)}.")
+        return wanted
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_keys: Iterable[str] | None = None,
+        meta_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Only the named parts; None keeps all of that kind, an empty list none."""
+        self.check()
+        held = (("tensor", self.batch), ("column", self.non_tensor_batch), ("meta entry", self.meta_info))
+        kept = [
+            dict(parts) if keys is None else {key: parts[key] for key in self._chosen(kind, parts, keys)}
+            for (kind, parts), keys in zip(held, (batch_keys, non_tensor_keys, meta_keys), strict=True)
+        ]
+        return DataProto(*kept)
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_keys: Iterable[str] | None = None,
+        meta_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Take the named parts out of this batch and return them as another one."""
+        self.check()
+        tensors = self._chosen("tensor", self.batch, batch_keys)
+        columns = self._chosen("column", self.non_tensor_batch, non_tensor_keys)
+        metas = self._chosen("meta entry", self.meta_info, meta_keys)
+        return DataProto(
+            {key: self.batch.pop(key) for key in dict.fromkeys(tensors)},
+            {key: self.non_tensor_batch.pop(key) for key in dict.fromkeys(columns)},
+            {key: self.meta_info.pop(key) for key in dict.fromkeys(metas)},
+        )
+
+    def union(self, other: DataProto) -> DataProto:
+        """Both side by side, row for row; what both have must be equal."""
+        self.check()
+        other.check()
+        has_rows = [bool(p.batch or p.non_tensor_batch) for p in (self, other)]
+        if all(has_rows) and len(self) != len(other):
+            raise DataError(f"Cannot join batches side by side: {len(self)} rows and {len(other)} rows.")
+        for mine, theirs in (
+            (self.batch, other.batch),
+            (self.non_tensor_batch, other.non_tensor_batch),
+            (self.meta_info, other.meta_info),
+        ):
+            for key in mine.keys() & theirs.keys():  # type: ignore[attr-defined]
+                if not same_value(mine[key], theirs[key]):  # type: ignore[index]
+                    raise DataError(
+                        f"Cannot join batches: both have '{key}' with different values; rename or pop one."
+                    )
+        return DataProto(
+            {**self.batch, **other.batch},
+            {**self.non_tensor_batch, **other.non_tensor_batch},
+            {**self.meta_info, **other.meta_info},
+        )
+
+    def repeat(self, n: int, interleave: bool = True) -> DataProto:
+        """Every row n times: a a b b when interleaved, a b a b when not."""
+        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+            raise DataError(f"repeat takes a whole number of at least 1, got {n!r}.")
+        self.check()
+        rows = np.arange(len(self), dtype=np.int64)
+        return self._take(np.repeat(rows, n) if interleave else np.tile(rows, n))
+
+    def chunk(self, k: int) -> list[DataProto]:
+        """k parts of equal length, in order."""
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1 or len(self) % k:
+            raise DataError(
+                f"A batch of {len(self)} rows cannot be cut into {k!r} equal parts; "
+                "pad_to_divisor(k) makes the number of rows divisible."
+            )
+        return self.split(len(self) // k) if len(self) else [self._take(slice(0, 0)) for _ in range(k)]
+
+    def split(self, size: int) -> list[DataProto]:
+        """Parts of `size` rows, in order; the last may be shorter."""
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise DataError(f"split takes a part size of at least 1, got {size!r}.")
+        self.check()
+        return [self._take(slice(start, start + size)) for start in range(0, len(self), size)]
+
+    @staticmethod
+    def concat(parts: Sequence[DataProto]) -> DataProto:
+        """All rows of all parts, in order. Names must agree, and meta entries that several parts have must be equal."""
+        if not parts:
+            raise DataError("concat needs at least one batch, got none.")
+        first = parts[0]
+        meta: dict[str, Any] = {}
+        for part in parts:
+            part.check()
+            for mine, theirs in ((first.batch, part.batch), (first.non_tensor_batch, part.non_tensor_batch)):
+                if mine.keys() != theirs.keys():
+                    differing = _names(mine.keys() ^ theirs.keys())
+                    raise DataError(f"Cannot append batches: {differing} is not in all of them.")
+            for key, value in part.meta_info.items():
+                if key in meta and not same_value(meta[key], value):
+                    raise DataError(
+                        f"Cannot append batches: meta entry '{key}' differs between them; pop it first."
+                    )
+                meta[key] = value
+        for name, tensor in first.batch.items():
+            for part in parts:
+                other = part.batch[name]
+                if other.shape[1:] != tensor.shape[1:] or other.dtype != tensor.dtype:
+                    raise DataError(
+                        f"Cannot append batches: tensor '{name}' is {list(tensor.shape)} {tensor.dtype} in one and "
+                        f"{list(other.shape)} {other.dtype} in another; pad them to one width first."
+                    )
+        return DataProto(
+            {name: torch.cat([part.batch[name] for part in parts]) for name in first.batch},
+            {
+                name: np.concatenate([p.non_tensor_batch[name] for p in parts])
+                for name in first.non_tensor_batch
+            },
+            meta,
+        )
+
+    def reorder(self, index: Index) -> DataProto:
+        """The same rows in another order: `index` must name every row exactly once."""
+        order = self._positions(index)
+        if len(order) != len(self) or not np.array_equal(np.sort(order), np.arange(len(self))):
+            raise DataError(
+                f"An order of {len(self)} rows must name each row exactly once, got {len(order)} indices."
+            )
+        return self._take(order)
+
+    def rename(self, names: Mapping[str, str]) -> DataProto:
+        """Other names for tensors and columns: {old: new}."""
+        held = self.batch.keys() | self.non_tensor_batch.keys()
+        for old in names:
+            if old not in held:
+                raise DataError(f"Cannot rename '{old}': the batch has {_names(held)}.")
+        renamed = [names.get(name, name) for name in (*self.batch, *self.non_tensor_batch)]
+        twice = {name for name in renamed if renamed.count(name) > 1}
+        if twice:
+            raise DataError(f"Cannot rename: {_names(twice)} would name two parts of the batch.")
+        return DataProto(
+            {names.get(name, name): tensor for name, tensor in self.batch.items()},
+            {names.get(name, name): column for name, column in self.non_tensor_batch.items()},
+            dict(self.meta_info),
+        )
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """The tensors on `device`; columns and meta stay where they are."""
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.batch.items()}
+        return DataProto(moved, dict(self.non_tensor_batch), dict(self.meta_info))
+
+    def pad_to_divisor(self, k: int) -> tuple[DataProto, int]:
+        """Rows repeated from the start until k divides their number, and how many were added."""
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+            raise DataError(f"pad_to_divisor takes a divisor of at least 1, got {k!r}.")
+        self.check()
+        pad = -len(self) % k
+        if not pad:
+            return self._take(slice(None)), 0
+        return self._take(np.arange(len(self) + pad, dtype=np.int64) % len(self)), pad
+
+    def unpad(self, pad: int) -> DataProto:
+        """Without the last `pad` rows: undoes `pad_to_divisor`."""
+        if isinstance(pad, bool) or not isinstance(pad, int | np.integer) or not 0 <= pad <= len(self):
+            raise DataError(f"Cannot remove {pad!r} rows from a batch of {len(self)}.")
+        return self._take(slice(0, len(self) - pad))
