@@ -2,8 +2,8 @@
 
 What always holds: every tensor and every object column has the same number of rows, and an object column is a
 one-dimensional numpy array of dtype object. Every operation returns a new DataProto and leaves the old one as
-it was (`pop`, which removes what it returns, is the exception); rows are never copied where a view will do, so
-tensors must not be changed in place by whoever shares them. Anything that does not fit raises `DataError`.
+it was (`pop`, which removes what it returns, is the exception). Rows are views where a view will do, so whoever
+shares tensors must not change them in place. Anything that does not fit raises `DataError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Index = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
 def object_column(values: Iterable[Any]) -> np.ndarray:
-    """A one-dimensional object array with one element per row, whatever the elements are (lists stay lists)."""
+    """A one-dimensional object array with one element per row, whatever the elements (lists stay lists)."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     rows = list(values)
@@ -87,7 +87,8 @@ class DataProto:
         for name, values in (non_tensors or {}).items():
             if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
                 raise DataError(
-                    f"Column '{name}' of a batch must be a sequence with one element per row, got {type(values).__name__}."
+                    f"Column '{name}' of a batch must be a sequence with one element per row, "
+                    f"got {type(values).__name__}."
                 )
             columns[name] = object_column(values)
         return DataProto(dict(tensors or {}), columns, dict(meta_info or {}))
@@ -98,8 +99,8 @@ class DataProto:
         for name, tensor in self.batch.items():
             if not isinstance(tensor, torch.Tensor):
                 raise DataError(
-                    f"'{name}' in a batch's tensors is a {type(tensor).__name__}; only torch tensors are allowed "
-                    "there, other values belong in non_tensors."
+                    f"'{name}' in a batch's tensors is a {type(tensor).__name__}; only torch tensors "
+                    "are allowed there, other values belong in non_tensors."
                 )
             if tensor.dim() == 0:
                 raise DataError(
@@ -205,12 +206,17 @@ class DataProto:
     ) -> DataProto:
         """Only the named parts; None keeps all of that kind, an empty list none."""
         self.check()
-        held = (("tensor", self.batch), ("column", self.non_tensor_batch), ("meta entry", self.meta_info))
-        kept = [
-            dict(parts) if keys is None else {key: parts[key] for key in self._chosen(kind, parts, keys)}
-            for (kind, parts), keys in zip(held, (batch_keys, non_tensor_keys, meta_keys), strict=True)
+        held: list[tuple[str, dict[str, Any], Iterable[str] | None]] = [
+            ("tensor", self.batch, batch_keys),
+            ("column", self.non_tensor_batch, non_tensor_keys),
+            ("meta entry", self.meta_info, meta_keys),
         ]
-        return DataProto(*kept)
+        return DataProto(
+            *(
+                dict(parts) if keys is None else {key: parts[key] for key in self._chosen(kind, parts, keys)}
+                for kind, parts, keys in held
+            )
+        )
 
     def pop(
         self,
@@ -236,16 +242,15 @@ class DataProto:
         has_rows = [bool(p.batch or p.non_tensor_batch) for p in (self, other)]
         if all(has_rows) and len(self) != len(other):
             raise DataError(f"Cannot join batches side by side: {len(self)} rows and {len(other)} rows.")
-        for mine, theirs in (
+        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (self.batch, other.batch),
             (self.non_tensor_batch, other.non_tensor_batch),
             (self.meta_info, other.meta_info),
-        ):
-            for key in mine.keys() & theirs.keys():  # type: ignore[attr-defined]
-                if not same_value(mine[key], theirs[key]):  # type: ignore[index]
-                    raise DataError(
-                        f"Cannot join batches: both have '{key}' with different values; rename or pop one."
-                    )
+        ]
+        for mine, theirs in pairs:
+            for key in mine.keys() & theirs.keys():
+                if not same_value(mine[key], theirs[key]):
+                    raise DataError(f"Cannot join batches: '{key}' differs between them; rename or pop one.")
         return DataProto(
             {**self.batch, **other.batch},
             {**self.non_tensor_batch, **other.non_tensor_batch},
@@ -278,7 +283,7 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """All rows of all parts, in order. Names must agree, and meta entries that several parts have must be equal."""
+        """All rows of all parts, in order. Names must agree; so must meta entries that several parts have."""
         if not parts:
             raise DataError("concat needs at least one batch, got none.")
         first = parts[0]
@@ -300,8 +305,8 @@ class DataProto:
                 other = part.batch[name]
                 if other.shape[1:] != tensor.shape[1:] or other.dtype != tensor.dtype:
                     raise DataError(
-                        f"Cannot append batches: tensor '{name}' is {list(tensor.shape)} {tensor.dtype} in one and "
-                        f"{list(other.shape)} {other.dtype} in another; pad them to one width first."
+                        f"Cannot append batches: tensor '{name}' is {list(tensor.shape)} {tensor.dtype} in one "
+                        f"and {list(other.shape)} {other.dtype} in another; pad them to one width first."
                     )
         return DataProto(
             {name: torch.cat([part.batch[name] for part in parts]) for name in first.batch},
@@ -339,7 +344,11 @@ class DataProto:
 
     def to(self, device: torch.device | str) -> DataProto:
         """The tensors on `device`; columns and meta stay where they are."""
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.batch.items()}
+        target = torch.device(device)
+        # Towards the host a non-blocking copy could be read before it has arrived.
+        moved = {
+            name: tensor.to(target, non_blocking=target.type != "cpu") for name, tensor in self.batch.items()
+        }
         return DataProto(moved, dict(self.non_tensor_batch), dict(self.meta_info))
 
     def pad_to_divisor(self, k: int) -> tuple[DataProto, int]:
