@@ -1,0 +1,129 @@
+"""The config as typed dataclasses: every key, its type and its default.
+
+What always holds: importing this loads neither torch nor omegaconf; a key that is not here is an error when
+loading; after loading (`verl.config.load`) every key that follows another holds its final value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.field import section
+from verl.config.sections.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
+from verl.config.sections.algorithm import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    PFPPOConfig,
+    RolloutCorrectionConfig,
+)
+from verl.config.sections.data import DataConfig, MixtureConfig, SFTDataConfig
+from verl.config.sections.model import (
+    CheckpointConfig,
+    FSDPConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+    SFTModelConfig,
+    SFTOptimConfig,
+)
+from verl.config.sections.reward import (
+    JudgeConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardManagerConfig,
+    RewardModelConfig,
+    SandboxConfig,
+    SandboxFusionConfig,
+    WeightedRewardConfig,
+)
+from verl.config.sections.rollout import EngineKwargsConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
+from verl.config.sections.trainer import (
+    BaseTrainerConfig,
+    HealthConfig,
+    PrometheusConfig,
+    RayInitConfig,
+    RayKwargsConfig,
+    TrainerConfig,
+)
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    """The policy in its three roles: trained, generating, frozen."""
+
+    model: ModelConfig = section(ModelConfig, "the model")
+    actor: ActorConfig = section(ActorConfig, "training")
+    rollout: RolloutConfig = section(RolloutConfig, "generating")
+    ref: RefConfig = section(RefConfig, "the frozen reference policy")
+
+
+@dataclass
+class PPOConfig:
+    """Reinforcement learning (`verl.trainer.main_ppo`)."""
+
+    data: DataConfig = section(DataConfig, "prompts")
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "the policy")
+    critic: CriticConfig = section(CriticConfig, "the value model")
+    reward: RewardConfig = section(RewardConfig, "what a response is worth")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
+    trainer: TrainerConfig = section(TrainerConfig, "the run")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+
+
+@dataclass
+class SFTConfig:
+    """Supervised fine-tuning (`verl.trainer.sft_trainer`)."""
+
+    data: SFTDataConfig = section(SFTDataConfig, "rows")
+    model: SFTModelConfig = section(SFTModelConfig, "the model")
+    optim: SFTOptimConfig = section(SFTOptimConfig, "optimiser and schedule")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
+    trainer: BaseTrainerConfig = section(BaseTrainerConfig, "the run")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgorithmConfig",
+    "BaseTrainerConfig",
+    "CheckpointConfig",
+    "CriticConfig",
+    "DataConfig",
+    "EngineKwargsConfig",
+    "FSDPConfig",
+    "FilterGroupsConfig",
+    "HealthConfig",
+    "JudgeConfig",
+    "KLControlConfig",
+    "MegatronConfig",
+    "MixtureConfig",
+    "ModelConfig",
+    "MultiTurnConfig",
+    "OptimConfig",
+    "OverlongBufferConfig",
+    "PFPPOConfig",
+    "PPOConfig",
+    "PolicyLossConfig",
+    "PrometheusConfig",
+    "RayInitConfig",
+    "RayKwargsConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RewardFunctionConfig",
+    "RewardManagerConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTModelConfig",
+    "SFTOptimConfig",
+    "SandboxConfig",
+    "SandboxFusionConfig",
+    "TrainerConfig",
+    "ValKwargsConfig",
+    "WeightedRewardConfig",
+]

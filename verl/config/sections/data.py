@@ -1,0 +1,88 @@
+"""Where rows come from and how they become prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import known
+from verl.config.field import key
+
+
+@dataclass
+class MixtureConfig:
+    """One part of a weighted mixture of datasets."""
+
+    files: list[str] = key([], "file, folder, dataset id, or a list of them", required=True)
+    weight: float = key(1.0, "share of the drawn rows, relative to the other parts", gt=0)
+    name: str | None = key(None, "name used in metrics; default: the first file's stem")
+
+
+@dataclass
+class _RowsConfig:
+    """What reinforcement learning and supervised fine-tuning share."""
+
+    train_files: list[str] = key(
+        [],
+        "training data: parquet, json, jsonl or csv file, folder, dataset id, or a list of them",
+        required=True,
+    )
+    val_files: list[str] = key([], "validation data, in the same forms; empty: no validation")
+    prompt_key: str = key("prompt", "column that holds the prompt: messages or a string")
+    response_key: str = key("response", "column that holds the response (fine-tuning, evaluation)")
+    shuffle: bool = key(True, "shuffle the training rows each epoch")
+    seed: int = key(1, "seed of the shuffle; default: trainer.seed", follows="trainer.seed")
+    chat_template: str | None = key(None, "file with a Jinja chat template that replaces the tokenizer's")
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "passed to the chat template, e.g. {enable_thinking: false}"
+    )
+    system_prompt: str | None = key(None, "system message put first where a row's messages have none")
+    dataloader_num_workers: int = key(
+        0, "processes that read and tokenise rows; 0: in the main process", ge=0
+    )
+    train_max_samples: int = key(-1, "use only so many training rows; -1: all", ge=-1)
+    val_max_samples: int = key(-1, "use only so many validation rows; -1: all", ge=-1)
+
+
+@dataclass
+class DataConfig(_RowsConfig):
+    """Prompts for reinforcement learning."""
+
+    train_batch_size: int = key(1024, "prompts per training step", ge=1)
+    max_prompt_length: int = key(512, "longest prompt, in tokens", ge=1)
+    max_response_length: int = key(512, "longest response, in tokens", ge=1)
+    truncation: str = key("error", "what to do with longer prompts", known=known.TRUNCATIONS)
+    filter_overlong_prompts: bool = key(
+        False, "drop longer prompts before training (takes precedence over truncation)"
+    )
+    filter_overlong_prompts_workers: int | None = key(
+        None, "processes that filter; default: one per CPU core", ge=1
+    )
+    cache_dir: str | None = key(None, "folder for the filter's cache; default: the user's cache folder")
+    raw_prompts: bool = key(
+        False, "use string prompts as they stand and join messages without a chat template"
+    )
+    return_raw_input_ids: bool = key(
+        False, "keep the prompt for re-encoding by a reward model (always kept here)"
+    )
+    mixture: list[MixtureConfig] = key(
+        [], "weighted mixture, a list of {files, weight, name}; replaces train_files"
+    )
+    curriculum_key: str | None = key(
+        None, "column with a difficulty: rows come easiest first instead of shuffled"
+    )
+
+
+@dataclass
+class SFTDataConfig(_RowsConfig):
+    """Prompt and response pairs, or conversations, for supervised fine-tuning."""
+
+    messages_key: str = key("messages", "column that holds a conversation; used where the rows have it")
+    train_batch_size: int = key(64, "rows per optimiser step, over all ranks", ge=1)
+    micro_batch_size_per_gpu: int | None = key(
+        None, "rows per forward and backward pass; default: measured", ge=1
+    )
+    use_dynamic_bsz: bool = key(False, "cut micro-batches by tokens (max_token_len_per_gpu) instead of rows")
+    max_token_len_per_gpu: int | None = key(None, "token budget of a micro-batch; default: measured", ge=1)
+    max_length: int = key(1024, "longest row (prompt and response), in tokens", ge=2)
+    truncation: str = key("error", "what to do with longer rows", known=known.TRUNCATIONS)

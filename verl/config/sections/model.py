@@ -1,0 +1,128 @@
+"""The model and how it is trained: weights, LoRA, optimiser, sharding, what a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import known
+from verl.config.field import key, section
+
+
+@dataclass
+class ModelConfig:
+    """A Hugging Face model folder and what is done to it on loading."""
+
+    path: str = key("", "Hugging Face model folder or id", required=True)
+    tokenizer_path: str | None = key(None, "folder of the tokenizer; default: the model's")
+    dtype: str = key(
+        "auto", "of the parameters; auto: bfloat16 on GPU, float32 on CPU", known=known.MODEL_DTYPES
+    )
+    enable_gradient_checkpointing: bool = key(
+        False, "recompute activations in the backward pass to save memory"
+    )
+    enable_activation_offload: bool = key(
+        False, "keep activations in host memory between forward and backward"
+    )
+    use_remove_padding: bool = key(True, "pack sequences without padding; False: padded micro-batches")
+    peft_type: str = key("lora", "kind of adapter used when lora_rank > 0", known=known.PEFT_TYPES)
+    lora_rank: int = key(0, "rank of the LoRA adapters; 0: train all weights", ge=0)
+    lora_alpha: int = key(
+        16, "LoRA scale: the adapter's output is multiplied by lora_alpha / lora_rank", ge=1
+    )
+    target_modules: list[str] = key(
+        ["all-linear"], "modules that get an adapter, by name; all-linear: every linear layer"
+    )
+    freeze_embeddings: bool = key(False, "keep the input embeddings (and a tied output matrix) as they are")
+    trust_remote_code: bool = key(
+        False, "run Python code that comes with the model; only for models you trust"
+    )
+    override_config: dict[str, Any] = key({}, "entries that replace those of the model's config.json")
+    external_lib: list[str] = key(
+        [], "modules imported before anything is checked (registers your own models, losses)"
+    )
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = key(1e-6, "learning rate after warm-up", ge=0)
+    weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
+    betas: list[float] = key([0.9, 0.999], "decay of the first and second moment", ge=0, le=1)
+    eps: float = key(1e-8, "added to the denominator of the update", gt=0)
+    lr_scheduler_type: str = key("constant", "schedule after warm-up", known=known.SCHEDULERS)
+    lr_warmup_steps: int = key(-1, "optimiser steps of linear warm-up; -1: take lr_warmup_steps_ratio", ge=-1)
+    lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all optimiser steps", ge=0, le=1)
+    min_lr_ratio: float = key(0.0, "where cosine and linear end, as a share of lr", ge=0, le=1)
+    moments: str = key(
+        "float32", "storage of the optimiser's moments; int8 saves memory", known=known.MOMENTS
+    )
+    stochastic_rounding: bool = key(
+        False, "update 16-bit weights in place by stochastic rounding, without float32 master copies"
+    )
+
+
+@dataclass
+class SFTOptimConfig(OptimConfig):
+    """AdamW for supervised fine-tuning."""
+
+    lr: float = key(1e-5, "learning rate after warm-up", ge=0)
+    grad_clip: float = key(1.0, "largest gradient norm; 0: no clipping", ge=0)
+
+
+@dataclass
+class FSDPConfig:
+    """Sharding with fully_shard."""
+
+    param_offload: bool = key(False, "keep parameters in host memory while the model does not work")
+    optimizer_offload: bool = key(False, "keep the optimiser's state in host memory between updates")
+    offload_policy: bool = key(
+        False, "keep shards of parameters, gradients and optimiser in host memory all the time"
+    )
+    fsdp_size: int = key(
+        -1, "ranks that share one copy of the weights; -1: all (less: hybrid sharding)", ge=-1
+    )
+    reshard_after_forward: bool = key(
+        True, "free gathered weights after the forward pass; False: faster, more memory"
+    )
+
+
+@dataclass
+class MegatronConfig:
+    """Parallel sizes of the megatron strategy."""
+
+    tensor_model_parallel_size: int = key(1, "ranks that split each matrix", ge=1)
+    pipeline_model_parallel_size: int = key(1, "ranks that split the layers", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = key(None, "layer chunks per pipeline rank", ge=1)
+    context_parallel_size: int = key(1, "ranks that split each sequence", ge=1)
+    expert_model_parallel_size: int = key(1, "ranks that split the experts", ge=1)
+    sequence_parallel: bool = key(
+        False, "split norms and dropout along the sequence within a tensor-parallel group"
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    """What a checkpoint holds and how it is written."""
+
+    save_contents: list[str] | None = key(
+        None,
+        "what to save; default: model, optimizer, extra, and hf_model below 10B parameters",
+        known=known.SAVE_CONTENTS,
+    )
+    load_contents: list[str] | None = key(
+        None, "what to load on resume; default: all that was saved", known=known.SAVE_CONTENTS
+    )
+    async_save: bool = key(False, "copy to host memory and write in the background")
+
+
+@dataclass
+class SFTModelConfig(ModelConfig):
+    """The model of supervised fine-tuning, with the engine that trains it."""
+
+    strategy: str = key("fsdp", "training engine", known=known.STRATEGIES)
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding")
+    megatron: MegatronConfig = section(MegatronConfig, "megatron's parallel sizes")
+    ulysses_sequence_parallel_size: int = key(1, "ranks that split each sequence by attention heads", ge=1)
+    use_torch_compile: bool = key(False, "compile the model; falls back with a notice where that fails")

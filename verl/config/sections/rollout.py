@@ -1,0 +1,99 @@
+"""Generating responses: the engine, its sampling and its memory, tools and several turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import known
+from verl.config.field import key, section
+
+
+@dataclass
+class EngineKwargsConfig:
+    """Handed to the engine of that name as they stand."""
+
+    vllm: dict[str, Any] = key({}, "extra arguments of vLLM's engine")
+    sglang: dict[str, Any] = key({}, "extra arguments of SGLang's engine")
+
+
+@dataclass
+class ValKwargsConfig:
+    """Sampling in validation."""
+
+    do_sample: bool = key(False, "draw tokens; False: greedy")
+    temperature: float = key(0.0, "sampling temperature; 0: greedy", ge=0)
+    top_p: float = key(1.0, "nucleus sampling", gt=0, le=1)
+    top_k: int = key(-1, "draw from the k likeliest tokens; -1: all", ge=-1)
+    n: int = key(1, "responses per prompt", ge=1)
+
+
+@dataclass
+class MultiTurnConfig:
+    """Conversations of several turns with tools."""
+
+    enable: bool = key(False, "let the model call tools and go on after their answers")
+    max_turns: int = key(5, "turns the model may take in one conversation", ge=1)
+    tool_server: str | None = key(None, "address of an HTTP server that runs the tools")
+    tool_config_path: str | None = key(None, "YAML file that lists the tools")
+    format: str = key(
+        "hermes", "how the model writes tool calls", known=known.TOOL_FORMATS, plugin="tool_format"
+    )
+    max_parallel_calls: int = key(1, "tool calls of one turn that are run, at most", ge=1)
+    max_tool_response_length: int = key(256, "longest tool answer, in tokens; longer ones are cut", ge=1)
+    tool_timeout_s: float = key(30.0, "seconds a tool call may take", gt=0)
+
+
+@dataclass
+class RolloutConfig:
+    """The engine that generates."""
+
+    name: str = key("native", "rollout engine", known=known.ROLLOUT_ENGINES, plugin="rollout")
+    mode: str = key(
+        "inprocess", "vllm and sglang: in the trainer's process or as a server", known=known.ROLLOUT_MODES
+    )
+    n: int = key(1, "responses per prompt", ge=1)
+    temperature: float = key(1.0, "sampling temperature", ge=0)
+    top_p: float = key(1.0, "nucleus sampling", gt=0, le=1)
+    top_k: int = key(-1, "draw from the k likeliest tokens; -1: all", ge=-1)
+    min_p: float = key(0.0, "drop tokens less likely than this share of the likeliest", ge=0, le=1)
+    repetition_penalty: float = key(1.0, "above 1: tokens already there become less likely", gt=0)
+    stop: list[str] = key([], "texts that end a response")
+    stop_token_ids: list[int] = key([], "token ids that end a response, beside the model's own")
+    ignore_eos: bool = key(False, "go on after the end token, up to the longest response")
+    raw_log_probs: bool = key(False, "log-probs at temperature 1 instead of those sampled from")
+    seed: int = key(1, "seed of every draw; default: trainer.seed", follows="trainer.seed")
+    calculate_log_probs: bool = key(
+        True, "keep the engine's log-probs and report how far the trainer's are from them"
+    )
+    dtype: str = key(
+        "auto", "of the weights while generating; auto: the trainer's", known=known.ROLLOUT_DTYPES
+    )
+    tensor_model_parallel_size: int = key(1, "vllm and sglang: GPUs that share one copy of the model", ge=1)
+    gpu_memory_utilization: float = key(
+        0.5, "share of GPU memory for weights and KV cache while generating", gt=0, le=1
+    )
+    max_num_seqs: int = key(1024, "sequences generated at the same time, at most", ge=1)
+    max_num_batched_tokens: int = key(
+        8192, "tokens per forward pass, at most (prompts are prefilled in chunks)", ge=1
+    )
+    max_model_len: int | None = key(None, "longest prompt and response together; default: from data.*", ge=1)
+    enforce_eager: bool = key(False, "no CUDA graphs")
+    free_cache_engine: bool = key(True, "give the KV cache's memory back while training")
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "sequences per pass when the trainer recomputes log-probs; default: measured", ge=1
+    )
+    log_prob_use_dynamic_bsz: bool = key(
+        False, "cut these by tokens; default: the actor's", follows="actor_rollout_ref.actor.use_dynamic_bsz"
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None,
+        "their token budget; default: the actor's",
+        ge=1,
+        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    )
+    n_gpus_per_node: int = key(0, "GPUs per node for rollout alone; 0: on the trainer's GPUs", ge=0)
+    nnodes: int = key(0, "nodes for rollout alone; 0: on the trainer's nodes", ge=0)
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "extra arguments per engine")
+    val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling in validation")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and several turns")

@@ -1,0 +1,98 @@
+"""The run: machines, length, validation, checkpoints, logging, what happens when something dies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import known
+from verl.config.field import key, section
+
+
+@dataclass
+class PrometheusConfig:
+    """A metrics endpoint for Prometheus."""
+
+    enable: bool = key(False, "serve metrics over HTTP")
+    port: int = key(9090, "its port", ge=1, le=65535)
+    host: str = key("127.0.0.1", "address it binds to; 0.0.0.0: reachable from other machines")
+
+
+@dataclass
+class HealthConfig:
+    """Bounds beyond which a health rule speaks up."""
+
+    kl_bound: float = key(1.0, "actor/kl above this is reported", gt=0)
+    probs_diff_bound: float = key(0.01, "training/rollout_probs_diff_mean above this is reported", gt=0)
+    max_skipped_steps: int = key(3, "non-finite updates in a row after which the run stops", ge=1)
+
+
+@dataclass
+class BaseTrainerConfig:
+    """What reinforcement learning and supervised fine-tuning share."""
+
+    n_gpus_per_node: int = key(1, "GPUs (on CPU: processes) per node", ge=1)
+    nnodes: int = key(1, "nodes", ge=1)
+    device: str = key("auto", "auto takes a GPU when there is one", known=known.DEVICES)
+    seed: int = key(1, "seed of everything random")
+    total_epochs: int = key(1, "passes over the training data", ge=1)
+    total_training_steps: int | None = key(None, "stop after so many steps; default: all epochs", ge=1)
+    save_freq: int = key(-1, "steps between checkpoints; -1: only at the end", ge=-1)
+    test_freq: int = key(-1, "steps between validations; -1: only at the end", ge=-1)
+    logger: list[str] = key(
+        ["console"], "where metrics go, beside the run folder", known=known.LOGGERS, plugin="tracker"
+    )
+    project_name: str = key("verl", "first part of the run folder's name")
+    experiment_name: str = key("default", "second part of the run folder's name")
+    default_local_dir: str = key("", "run folder; default: checkpoints/{project_name}/{experiment_name}")
+    resume_mode: str = key(
+        "auto", "auto: newest complete checkpoint in the run folder", known=known.RESUME_MODES
+    )
+    resume_from_path: str | None = key(None, "checkpoint folder for resume_mode=resume_path")
+    max_actor_ckpt_to_keep: int | None = key(None, "keep only the newest so many; default: all", ge=1)
+    keep_best: str | None = key(
+        None, "metric whose best checkpoint is never deleted, e.g. val-core/gsm8k/acc/mean@1"
+    )
+    keep_best_mode: str = key("max", "whether more or less of it is better", known=known.BEST_MODES)
+    wandb_proxy: str | None = key(None, "HTTP proxy used for wandb only")
+    prometheus: PrometheusConfig = section(PrometheusConfig, "metrics endpoint")
+    health: HealthConfig = section(HealthConfig, "bounds of the health rules")
+    watchdog_s: float = key(600.0, "seconds without a sign of life after which a worker counts as dead", gt=0)
+    max_restarts: int = key(0, "restarts from the last checkpoint after a worker died", ge=0)
+    plugins: list[str] = key(
+        [], "modules imported before anything is checked (register your own things there)"
+    )
+
+
+@dataclass
+class TrainerConfig(BaseTrainerConfig):
+    """A reinforcement-learning run."""
+
+    val_before_train: bool = key(True, "validate once before the first step")
+    val_only: bool = key(False, "validate and stop")
+    critic_warmup: int = key(0, "first steps in which only the critic learns", ge=0)
+    balance_batch: bool = key(True, "give every rank about the same work")
+    max_critic_ckpt_to_keep: int | None = key(None, "keep only the newest so many; default: all", ge=1)
+    rollout_data_dir: str | None = key(
+        None, "folder for the training responses; default: rollouts/ in the run folder"
+    )
+    validation_data_dir: str | None = key(
+        None, "folder for the validation responses; default: validation/ in the run folder"
+    )
+    log_val_generations: int = key(0, "validation samples sent to the loggers each time", ge=0)
+
+
+@dataclass
+class RayInitConfig:
+    """Arguments of ray.init."""
+
+    num_cpus: int | None = key(None, "CPUs Ray may use; needed under Slurm", ge=1)
+    runtime_env: dict[str, Any] = key({}, "Ray's runtime environment")
+
+
+@dataclass
+class RayKwargsConfig:
+    """Ray, used when there is more than one process."""
+
+    ray_init: RayInitConfig = section(RayInitConfig, "arguments of ray.init")
+    timeline_json_file: str | None = key(None, "file for a timeline that Perfetto opens")
