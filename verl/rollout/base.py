@@ -29,7 +29,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     raw_log_probs: bool = False
-    """False: log-probs of the temperature-scaled distribution (what the trainer recomputes); True: at temperature 1."""
+    """False: log-probs of the temperature-scaled distribution (what the trainer recomputes).
+    True: those at temperature 1."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Request:
     n: int = 1
     seed: int = 0
     partial: tuple[Sequence[int], ...] = ()
-    """Tokens already produced for each sample (a resumed request); generation goes on after them."""
+    """Tokens already produced for each sample (a resumed request); generation goes on after them, and they
+    count towards `max_tokens`. The response then holds only the new tokens: the caller kept the old ones."""
 
 
 @dataclass
@@ -65,18 +67,20 @@ class RolloutEngine(ABC):
         """Yield each sample of each request as it finishes."""
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End running requests (all when None); `generate` yields their partial tokens with reason `abort`."""
-        raise NotImplementedError(f"{type(self).__name__} cannot abort requests")  # noqa: an engine may lack it
+        """End running requests (all when None); `generate` yields what they have with reason `abort`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot abort requests")
 
     @abstractmethod
     def update_weights(self, source: Any, version: int) -> None:
-        """Take the weights of `source` (a TrainEngine, or name/tensor pairs); responses carry `version` from now on."""
+        """Take the weights of `source` (a TrainEngine, or name/tensor pairs).
 
-    def sleep(self) -> None:
+        Responses carry `version` from now on."""
+
+    def sleep(self) -> None:  # noqa: B027 (most engines have nothing to do)
         """Give device memory back until `wake`."""
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027 (most engines have nothing to do)
         """Take the memory again."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most engines have nothing to do)
         """Release everything; the engine cannot be used afterwards."""

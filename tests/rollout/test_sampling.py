@@ -1,0 +1,175 @@
+"""The sampler against closed forms: frequencies (chi-square), filters by brute force, noise by its key."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from verl.rollout.base import SamplingParams
+from verl.rollout.noise import mix, sequence_key, uniform
+from verl.rollout.sampling import SamplingBatch, invert_cdf, penalise_repeats, sample
+
+VOCAB = 300
+DRAWS = 20_000
+
+
+def brute_force(logits: torch.Tensor, params: SamplingParams, history: list[int]) -> list[float]:
+    """The distribution to draw from, one token at a time, in float64."""
+    values = logits.double().tolist()
+    for token in set(history):
+        penalty = params.repetition_penalty
+        values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
+    values = [value / params.temperature for value in values]
+    peak = max(values)
+    weights = [math.exp(value - peak) for value in values]
+    order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    total = sum(weights[token] for token in order)
+    kept, mass = [], 0.0
+    for token in order:
+        if mass >= params.top_p:
+            break
+        kept.append(token)
+        mass += weights[token] / total
+    top = weights[order[0]]
+    kept = [token for token in kept if weights[token] >= params.min_p * top]
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(weights))]
+
+
+CASES = {
+    "plain": SamplingParams(),
+    "hot": SamplingParams(temperature=1.7),
+    "cold": SamplingParams(temperature=0.6),
+    "top_k": SamplingParams(top_k=7),
+    "top_k_one": SamplingParams(top_k=1),
+    "top_p": SamplingParams(top_p=0.7),
+    "top_p_tiny": SamplingParams(top_p=1e-6),
+    "min_p": SamplingParams(min_p=0.05),
+    "penalty": SamplingParams(repetition_penalty=1.8),
+    "all": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frequencies_match_the_filtered_softmax(name: str) -> None:
+    params = CASES[name]
+    generator = torch.Generator().manual_seed(11)
+    logits = torch.randn(VOCAB, generator=generator) * 2
+    history = [3, 17, 200, 17]
+    expected = torch.tensor(brute_force(logits, params, history), dtype=torch.float64)
+    batch = SamplingBatch.of([params] * DRAWS, [sequence_key(0, "request", i) for i in range(DRAWS)])
+    positions = torch.zeros(DRAWS, dtype=torch.int64)
+    history_BL = torch.tensor([[*history, -1]]).expand(DRAWS, -1)
+    tokens, log_probs = sample(logits.expand(DRAWS, VOCAB), batch, positions, history_BL)
+
+    counts = torch.bincount(tokens, minlength=VOCAB).double()
+    assert counts[expected == 0].sum() == 0, "a removed token was drawn"
+    # Pool rare tokens so that every cell expects at least 8 draws, as the chi-square statistic needs.
+    order = expected.argsort(descending=True)
+    cells: list[tuple[float, float]] = []
+    want = have = 0.0
+    for token in order.tolist():
+        want += float(expected[token]) * DRAWS
+        have += float(counts[token])
+        if want >= 8:
+            cells.append((want, have))
+            want = have = 0.0
+    if cells and want > 0:
+        cells[-1] = (cells[-1][0] + want, cells[-1][1] + have)
+    statistic = sum((have - want) ** 2 / want for want, have in cells)
+    freedom = max(len(cells) - 1, 1)
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 5, (
+        f"chi-square {statistic:.1f} with {freedom} degrees"
+    )
+
+    scaled = (logits / params.temperature).log_softmax(-1)
+    torch.testing.assert_close(log_probs, scaled[tokens], atol=1e-5, rtol=0)
+
+
+def test_nucleus_wider_than_the_first_guess_is_exact() -> None:
+    vocab = 2000
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 0.1
+    params = SamplingParams(top_p=0.95)
+    expected = torch.tensor(brute_force(logits, params, []))
+    rows = 4000
+    batch = SamplingBatch.of([params] * rows, [sequence_key(1, "r", i) for i in range(rows)])
+    tokens, _ = sample(logits.expand(rows, vocab), batch, torch.zeros(rows, dtype=torch.int64))
+    assert (expected[tokens] > 0).all()
+    assert (expected > 0).sum() > 1800
+    assert len(tokens.unique()) > 1000
+
+
+def test_greedy_and_random_rows_mix_in_one_batch() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
+    params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0, top_p=0.5)]
+    batch = SamplingBatch.of(params, [1, 2, 3])
+    tokens, log_probs = sample(logits, batch, torch.tensor([0, 5, 9]))
+    assert tokens[0] == logits[0].argmax() and tokens[2] == logits[2].argmax()
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_log_probs_by_convention() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(3)).repeat_interleave(2, 0)
+    params = [SamplingParams(temperature=0.5), SamplingParams(temperature=0.5, raw_log_probs=True)] * 2
+    tokens, log_probs = sample(
+        logits, SamplingBatch.of(params, [7, 7, 8, 8]), torch.zeros(4, dtype=torch.int64)
+    )
+    assert tokens[0] == tokens[1] and tokens[2] == tokens[3]
+    scaled = (logits / 0.5).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    raw = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, torch.stack([scaled[0], raw[1], scaled[2], raw[3]]))
+
+
+def test_a_row_draws_the_same_alone_and_in_company() -> None:
+    logits = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(4))
+    params = [list(CASES.values())[i % len(CASES)] for i in range(64)]
+    keys = [sequence_key(3, f"q{i}", i % 4) for i in range(64)]
+    positions = torch.arange(64)
+    history = torch.full((64, 1), 5)
+    together, _ = sample(logits, SamplingBatch.of(params, keys), positions, history)
+    for i in range(64):
+        alone, _ = sample(
+            logits[i : i + 1], SamplingBatch.of([params[i]], [keys[i]]), positions[i : i + 1], history[:1]
+        )
+        assert alone[0] == together[i]
+
+
+def test_extreme_uniforms_never_hit_a_zero_weight() -> None:
+    weights = torch.zeros(4, 700)
+    weights[0, 699] = 1.0
+    weights[1, 0] = 1e-30
+    weights[2, 256] = weights[2, 511] = 0.1
+    weights[3, 255:258] = torch.tensor([1e-20, 1.0, 1e-20])
+    for value in (0.0, 2.0**-32, 0.5, 1 - 2.0**-32):
+        tokens = invert_cdf(weights, torch.full((4,), value, dtype=torch.float64))
+        assert (weights.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_uniform_numbers_equal_the_integer_definition_and_depend_on_every_part_of_the_key() -> None:
+    keys = [sequence_key(seed, name, index) for seed in (0, 1) for name in ("a", "b") for index in (0, 1)]
+    assert len(set(keys)) == 8
+    for key in keys:
+        for position in (0, 1, 77):
+            expected = (mix(key + (position + 1) * 0x9E3779B97F4A7C15) >> 32) / 2**32
+            assert uniform(torch.tensor([key]), torch.tensor([position])).item() == expected
+
+
+def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
+    keys = torch.tensor([sequence_key(0, str(i), 0) for i in range(200)])[:, None].expand(200, 100)
+    values = uniform(keys, torch.arange(100).expand(200, 100))
+    counts = torch.histc(values.float(), bins=50, min=0, max=1)
+    expected = values.numel() / 50
+    assert float(((counts - expected) ** 2 / expected).sum()) < 49 + 5 * math.sqrt(98)
+    centred = values - 0.5
+    for other in (centred.roll(1, 0), centred.roll(1, 1)):
+        assert abs(float((centred * other).mean()) * 12) < 5 / math.sqrt(values.numel())
+
+
+def test_repetition_penalty_reads_only_the_history() -> None:
+    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
+    changed = penalise_repeats(logits, torch.tensor([[0, 1, -1]]), torch.tensor([2.0]))
+    assert changed.tolist() == [[1.0, -4.0, 2.0, -2.0]]

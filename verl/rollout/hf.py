@@ -1,0 +1,175 @@
+"""The reference engine: batches of left-padded sequences through the Hugging Face module and its own cache.
+
+Slow and plain on purpose: everything the native engine claims is compared with it. A batch runs until its
+last sequence ends; rows that ended are dropped once they are half of the batch.
+
+What always holds: the module is the trainer's own, in evaluation mode with stock attention while a batch
+runs, and as it was before afterwards.
+
+Shape suffixes: B rows, L padded length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
+from verl.rollout.noise import sequence_key
+from verl.rollout.requests import Stopper, check_requests, eos_token_ids
+from verl.rollout.sampling import SamplingBatch, sample
+from verl.rollout.source import causal_lm, generation_mode, stock_attention, whole_module
+
+DEFAULT_BATCH = 256
+
+
+@dataclass
+class _Row:
+    """One sample on its way: `token_ids` and `log_probs` are what this call made."""
+
+    request: Request
+    sample: int
+    known: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    @property
+    def resumed(self) -> Sequence[int]:
+        return self.request.partial[self.sample] if self.request.partial else ()
+
+
+class HFRollout(RolloutEngine):
+    """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model."""
+
+    def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
+        self.source = source
+        self.tokenizer = tokenizer
+        self.batch_size = int(getattr(config, "max_num_seqs", None) or DEFAULT_BATCH)
+        self.version = 0
+        self._aborted: set[str] = set()
+        self._abort_all = False
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
+        requests = list(requests)
+        self._aborted.clear()
+        self._abort_all = False
+        with whole_module(self.source) as module:
+            model = causal_lm(module)
+            stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
+            vocab_size = int(model.get_input_embeddings().num_embeddings)
+        stopper.check_stop_strings(requests)
+        check_requests(requests, vocab_size)
+        return self._generate(requests, stopper)
+
+    def _generate(self, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
+        rows = [
+            _Row(request, index, [*request.prompt_ids, *(request.partial[index] if request.partial else ())])
+            for request in requests
+            for index in range(request.n)
+        ]
+        # Rows of like length together: less padding. Noise is keyed, so the order changes no token.
+        rows.sort(key=lambda row: len(row.known))
+        for start in range(0, len(rows), self.batch_size):
+            with whole_module(self.source) as module:
+                with generation_mode(module, stock_attention(causal_lm(module))) as model:
+                    finished = self._run_batch(model, rows[start : start + self.batch_size], stopper)
+            yield from finished
+
+    @torch.no_grad()
+    def _run_batch(self, model: Any, rows: list[_Row], stopper: Stopper) -> list[Response]:
+        from transformers import DynamicCache
+
+        device = model.get_input_embeddings().weight.device
+        width = max(len(row.known) for row in rows)
+        input_ids_BL = torch.zeros(len(rows), width, dtype=torch.int64)
+        mask_BL = torch.zeros(len(rows), width, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            input_ids_BL[index, width - len(row.known) :] = torch.tensor(row.known)
+            mask_BL[index, width - len(row.known) :] = 1
+        input_ids_BL, mask_BL = input_ids_BL.to(device), mask_BL.to(device)
+        history_BL = torch.where(mask_BL == 1, input_ids_BL, -1)
+        positions_BL = (mask_BL.cumsum(-1) - 1).clamp_(min=0)
+        settings = SamplingBatch.of(
+            [row.request.sampling for row in rows],
+            [sequence_key(row.request.seed, row.request.request_id, row.sample) for row in rows],
+            device,
+        )
+        produced_B = torch.tensor([len(row.resumed) for row in rows], device=device)
+        # Sliding windows must not shorten the cache: left padding would push real tokens out of the window.
+        cache = DynamicCache()
+        done: list[Response] = []
+        alive: list[int | None] = list(range(len(rows)))
+        while True:
+            logits_BLV = model(
+                input_ids=input_ids_BL,
+                attention_mask=mask_BL,
+                position_ids=positions_BL,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits
+            tokens_B, log_probs_B = sample(logits_BLV[:, -1], settings, produced_B, history_BL)
+            self._record(rows, alive, tokens_B.tolist(), log_probs_B.tolist(), stopper, done)
+            kept = [place for place, index in enumerate(alive) if index is not None]
+            if not kept:
+                return done
+            produced_B = produced_B + 1
+            positions_BL = positions_BL[:, -1:] + 1
+            mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(alive), 1)], dim=1)
+            history_BL = torch.cat([history_BL, tokens_B[:, None]], dim=1)
+            input_ids_BL = tokens_B[:, None]
+            if len(kept) <= len(alive) // 2:
+                rows_B = torch.tensor(kept, device=device)
+                cache.batch_select_indices(rows_B)
+                settings, produced_B = settings.select(rows_B), produced_B[rows_B]
+                input_ids_BL, mask_BL = input_ids_BL[rows_B], mask_BL[rows_B]
+                positions_BL, history_BL = positions_BL[rows_B], history_BL[rows_B]
+                alive = [alive[place] for place in kept]
+
+    def _record(
+        self,
+        rows: list[_Row],
+        alive: list[int | None],
+        tokens: list[int],
+        log_probs: list[float],
+        stopper: Stopper,
+        done: list[Response],
+    ) -> None:
+        """Append the new tokens and end the rows that stop here (their place in `alive` becomes None)."""
+        for place, index in enumerate(alive):
+            if index is None:
+                continue
+            row = rows[index]
+            row.token_ids.append(tokens[place])
+            row.log_probs.append(log_probs[place])
+            reason = stopper.reason([*row.resumed, *row.token_ids], row.request.sampling)
+            if reason is None and (self._abort_all or row.request.request_id in self._aborted):
+                reason = "abort"
+            if reason is not None:
+                done.append(self._response(row, reason))
+                alive[place] = None
+
+    def _response(self, row: _Row, reason: FinishReason) -> Response:
+        return Response(
+            row.request.request_id,
+            row.sample,
+            row.token_ids,
+            row.log_probs,
+            reason,
+            policy_version=self.version,
+        )
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        if request_ids is None:
+            self._abort_all = True
+        else:
+            self._aborted.update(request_ids)
+
+    def update_weights(self, source: Any, version: int) -> None:
+        """The weights are the trainer's own; only the version is new (and the source, when another is given)."""
+        if source is not None:
+            self.source = source
+        self.version = version

@@ -1,0 +1,129 @@
+"""What every engine does with a request before and after the model: check it, and know when to stop.
+
+What always holds: a request that passes `check_requests` can be served to its end; nothing is generated for
+a list of requests of which one cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.rollout.base import FinishReason, Request, SamplingParams
+
+_STOP_TAIL = 8
+"""Tokens decoded beyond the characters of a stop string, for tokens that decode to nothing by themselves."""
+
+
+def check_requests(requests: Sequence[Request], vocab_size: int, max_length: int | None = None) -> None:
+    """Raise `RolloutError` for the first request that cannot be served.
+
+    `max_length` is the most tokens (prompt and response) one sequence may have in this engine.
+    """
+    seen: set[str] = set()
+    for request in requests:
+        if request.request_id in seen:
+            raise RolloutError(
+                f"request {request.request_id!r} was given twice; request ids must differ, because they key the draws"
+            )
+        seen.add(request.request_id)
+        problem = _problem(request, vocab_size, max_length)
+        if problem is not None:
+            raise RolloutError(f"request {request.request_id!r}: {problem}")
+
+
+def _problem(request: Request, vocab_size: int, max_length: int | None) -> str | None:
+    if len(request.prompt_ids) == 0:
+        return "the prompt is empty; it needs at least one token id"
+    if request.n < 1:
+        return f"n is {request.n}; it must be at least 1 (rollout.n)"
+    low, high = min(request.prompt_ids), max(request.prompt_ids)
+    if low < 0 or high >= vocab_size:
+        return f"token id {low if low < 0 else high} lies outside the vocabulary of {vocab_size}"
+    problem = _sampling_problem(request.sampling)
+    if problem is not None:
+        return problem
+    if request.partial:
+        if len(request.partial) != request.n:
+            return (
+                f"partial has {len(request.partial)} samples but n is {request.n}; give one list per sample"
+            )
+        longest = max(len(part) for part in request.partial)
+        if longest >= request.sampling.max_tokens:
+            return (
+                f"a partial sample has {longest} tokens already; max_tokens is {request.sampling.max_tokens}"
+            )
+        known = [token for part in request.partial for token in part]
+        if known and (min(known) < 0 or max(known) >= vocab_size):
+            return f"a partial sample holds a token id outside the vocabulary of {vocab_size}"
+    length = len(request.prompt_ids) + request.sampling.max_tokens
+    if max_length is not None and length > max_length:
+        return (
+            f"a prompt of {len(request.prompt_ids)} tokens and max_tokens {request.sampling.max_tokens} need "
+            f"{length} places; this engine has room for {max_length} (data.max_prompt_length, "
+            "data.max_response_length, rollout.gpu_memory_utilization)"
+        )
+    return None
+
+
+def _sampling_problem(sampling: SamplingParams) -> str | None:
+    if sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}; it must be at least 1 (data.max_response_length)"
+    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
+        return f"temperature is {sampling.temperature}; it must be 0 (greedy) or a positive number"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p is {sampling.top_p}; it must be above 0 and at most 1 (rollout.top_p)"
+    if not 0 <= sampling.min_p <= 1:
+        return f"min_p is {sampling.min_p}; it must be between 0 and 1"
+    if not (sampling.repetition_penalty > 0 and math.isfinite(sampling.repetition_penalty)):
+        return f"repetition_penalty is {sampling.repetition_penalty}; it must be a positive number"
+    if any(text == "" for text in sampling.stop):
+        return "a stop string is empty; it would end every response at once"
+    return None
+
+
+def eos_token_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
+    """Every token that ends a sequence: the model's generation config and the tokenizer's end token."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, (list, tuple)):
+            found.update(int(item) for item in value)
+    return frozenset(found)
+
+
+class Stopper:
+    """Knows whether a sequence has ended after its newest token."""
+
+    def __init__(self, tokenizer: Any | None, eos_ids: frozenset[int]) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+
+    def check_stop_strings(self, requests: Sequence[Request]) -> None:
+        """Stop strings need a tokenizer; say so before generating."""
+        for request in requests:
+            if request.sampling.stop and self.tokenizer is None:
+                raise RolloutError(
+                    f"request {request.request_id!r} has stop strings {list(request.sampling.stop)} "
+                    "but the engine has no tokenizer to read them with; use stop_token_ids"
+                )
+
+    def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        ids = frozenset(sampling.stop_token_ids)
+        return ids if sampling.ignore_eos else ids | self.eos_ids
+
+    def reason(self, token_ids: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
+        """Why the sequence ends here, or None. `token_ids` is the response so far."""
+        last = token_ids[-1]
+        if last in sampling.stop_token_ids or (last in self.eos_ids and not sampling.ignore_eos):
+            return "stop"
+        if sampling.stop and self.tokenizer is not None:
+            tail = max(len(text) for text in sampling.stop) + _STOP_TAIL
+            text = self.tokenizer.decode(list(token_ids[-tail:]), skip_special_tokens=False)
+            if any(stop in text for stop in sampling.stop):
+                return "stop"
+        return "length" if len(token_ids) >= sampling.max_tokens else None
