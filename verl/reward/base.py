@@ -52,5 +52,5 @@ class RewardManager(ABC):
     def collect(self) -> dict[int, RewardResult]:
         """Wait for everything submitted since the last collect: results by `sample.index`."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a manager without processes has nothing to end
         """End worker processes."""

@@ -1,0 +1,198 @@
+"""Reward managers: samples in as they finish, every score out at the end.
+
+One class does the work for all four built-in names; they differ in how many processes it uses and in what the
+function sees. `register_reward_manager` adds a user's own.
+
+Every submitted sample gets exactly one result. With several rewards the score is their weighted sum, each own
+score stands in `extra` under the reward's name, and a sample that one of them could not score has no score.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl.errors import RewardError
+from verl.reward.base import RewardManager, RewardResult, RewardSample
+from verl.reward.failures import causes
+from verl.reward.functions import Signature
+from verl.reward.scorers import check_data_sources
+from verl.reward.shaping import Shaper
+
+_log = logging.getLogger(__name__)
+
+ManagerFactory = Callable[..., RewardManager]
+_FACTORIES: dict[str, ManagerFactory] = {}
+
+
+class Backend(Protocol):
+    """Runs functions by number. `drain` waits for everything submitted; every task gets a result per
+    sample."""
+
+    @property
+    def signatures(self) -> list[Signature]: ...
+
+    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None: ...
+
+    def drain(self) -> dict[Hashable, list[RewardResult]]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward among those that are summed."""
+
+    backend: Backend
+    function: int
+    label: str
+    weight: float = 1.0
+    check: Callable[[Sequence[str], Sequence[str] | None], None] | None = None
+    by_data_source: bool = False
+
+
+class FunctionRewardManager(RewardManager):
+    """Scores with one or several parts and then shapes the sum."""
+
+    def __init__(self, parts: Sequence[Part], shapers: Sequence[Shaper] = ()) -> None:
+        if not parts:
+            raise RewardError("A reward manager needs at least one reward.")
+        self._parts = list(parts)
+        self._shapers = list(shapers)
+        self._samples: list[RewardSample] = []
+
+    @property
+    def reward_keys(self) -> list[str]:
+        """Names under which `extra` holds the single scores; empty with only one reward."""
+        return [part.label for part in self._parts] if len(self._parts) > 1 else []
+
+    @property
+    def reward_weights(self) -> list[float]:
+        return [part.weight for part in self._parts] if len(self._parts) > 1 else []
+
+    def check(self, data_sources: Collection[str] = (), columns: Collection[str] | None = None) -> None:
+        """Refuse at start what could only fail later: rows nobody can score, parameters nothing provides.
+        `columns` are the names of the dataset's columns; None where they are not known."""
+        sources = sorted({str(name) for name in data_sources})
+        listed = None if columns is None else sorted(columns)
+        for part in self._parts:
+            if part.by_data_source:
+                check_data_sources(sources)
+            if part.check is not None:
+                part.check(sources, listed)
+
+    def preflight(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Score a few rows before anything expensive; RewardError when none of them gets a score."""
+        for sample in samples:
+            self.submit(sample)
+        by_index = self.collect()
+        results = [by_index[sample.index] for sample in samples]
+        if results and all(result.score is None for result in results):
+            raise RewardError(
+                f"The reward gave no score for any of {len(results)} rows tried before training. "
+                + causes([result.error or "" for result in results])
+            )
+        return results
+
+    def submit(self, sample: RewardSample) -> None:
+        position = len(self._samples)
+        self._samples.append(sample)
+        for number, part in enumerate(self._parts):
+            if not part.backend.signatures[part.function].is_batch:
+                part.backend.submit((number, position), part.function, [sample])
+
+    def collect(self) -> dict[int, RewardResult]:
+        samples, self._samples = self._samples, []
+        if not samples:
+            return {}
+        for number, part in enumerate(self._parts):
+            if part.backend.signatures[part.function].is_batch:
+                part.backend.submit((number, None), part.function, samples)
+        done: dict[Hashable, list[RewardResult]] = {}
+        for backend in _distinct(part.backend for part in self._parts):
+            done.update(backend.drain())
+        results: dict[int, RewardResult] = {}
+        for position, sample in enumerate(samples):
+            own = [
+                done[number, None][position] if (number, None) in done else done[number, position][0]
+                for number in range(len(self._parts))
+            ]
+            results[sample.index] = self._shape(sample, self._join(own))
+        return results
+
+    def close(self) -> None:
+        for backend in _distinct(part.backend for part in self._parts):
+            backend.close()
+
+    def _join(self, own: list[RewardResult]) -> RewardResult:
+        if len(own) == 1:
+            weight = self._parts[0].weight
+            if own[0].score is None or weight == 1.0:
+                return own[0]
+            return RewardResult(own[0].score * weight, own[0].extra)
+        extra: dict[str, Any] = {}
+        for part, result in zip(self._parts, own, strict=True):
+            for key, value in result.extra.items():
+                extra[f"{part.label}/{key}" if key in extra else key] = value
+        for part, result in zip(self._parts, own, strict=True):
+            if result.score is not None:
+                extra[part.label] = result.score
+        errors = [result.error for result in own if result.score is None]
+        if errors:
+            return RewardResult(None, extra, errors[0])
+        score = sum(
+            part.weight * (result.score or 0.0) for part, result in zip(self._parts, own, strict=True)
+        )
+        return RewardResult(score, extra)
+
+    def _shape(self, sample: RewardSample, result: RewardResult) -> RewardResult:
+        for shaper in self._shapers:
+            result = shaper(sample, result)
+        return result
+
+
+def register_reward_manager(name: str) -> Callable[[ManagerFactory], ManagerFactory]:
+    """Decorator: `reward.reward_manager.name=NAME` then calls this with the arguments of
+    `build_reward_manager`."""
+    if not isinstance(name, str) or not name:
+        raise RewardError(f"register_reward_manager takes a name, not {name!r}.")
+
+    def add(factory: ManagerFactory) -> ManagerFactory:
+        _FACTORIES[name] = factory
+        return factory
+
+    return add
+
+
+def known_reward_managers() -> list[str]:
+    from verl.reward import build  # noqa: F401 - registers ours
+
+    return sorted(_FACTORIES)
+
+
+def build_reward_manager(
+    reward_cfg: Any,
+    *,
+    tokenizer: Any = None,
+    function: Any = None,
+    max_response_length: int,
+) -> RewardManager:
+    """The manager the config names. `function`, a callable or a list of them, goes before the config's
+    functions."""
+    from verl.reward import build  # noqa: F401 - registers ours
+
+    name = reward_cfg.reward_manager.name
+    if name not in _FACTORIES:
+        raise RewardError(
+            f"reward.reward_manager.name is {name!r}; known: {', '.join(sorted(_FACTORIES))}. "
+            f"Add your own with register_reward_manager({name!r})."
+        )
+    return _FACTORIES[name](
+        reward_cfg, tokenizer=tokenizer, function=function, max_response_length=max_response_length
+    )
+
+
+def _distinct(backends: Any) -> list[Backend]:
+    return list({id(backend): backend for backend in backends}.values())

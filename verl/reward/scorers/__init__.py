@@ -1,0 +1,88 @@
+"""Scorers, chosen by a row's `data_source`.
+
+A scorer is a reward function like any other: called by parameter name, returning a number or a dict with
+`score`. Ours are imported when first asked for; a user adds one with `@register_scorer("my_task")`.
+A pattern may end in `*` ("aime*"); an exact name wins over a pattern.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from verl.errors import RewardError
+
+Scorer = Callable[..., Any]
+
+# data_source -> "module:function" in this package
+_BUILTIN: dict[str, str] = {
+    "gsm8k": "gsm8k:compute_score",
+    "openai/gsm8k": "gsm8k:compute_score",
+}
+_REGISTERED: dict[str, Scorer] = {}
+
+
+def register_scorer(*data_sources: str) -> Callable[[Scorer], Scorer]:
+    """Decorator: score rows of these data sources with the function. Replaces what was there before."""
+    if not data_sources or not all(isinstance(name, str) and name for name in data_sources):
+        raise RewardError(f"register_scorer takes the names of data sources, not {data_sources!r}.")
+
+    def add(function: Scorer) -> Scorer:
+        for name in data_sources:
+            _REGISTERED[name] = function
+        return function
+
+    return add
+
+
+def find_scorer(data_source: str) -> str | None:
+    """The registered name or pattern that serves `data_source`."""
+    for table in (_REGISTERED, _BUILTIN):
+        if data_source in table:
+            return data_source
+    for table in (_REGISTERED, _BUILTIN):
+        for name in table:
+            if name.endswith("*") and fnmatchcase(data_source, name):
+                return name
+    return None
+
+
+def get_scorer(data_source: str) -> Scorer:
+    """The scorer of `data_source`."""
+    name = find_scorer(data_source)
+    if name is None:
+        raise unknown_sources([data_source])
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    module, _, function = _BUILTIN[name].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), function)
+
+
+def known_scorers() -> list[str]:
+    return sorted({*_BUILTIN, *_REGISTERED})
+
+
+def registered_scorers() -> dict[str, Scorer]:
+    """Those a user added in this process."""
+    return dict(_REGISTERED)
+
+
+def check_data_sources(data_sources: Iterable[str]) -> None:
+    """Refuse, at start, rows that nothing can score."""
+    unknown = sorted({str(name) for name in data_sources if find_scorer(str(name)) is None})
+    if unknown:
+        raise unknown_sources(unknown)
+
+
+def unknown_sources(names: list[str]) -> RewardError:
+    shown = ", ".join(repr(name) for name in names[:5]) + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )
+    return RewardError(
+        f"No scorer for data_source {shown}. Known: {', '.join(known_scorers())}. Use one of these names in "
+        f"the data, "
+        f"give your own function with reward.custom_reward_function.path=FILE, or add one with "
+        f"register_scorer."
+    )
