@@ -173,7 +173,7 @@ def test_version_follows_update_weights(tiny: Callable[..., Any]) -> None:
 def test_engines_by_name(tiny: Callable[..., Any]) -> None:
     model = tiny("llama")
     assert isinstance(build_rollout("hf", model, None, None), HFRollout)
-    with pytest.raises(ConfigError, match="known engines: .*hf"):
+    with pytest.raises(ConfigError, match=r"known engines: .*hf"):
         build_rollout("nonesuch", model, None, None)
     for name in ("vllm", "sglang"):
         with pytest.raises(ConfigError, match=f"rollout.name={name}"):

@@ -21,9 +21,10 @@ from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
 from verl.rollout.noise import sequence_key
 from verl.rollout.requests import Stopper, check_requests, eos_token_ids
 from verl.rollout.sampling import SamplingBatch, sample
-from verl.rollout.source import causal_lm, generation_mode, stock_attention, whole_module
+from verl.rollout.source import causal_lm, generation_mode, whole_module
 
 DEFAULT_BATCH = 256
+"""Padded caches are large: more rows than this at a time are not worth their memory."""
 
 
 @dataclass
@@ -47,7 +48,7 @@ class HFRollout(RolloutEngine):
     def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
         self.source = source
         self.tokenizer = tokenizer
-        self.batch_size = int(getattr(config, "max_num_seqs", None) or DEFAULT_BATCH)
+        self.batch_size = min(int(getattr(config, "max_num_seqs", DEFAULT_BATCH)), DEFAULT_BATCH)
         self.version = 0
         self._aborted: set[str] = set()
         self._abort_all = False
@@ -73,9 +74,8 @@ class HFRollout(RolloutEngine):
         # Rows of like length together: less padding. Noise is keyed, so the order changes no token.
         rows.sort(key=lambda row: len(row.known))
         for start in range(0, len(rows), self.batch_size):
-            with whole_module(self.source) as module:
-                with generation_mode(module, stock_attention(causal_lm(module))) as model:
-                    finished = self._run_batch(model, rows[start : start + self.batch_size], stopper)
+            with whole_module(self.source) as module, generation_mode(module, None) as model:
+                finished = self._run_batch(model, rows[start : start + self.batch_size], stopper)
             yield from finished
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class HFRollout(RolloutEngine):
             self._aborted.update(request_ids)
 
     def update_weights(self, source: Any, version: int) -> None:
-        """The weights are the trainer's own; only the version is new (and the source, when another is given)."""
+        """The weights are the trainer's own: only the version is new (and the source, when one is given)."""
         if source is not None:
             self.source = source
         self.version = version

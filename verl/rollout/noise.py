@@ -42,7 +42,7 @@ def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers in [0, 1), float64 with 32 random bits; `keys` and `positions` are int64, same shape."""
+    """Numbers in [0, 1), float64 with 32 random bits; `keys` and `positions` are int64 of one shape."""
     value = keys + (positions + 1) * _signed(_GOLDEN)
     value = (value ^ _shift_right(value, 30)) * _signed(_MIX_A)
     value = (value ^ _shift_right(value, 27)) * _signed(_MIX_B)

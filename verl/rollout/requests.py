@@ -26,7 +26,7 @@ def check_requests(requests: Sequence[Request], vocab_size: int, max_length: int
     for request in requests:
         if request.request_id in seen:
             raise RolloutError(
-                f"request {request.request_id!r} was given twice; request ids must differ, because they key the draws"
+                f"request {request.request_id!r} was given twice; request ids key the draws and must differ"
             )
         seen.add(request.request_id)
         problem = _problem(request, vocab_size, max_length)
@@ -52,9 +52,7 @@ def _problem(request: Request, vocab_size: int, max_length: int | None) -> str |
             )
         longest = max(len(part) for part in request.partial)
         if longest >= request.sampling.max_tokens:
-            return (
-                f"a partial sample has {longest} tokens already; max_tokens is {request.sampling.max_tokens}"
-            )
+            return f"a partial has {longest} tokens already; max_tokens is {request.sampling.max_tokens}"
         known = [token for part in request.partial for token in part]
         if known and (min(known) < 0 or max(known) >= vocab_size):
             return f"a partial sample holds a token id outside the vocabulary of {vocab_size}"

@@ -14,7 +14,7 @@ Shape suffixes: B rows, V vocabulary, N blocks of the vocabulary, L length of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,13 +70,7 @@ class SamplingBatch:
 
     def select(self, rows_B: torch.Tensor) -> SamplingBatch:
         """The settings of some rows; the kinds of work stay those of the whole."""
-        return SamplingBatch(
-            *(getattr(self, name)[rows_B] for name in _COLUMNS),
-            any_greedy=self.any_greedy,
-            any_filter=self.any_filter,
-            any_penalty=self.any_penalty,
-            plain=self.plain,
-        )
+        return replace(self, **{name: getattr(self, name)[rows_B] for name in _COLUMNS})
 
 
 _COLUMNS = (
@@ -124,7 +118,7 @@ def _keep_top_p(weights_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor
 
 
 def apply_filters(weights_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Zero the weights (unnormalised probabilities) that top-k, top-p and min-p remove; ties at top-k stay."""
+    """Zero the weights (unnormalised probabilities) that top-k, top-p and min-p remove; ties stay."""
     vocab = weights_BV.shape[1]
     top_k_B = torch.where((batch.top_k_B <= 0) | (batch.top_k_B > vocab), vocab, batch.top_k_B)
     rows = (top_k_B < vocab).nonzero()[:, 0]

@@ -25,7 +25,8 @@ def whole_module(source: Any) -> Iterator[nn.Module]:
         yield source
     else:
         raise RolloutError(
-            f"cannot generate from a {type(source).__name__}; give a TrainEngine (with full_parameters) or an nn.Module"
+            f"cannot generate from a {type(source).__name__}; "
+            "give a TrainEngine (with full_parameters) or an nn.Module"
         )
 
 
@@ -43,9 +44,10 @@ def stock_attention(model: Any) -> str:
 
 
 @contextmanager
-def generation_mode(module: nn.Module, attention: str) -> Iterator[Any]:
-    """The causal model in evaluation mode with another attention implementation, for as long as the context."""
+def generation_mode(module: nn.Module, attention: str | None) -> Iterator[Any]:
+    """The causal model in evaluation mode with another attention implementation (None: transformers' own)."""
     model = causal_lm(module)
+    attention = attention or stock_attention(model)
     training = [part for part in module.modules() if part.training]
     before = getattr(model.config, "_attn_implementation", None)
     module.eval()
