@@ -1,0 +1,273 @@
+"""Advantage estimators: from token rewards to what each token did better than expected.
+
+Each is called by keyword with `token_level_rewards` [B, T], `response_mask` [B, T], `index` (the prompt group of
+each sequence), `config` (the algorithm section) and what it needs beside them, and returns (advantages, returns),
+both [B, T] in the rewards' dtype, zero where the mask is 0. What stands on masked positions changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.groups import Groups, sequence_scores
+from verl.algorithms.masked import as_bool, keep, masked_whiten
+from verl.algorithms.registry import register_adv_est
+from verl.algorithms.scan import discounted_returns, reverse_cumsum
+from verl.errors import ConfigError
+
+
+def _setting(given: Any, config: Any, name: str, default: Any) -> Any:
+    """The keyword argument, else the config's value, else the default."""
+    return given if given is not None else getattr(config, name, default)
+
+
+def _spread(scores: Tensor, response_mask: Tensor, like: Tensor) -> Tensor:
+    """A number per sequence onto each of its policy tokens."""
+    return keep(scores.to(like.dtype).unsqueeze(-1).expand_as(like), response_mask)
+
+
+def _need(value: Any, name: str, estimator: str, fix: str) -> Any:
+    if value is None:
+        raise ConfigError(f"algorithm.adv_estimator={estimator} needs {name}, which the batch does not have. {fix}")
+    return value
+
+
+@register_adv_est("gae")
+def gae(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor,
+    gamma: float | None = None,
+    lam: float | None = None,
+    config: Any = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation. Positions with mask 0 (tool tokens) are skipped: the next value and the
+    next advantage pass over them unchanged."""
+    _need(values, "values", "gae", "Leave critic.enable unset or set it to True.")
+    gamma, lam = _setting(gamma, config, "gamma", 1.0), _setting(lam, config, "lam", 1.0)
+    mask_TB = as_bool(response_mask).t().contiguous()
+    reward_TB = keep(token_level_rewards, response_mask).t().contiguous()
+    value_TB = keep(values, response_mask).t().contiguous()
+    advantage_TB = torch.zeros_like(reward_TB)
+    next_value = torch.zeros_like(reward_TB[0]) if len(reward_TB) else reward_TB
+    next_advantage = next_value
+    for t in reversed(range(mask_TB.shape[0])):
+        here = mask_TB[t]
+        advantage = reward_TB[t] + gamma * next_value - value_TB[t] + gamma * lam * next_advantage
+        next_advantage = torch.where(here, advantage, next_advantage)
+        next_value = torch.where(here, value_TB[t], next_value)
+        advantage_TB[t] = next_advantage
+    advantages = advantage_TB.t()
+    returns = keep(advantages + value_TB.t(), response_mask).contiguous()
+    return masked_whiten(advantages, response_mask).contiguous(), returns
+
+
+@register_adv_est("grpo")
+@register_adv_est("grpo_vectorized")
+def grpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    norm_adv_by_std_in_grpo: bool | None = None,
+    config: Any = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """(s - mean) / (std + 1e-6) within the group; without the division it is Dr.GRPO."""
+    normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo", True)
+    scores = sequence_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, scores.shape[0], scores.device)
+    advantages = _spread(_group_normalised(scores, groups, normalise), response_mask, token_level_rewards)
+    return advantages, advantages
+
+
+def _group_normalised(scores: Tensor, groups: Groups, by_std: bool) -> Tensor:
+    shifted = groups.shifted(scores)
+    centred = shifted - groups.mean(shifted)
+    return centred / (groups.std(shifted) + 1e-6) if by_std else centred
+
+
+@register_adv_est("grpo_passk")
+def grpo_passk(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    norm_adv_by_std_in_grpo: bool | None = None,
+    config: Any = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Only the best response of a group learns, by its lead over the second; a tie at the top gives 0."""
+    normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo", True)
+    scores = sequence_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, scores.shape[0], scores.device)
+    best = groups.extreme(scores, "amax")
+    on_top = scores == best
+    winner = on_top & (groups.sum(on_top) == 1) & (groups.sizes > 1)
+    second = groups.extreme(scores.masked_fill(on_top, -torch.inf), "amax")
+    lead = torch.where(winner, best - second, torch.zeros_like(best))
+    if normalise:
+        lead = lead / (groups.std(groups.shifted(scores)) + 1e-6)
+    advantages = _spread(lead, response_mask, token_level_rewards)
+    return advantages, advantages
+
+
+@register_adv_est("rloo")
+@register_adv_est("rloo_vectorized")
+def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any) -> tuple[Tensor, Tensor]:
+    """The score less the mean of the group's other responses."""
+    scores = sequence_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, scores.shape[0], scores.device)
+    shifted = groups.shifted(scores)
+    others = (groups.sum(shifted) - shifted) / (groups.sizes - 1).clamp(min=1)
+    advantages = _spread(shifted - others, response_mask, token_level_rewards)
+    return advantages, advantages
+
+
+@register_adv_est("opo")
+def opo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any) -> tuple[Tensor, Tensor]:
+    """The score less the group's mean weighted by length, the optimal baseline of on-policy REINFORCE."""
+    scores = sequence_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, scores.shape[0], scores.device)
+    lengths = as_bool(response_mask).sum(-1)
+    shifted = groups.shifted(scores)
+    baseline = groups.sum(lengths * shifted) / groups.sum(lengths).clamp(min=1)
+    advantages = _spread(shifted - baseline, response_mask, token_level_rewards)
+    return advantages, advantages
+
+
+@register_adv_est("gpg")
+def gpg(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any) -> tuple[Tensor, Tensor]:
+    """alpha * (s - group mean); alpha makes up for the sequences whose reward is 0."""
+    scores = sequence_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, scores.shape[0], scores.device)
+    alpha = scores.shape[0] / torch.count_nonzero(scores).clamp(min=1)
+    advantages = _spread(
+        alpha * _group_normalised(scores, groups, by_std=False), response_mask, token_level_rewards
+    )
+    return advantages, advantages
+
+
+@register_adv_est("reinforce_plus_plus")
+def reinforce_plus_plus(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    gamma: float | None = None,
+    config: Any = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Discounted returns, whitened over the batch. Only policy tokens count as time steps."""
+    returns = discounted_returns(token_level_rewards, response_mask, _setting(gamma, config, "gamma", 1.0))
+    return masked_whiten(returns, response_mask), returns
+
+
+@register_adv_est("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """The score less the group's mean, whitened over the batch's policy tokens."""
+    scores = sequence_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, scores.shape[0], scores.device)
+    centred = _spread(_group_normalised(scores, groups, by_std=False), response_mask, token_level_rewards)
+    advantages = masked_whiten(centred, response_mask)
+    return advantages, advantages
+
+
+@register_adv_est("remax")
+def remax(
+    token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Reward to go less the reward [B] of one greedy rollout of the same prompt."""
+    _need(reward_baselines, "reward_baselines", "remax", "They are the scores of a greedy rollout per prompt.")
+    returns = keep(reverse_cumsum(keep(token_level_rewards, response_mask)), response_mask)
+    baseline = reward_baselines.to(returns.dtype).unsqueeze(-1)
+    return keep(returns - baseline, response_mask), returns
+
+
+@register_adv_est("gdpo")
+def gdpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    rewards_by_key: Mapping[str, Tensor] | None = None,
+    norm_adv_by_std_in_grpo: bool | None = None,
+    config: Any = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Each reward key [B] normalised within its groups on its own, their weighted sum whitened over the batch:
+    a key with a small range keeps its say beside one with a large range.
+
+    Keys and weights come from `config.gdpo_reward_keys` and `config.gdpo_reward_weights`; without keys, all of
+    `rewards_by_key` count."""
+    rewards_by_key = _need(
+        rewards_by_key,
+        "rewards_by_key",
+        "gdpo",
+        "Let the reward function return a dict with several numbers and name them in algorithm.gdpo_reward_keys.",
+    )
+    keys = list(getattr(config, "gdpo_reward_keys", None) or rewards_by_key)
+    weights = list(getattr(config, "gdpo_reward_weights", None) or [1.0] * len(keys))
+    missing = [key for key in keys if key not in rewards_by_key]
+    if missing:
+        raise ConfigError(
+            f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which the reward function does not give; "
+            f"it gives: {', '.join(rewards_by_key) or 'none'}"
+        )
+    if len(weights) != len(keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} keys ({', '.join(keys)})"
+        )
+    by_std = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo", True)
+    batch_size, device = response_mask.shape[0], response_mask.device
+    groups = Groups.of(index, batch_size, device)
+    total = torch.zeros(batch_size, dtype=torch.float64, device=device)
+    for key, weight in zip(keys, weights, strict=True):
+        scores = torch.as_tensor(rewards_by_key[key], dtype=torch.float64, device=device)
+        total += weight * _group_normalised(scores, groups, by_std)
+    advantages = masked_whiten(_spread(total, response_mask, token_level_rewards), response_mask)
+    return advantages, advantages
+
+
+@register_adv_est("optimal_token_baseline")
+def optimal_token_baseline(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """A baseline per group and position: the members' rewards to go, weighted by the accumulated squared norm of
+    their score functions, w_t = 1 - 2 pi_t + sum pi^2.
+
+    Beyond the second-longest member (counted up to its last policy token) there is nothing to compare with, and
+    the baseline is 0."""
+    _need(old_log_probs, "old_log_probs", "optimal_token_baseline", "")
+    _need(sum_pi_squared, "sum_pi_squared", "optimal_token_baseline", "The trainer's log-prob pass gives it.")
+    flags = as_bool(response_mask)
+    groups = Groups.of(index, flags.shape[0], flags.device)
+    returns = keep(reverse_cumsum(keep(token_level_rewards, flags)), flags)
+    weight = 1 - 2 * keep(old_log_probs, flags).exp() + keep(sum_pi_squared, flags)
+    weight = keep(keep(weight, flags).cumsum(-1).to(returns.dtype), flags)
+    shape = (groups.count, flags.shape[1])
+    weighted = returns.new_zeros(shape).index_add_(0, groups.ids, returns * weight)
+    norm = returns.new_zeros(shape).index_add_(0, groups.ids, weight)
+    baseline = weighted / (norm + 1e-8)
+    position = torch.arange(1, shape[1] + 1, device=flags.device)
+    extent = (flags * position).amax(-1) if shape[1] else position.new_zeros(flags.shape[0])
+    baseline.masked_fill_(position > _second_largest(extent, groups).unsqueeze(-1), 0)
+    return keep(returns - baseline[groups.ids], flags), returns
+
+
+def _second_largest(values: Tensor, groups: Groups) -> Tensor:
+    """The second-largest value of each group [G], 0 where a group has one member. Sorting by value and then,
+    stably, by group lines every group's values up in order."""
+    by_value = torch.argsort(values, descending=True, stable=True)
+    order = by_value[torch.argsort(groups.ids[by_value], stable=True)]
+    sizes = torch.bincount(groups.ids, minlength=groups.count)
+    second = sizes.cumsum(0) - sizes + 1
+    found = values[order[second.clamp(max=max(len(values) - 1, 0))]]
+    return torch.where(sizes > 1, found, torch.zeros_like(found))

@@ -1,0 +1,212 @@
+"""Between the engine that sampled the tokens and the trainer that learns from them: how far apart their
+probabilities are, weights that make up for it, and rejection of what lies too far out.
+
+With l = old - roll (clamped to +-20) on policy tokens. What always holds: weights carry no gradient and are zero
+off the mask; what is rejected leaves the returned mask, and with it every loss denominator counted from that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.loss_inputs import sequence_mean
+from verl.algorithms.masked import as_bool, keep, masked_mean
+from verl.errors import ConfigError
+
+SECTION = "algorithm.rollout_correction"
+LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+REJECTION_RULES = tuple(f"{level}_{k}" for level in LEVELS for k in ("k1", "k2", "k3"))
+LOG_BOUND = 20.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is kept; `low` is None where only one number was given."""
+
+    low: float | None
+    high: float
+
+    @classmethod
+    def parse(cls, value: Any, key: str) -> Bounds:
+        """A number, or "lo_hi"."""
+        try:
+            parts = [float(part) for part in str(value).strip().split("_")]
+        except ValueError:
+            parts = []
+        if len(parts) == 1 and parts[0] > 0:
+            return cls(None, parts[0])
+        if len(parts) == 2 and 0 <= parts[0] < parts[1]:
+            return cls(parts[0], parts[1])
+        raise ConfigError(
+            f"{SECTION}.{key}={value!r} is neither a number above 0 nor two numbers 'lo_hi' with 0 <= lo < hi "
+            f"(for example 2.0 or '0.5_2.0')"
+        )
+
+
+def _rules(config: Any) -> list[tuple[str, Bounds]]:
+    text = getattr(config, "rollout_rs", None)
+    if not text:
+        return []
+    names = [name.strip() for name in str(text).split(",") if name.strip()]
+    unknown = [name for name in names if name not in REJECTION_RULES]
+    if unknown:
+        raise ConfigError(
+            f"{SECTION}.rollout_rs names {', '.join(unknown)}; allowed, comma separated: {', '.join(REJECTION_RULES)}"
+        )
+    threshold = getattr(config, "rollout_rs_threshold", None)
+    if threshold is None:
+        raise ConfigError(
+            f"{SECTION}.rollout_rs={text} needs {SECTION}.rollout_rs_threshold: one bound for all rules, or one each, "
+            f"comma separated"
+        )
+    bounds = [Bounds.parse(part, "rollout_rs_threshold") for part in str(threshold).split(",")]
+    if len(bounds) == 1:
+        bounds *= len(names)
+    if len(bounds) != len(names):
+        raise ConfigError(
+            f"{SECTION}.rollout_rs_threshold has {len(bounds)} bounds for {len(names)} rules ({', '.join(names)}); "
+            f"give one, or one each"
+        )
+    return list(zip(names, bounds, strict=True))
+
+
+def _kept_by(rule: str, bounds: Bounds, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] flags of one rule.
+
+    k1 bounds the ratio exp(l), of a token or of the sequence (its product, its geometric mean, each of its
+    tokens); one number c means from 1/c to c. k2 = l^2 / 2 and k3 = exp(l) - l - 1 are bounded as they are;
+    one number is the upper bound."""
+    level, kind = rule.rsplit("_", 1)
+    if kind == "k1":
+        statistic = log_ratio
+        low = math.log(bounds.low) if bounds.low else (-math.inf if bounds.low == 0 else -abs(math.log(bounds.high)))
+        high = math.log(bounds.high) if bounds.low is not None else abs(math.log(bounds.high))
+    else:
+        statistic = log_ratio.square() / 2 if kind == "k2" else log_ratio.exp() - log_ratio - 1
+        low, high = (0.0 if bounds.low is None else bounds.low), bounds.high
+    if level == "seq_sum":
+        statistic = keep(statistic, mask).sum(-1, keepdim=True)
+    elif level == "seq_mean":
+        statistic = sequence_mean(statistic, mask).unsqueeze(-1)
+    kept = (statistic >= low) & (statistic <= high)
+    if level == "seq_max":
+        kept = (kept | ~mask).all(-1, keepdim=True)
+    return kept.expand_as(mask)
+
+
+def _importance_weights(
+    config: Any, log_ratio: Tensor, mask: Tensor, remaining: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    level = config.rollout_is
+    if level not in ("token", "sequence"):
+        raise ConfigError(f"{SECTION}.rollout_is={level!r} is not known; allowed: token, sequence (or unset)")
+    bounds = Bounds.parse(config.rollout_is_threshold, "rollout_is_threshold")
+    exponent = log_ratio
+    if level == "sequence":
+        exponent = keep(log_ratio, mask).sum(-1, keepdim=True).clamp(-LOG_BOUND, LOG_BOUND).expand_as(log_ratio)
+    raw = exponent.exp()
+    if bounds.low is None:
+        weights, touched = raw.clamp(max=bounds.high), raw > bounds.high
+    else:
+        touched = (raw < bounds.low) | (raw > bounds.high)
+        weights = raw.masked_fill(touched, 0)
+    metrics = {"rollout_corr/rollout_is_bounded_share": _mean(touched.to(raw.dtype), mask)}
+    # A sequence's weight counts once, whatever its length.
+    first = remaining & (remaining.cumsum(-1) == 1) if level == "sequence" else remaining
+    if getattr(config, "rollout_is_batch_normalize", False):
+        mean = masked_mean(weights, first)
+        weights = torch.where(mean > 0, weights / mean, weights)
+    values = weights[first]
+    if len(values):
+        metrics |= {
+            "rollout_corr/rollout_is_mean": float(values.mean()),
+            "rollout_corr/rollout_is_std": float(values.std()) if len(values) > 1 else 0.0,
+            "rollout_corr/rollout_is_min": float(values.min()),
+            "rollout_corr/rollout_is_max": float(values.max()),
+            "rollout_corr/eff_sample_size": _effective_sample_size(values),
+        }
+    return keep(weights, remaining), metrics
+
+
+def _effective_sample_size(weights: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2): 1 when all weigh the same, 1/n when one weighs everything."""
+    wide = weights.to(torch.float64)
+    total = wide.square().sum()
+    return float(wide.sum().square() / (len(weights) * total)) if float(total) > 0 else 0.0
+
+
+def _mean(values: Tensor, mask: Tensor) -> float:
+    return float(masked_mean(values, mask))
+
+
+def compute_rollout_correction(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: Any
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """(weights [B, T] or None, the mask without what was rejected, metrics), by `algorithm.rollout_correction`.
+
+    The mask keeps its dtype. Weights are truncated from above by one threshold and zeroed outside "lo_hi"; the
+    optional normalisation to mean 1 is over the tokens (or sequences) that remain."""
+    mask = as_bool(response_mask)
+    with torch.no_grad():
+        old, roll = keep(old_log_prob, mask), keep(rollout_log_prob, mask)
+        log_ratio = (old - roll).clamp(-LOG_BOUND, LOG_BOUND)
+        metrics = offpolicy_metrics(old, roll, mask) | rollout_probs_diff_metrics(old, roll, mask)
+        remaining = mask
+        rules = _rules(config)
+        for rule, bounds in rules:
+            kept = _kept_by(rule, bounds, log_ratio, mask)
+            metrics[f"rollout_corr/rejected_by_{rule}"] = _mean((~kept).to(old.dtype), mask)
+            remaining = remaining & kept
+        if rules:
+            metrics["rollout_corr/rejected_tokens"] = _mean((~remaining).to(old.dtype), mask)
+            gone = mask.any(-1) & ~remaining.any(-1)
+            metrics["rollout_corr/rejected_sequences"] = _mean(gone.to(old.dtype), mask.any(-1))
+        weights = None
+        if getattr(config, "rollout_is", None):
+            weights, weight_metrics = _importance_weights(config, log_ratio, mask, remaining)
+            metrics |= weight_metrics
+        elif bool(mask.any()):
+            metrics["rollout_corr/eff_sample_size"] = _effective_sample_size(log_ratio[mask].exp())
+    return weights, remaining.to(response_mask.dtype), metrics
+
+
+def offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """KL(roll || old) by k1 and k3, perplexity of the responses under either side and their ratio (means over
+    sequences), and chi-square of tokens and of sequences."""
+    mask = as_bool(response_mask)
+    if not bool(mask.any()):
+        return {}
+    old, roll = keep(old_log_prob, mask), keep(rollout_log_prob, mask)
+    log_ratio = (old - roll).clamp(-LOG_BOUND, LOG_BOUND)
+    rows = mask.any(-1)
+    old_mean, roll_mean = sequence_mean(old, mask), sequence_mean(roll, mask)
+    sequence = keep(log_ratio, mask).sum(-1).clamp(-LOG_BOUND, LOG_BOUND)
+    return {
+        "rollout_corr/kl": _mean(-log_ratio, mask),
+        "rollout_corr/k3_kl": _mean(log_ratio.exp() - log_ratio - 1, mask),
+        "rollout_corr/training_ppl": _mean((-old_mean).exp(), rows),
+        "rollout_corr/rollout_ppl": _mean((-roll_mean).exp(), rows),
+        "rollout_corr/ppl_ratio": _mean((roll_mean - old_mean).exp(), rows),
+        "rollout_corr/chi2_token": _mean((2 * log_ratio).exp(), mask) - 1,
+        "rollout_corr/chi2_seq": _mean((2 * sequence).exp(), rows) - 1,
+    }
+
+
+def rollout_probs_diff_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """|exp(old) - exp(roll)| on policy tokens: how well trainer and rollout engine agree on what was sampled."""
+    mask = as_bool(response_mask)
+    difference = (old_log_prob[mask].exp() - rollout_log_prob[mask].exp()).abs()
+    if not len(difference):
+        return {}
+    return {
+        "training/rollout_probs_diff_mean": float(difference.mean()),
+        "training/rollout_probs_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_std": float(difference.std()) if len(difference) > 1 else 0.0,
+    }

@@ -1,0 +1,1 @@
+"""The import path plug-ins know; everything lives in `verl.algorithms`."""
