@@ -1,0 +1,152 @@
+"""What an engine needs to know, read once from the config sections.
+
+What always holds: the engine's code reads these settings and never a config object; a setting the engine cannot
+honour is refused here, with the key to change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from verl.engines.micro_batches import CutRule
+from verl.errors import ConfigError
+
+Kind = Literal["actor", "ref", "critic"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Lora:
+    rank: int
+    alpha: int
+    target_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    offload_policy: bool = False
+    fsdp_size: int = -1
+    reshard_after_forward: bool = True
+
+
+@dataclass
+class EngineSettings:
+    kind: Kind
+    dtype: torch.dtype
+    train_cut: CutRule
+    forward_cut: CutRule
+    packed: bool = True
+    gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    torch_compile: bool = False
+    freeze_embeddings: bool = False
+    lora: Lora | None = None
+    sharding: Sharding = field(default_factory=Sharding)
+    grad_clip: float = 0.0
+    max_skipped_steps: int = 3
+    bad_batch_dir: Path | None = None
+    seed: int = 0
+
+
+def parameter_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU, whose half-precision arithmetic is far slower."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"model.dtype={name!r} is not known; allowed: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _cut_rule(sequences: int | None, dynamic: bool, tokens: int | None, hidden_size: int) -> CutRule:
+    if dynamic:
+        return CutRule(max_tokens=tokens, hidden_size=hidden_size)
+    return CutRule(max_sequences=sequences, hidden_size=hidden_size)
+
+
+def cut_rules(kind: Kind, role: Any, log_prob: Any, hidden_size: int) -> tuple[CutRule, CutRule]:
+    """How to cut for training and for passes without gradient.
+
+    `log_prob` is the section that says how the actor's log-probabilities are recomputed (rollout); without one
+    they are cut as in training."""
+    if kind == "ref":
+        forward = _cut_rule(
+            role.log_prob_micro_batch_size_per_gpu,
+            role.log_prob_use_dynamic_bsz,
+            role.log_prob_max_token_len_per_gpu,
+            hidden_size,
+        )
+        return forward, forward
+    train = _cut_rule(
+        role.ppo_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu, hidden_size
+    )
+    if kind == "critic":
+        return train, _cut_rule(
+            role.forward_micro_batch_size_per_gpu,
+            role.use_dynamic_bsz,
+            role.ppo_max_token_len_per_gpu,
+            hidden_size,
+        )
+    if log_prob is None:
+        return train, train
+    return train, _cut_rule(
+        log_prob.log_prob_micro_batch_size_per_gpu,
+        log_prob.log_prob_use_dynamic_bsz,
+        log_prob.log_prob_max_token_len_per_gpu,
+        hidden_size,
+    )
+
+
+def read_settings(
+    kind: Kind,
+    model: Any,
+    role: Any,
+    *,
+    device: torch.device,
+    log_prob: Any = None,
+    max_skipped_steps: int = 3,
+    bad_batch_dir: Path | None = None,
+    seed: int = 0,
+) -> EngineSettings:
+    """From the model section and the role's section (actor, ref or critic)."""
+    if role.ulysses_sequence_parallel_size != 1:
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size} is not available with "
+            f"strategy={role.strategy}; the only value allowed is 1"
+        )
+    train, forward = cut_rules(kind, role, log_prob, 1024)
+    trained = kind != "ref"
+    lora = None
+    if model.lora_rank > 0 and trained:
+        if model.peft_type != "lora":
+            raise ConfigError(f"model.peft_type={model.peft_type!r} is not known; allowed: lora")
+        lora = Lora(int(model.lora_rank), int(model.lora_alpha), tuple(model.target_modules))
+    fsdp = role.fsdp_config
+    return EngineSettings(
+        kind=kind,
+        dtype=parameter_dtype(model.dtype, device),
+        train_cut=train,
+        forward_cut=forward,
+        packed=bool(model.use_remove_padding),
+        gradient_checkpointing=trained and bool(model.enable_gradient_checkpointing),
+        activation_offload=trained and bool(model.enable_activation_offload),
+        torch_compile=bool(getattr(role, "use_torch_compile", False)),
+        freeze_embeddings=trained and bool(model.freeze_embeddings),
+        lora=lora,
+        sharding=Sharding(
+            bool(fsdp.param_offload),
+            bool(fsdp.optimizer_offload),
+            bool(fsdp.offload_policy),
+            int(fsdp.fsdp_size),
+            bool(fsdp.reshard_after_forward),
+        ),
+        grad_clip=float(role.grad_clip) if trained else 0.0,
+        max_skipped_steps=max_skipped_steps,
+        bad_batch_dir=bad_batch_dir,
+        seed=seed,
+    )

@@ -1,0 +1,1 @@
+"""Model parts: loading, value head, packed attention, fused linear log-probabilities, LoRA."""

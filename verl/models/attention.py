@@ -1,0 +1,327 @@
+"""One attention implementation, "verl", for every Hugging Face model that uses the attention interface.
+
+The model stays as Hugging Face wrote it; only the attention call is ours, and it does what the context object in
+the keyword argument `verl_attn` says. Training passes a `PackedAttention` (sequences laid end to end), the native
+rollout engine its own paged context.
+
+What always holds: a token sees itself and the earlier tokens of its own sequence (within the sliding window),
+nothing else; nothing is padded; on CUDA no call waits for the device.
+
+Shapes: H query heads, K key/value heads, N tokens of the pack, D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+ATTENTION_NAME = "verl"
+Backend = Literal["auto", "sdpa", "varlen", "flex"]
+
+
+class AttentionContext(Protocol):
+    """What the keyword argument `verl_attn` must offer. q is [1,H,N,D], k and v [1,K,N,D]; returns [1,N,H,D]."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor: ...
+
+
+def _attention(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    verl_attn: AttentionContext | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    if verl_attn is None:
+        raise RuntimeError(
+            "the attention implementation 'verl' was called without its context; call the model through a verl "
+            "engine, or switch it back with model.set_attn_implementation('sdpa')"
+        )
+    out = verl_attn.attend(module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+    return out, None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def register_attention() -> None:
+    """Make "verl" known to transformers; calling it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+def use_verl_attention(model: Any) -> bool:
+    """Switch a Hugging Face model to "verl". False when its attention cannot be exchanged (it must stay padded)."""
+    register_attention()
+    if not getattr(model, "_supports_attention_backend", False):
+        return False
+    try:
+        model.set_attn_implementation(ATTENTION_NAME)
+    except (ValueError, ImportError, AttributeError) as error:
+        log.debug("%s keeps its own attention: %s", type(model).__name__, error)
+        return False
+    return bool(model.config._attn_implementation == ATTENTION_NAME)
+
+
+@dataclass
+class PackedAttention:
+    """Attention within each sequence of a pack: the tokens of sequence i are those from cu_seqlens[i] to [i+1].
+
+    `lengths` is the same on the host, so that no kernel launch has to ask the device."""
+
+    cu_seqlens: torch.Tensor
+    lengths: Sequence[int]
+    backend: Backend = "auto"
+    _flex_masks: dict[int | None, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int], device: torch.device | str, backend: Backend = "auto"
+    ) -> PackedAttention:
+        bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, out=bounds[1:])
+        return cls(bounds.to(device, non_blocking=True), tuple(lengths), backend)
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        if q.shape[0] != 1 or q.shape[2] != sum(self.lengths):
+            raise RuntimeError(
+                f"packed attention got {tuple(q.shape)} for sequences of lengths {list(self.lengths)}"
+            )
+        if sliding_window is not None and sliding_window >= max(self.lengths):
+            sliding_window = None
+        backend = self._choose(q, softcap)
+        if backend == "varlen":
+            return self._varlen(q, k, v, scaling, sliding_window)
+        if backend == "flex":
+            return self._flex(q, k, v, scaling, sliding_window, softcap)
+        return self._per_sequence(q, k, v, scaling, sliding_window, softcap)
+
+    def _choose(self, q: torch.Tensor, softcap: float | None) -> Backend:
+        """The varlen kernel is the fastest there is for a ragged pack in half precision; a pack of sequences of
+        one length is an ordinary batch, for which the dense kernels are at least as good; FlexAttention serves
+        what the flash kernels lack (float32, soft-capping)."""
+        if self.backend != "auto":
+            return self.backend
+        if not q.is_cuda:
+            return "sdpa"
+        if softcap is not None or q.dtype == torch.float32 or q.shape[-1] > 256:
+            return "flex"
+        return "sdpa" if self._uniform() else "varlen"
+
+    def _uniform(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+    def _per_sequence(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Dense attention over one sequence after the other; sequences of one length go together."""
+        if self._uniform():
+            rows = len(self.lengths)
+            q, k, v = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in (q, k, v))  # [rows, H, L, D]
+            out = _dense_attention(q, k, v, scaling, window, softcap)
+            return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+        parts = []
+        for q_i, k_i, v_i in zip(*(x.split(list(self.lengths), dim=2) for x in (q, k, v)), strict=True):
+            parts.append(_dense_attention(q_i, k_i, v_i, scaling, window, softcap).transpose(1, 2))
+        return torch.cat(parts, dim=1)
+
+    def _varlen(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
+    ) -> torch.Tensor:
+        longest = max(self.lengths)
+        kernel = _varlen_kernel()
+        out = kernel(
+            q[0].transpose(0, 1),
+            k[0].transpose(0, 1),
+            v[0].transpose(0, 1),
+            self.cu_seqlens,
+            longest,
+            scaling,
+            window,
+        )
+        return out.unsqueeze(0)
+
+    def _flex(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        mask = self._flex_mask(window, q.device)
+        score_mod = _softcap_mod(float(softcap)) if softcap is not None else None
+        out = _compiled_flex()(
+            q, k, v, score_mod=score_mod, block_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2)
+
+    def _flex_mask(self, window: int | None, device: torch.device) -> Any:
+        if window not in self._flex_masks:
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            total = sum(self.lengths)
+            lengths = self.cu_seqlens.diff().long()
+            document = torch.repeat_interleave(
+                torch.arange(len(self.lengths), device=device), lengths, output_size=total
+            )
+
+            def same_sequence_causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+                seen = (i >= j) & (document[i] == document[j])
+                return seen if window is None else seen & (i - j < window)
+
+            self._flex_masks[window] = create_block_mask(
+                same_sequence_causal, None, None, total, total, device=device
+            )
+        return self._flex_masks[window]
+
+
+def _dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Causal attention of [rows, H, L, D] with as little masking as the case allows."""
+    length = q.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    if softcap is not None:
+        return _softcapped_attention(q, k, v, scaling, window, softcap)
+    if window is None or window >= length:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=length > 1, scale=scaling, enable_gqa=grouped
+        )
+    mask = _band(length, window, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+
+
+def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    offset = torch.arange(length, device=device)
+    behind = offset[:, None] - offset[None, :]
+    return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+
+
+def _softcapped_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float,
+) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~_band(q.shape[2], window, q.device), float("-inf"))
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+VarlenKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, "float | None", "int | None"], torch.Tensor
+]
+
+
+@lru_cache(maxsize=1)
+def _varlen_kernel() -> VarlenKernel:
+    """torch's varlen attention, whose signature has grown between releases, behind one call of ours."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+
+    def kernel(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        longest: int,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {}
+        if window is None and "is_causal" in known:
+            options["is_causal"] = True
+        elif "window_size" in known:
+            options["window_size"] = (-1 if window is None else window - 1, 0)
+        else:
+            raise RuntimeError(
+                "this torch has no sliding window in its varlen attention; use the flex backend"
+            )
+        if scaling is not None and "scale" in known:
+            options["scale"] = scaling
+        elif scaling is not None:
+            q = q * (scaling * q.shape[-1] ** 0.5)
+        if q.shape[1] != k.shape[1]:
+            if "enable_gqa" in known:
+                options["enable_gqa"] = True
+            else:
+                groups = q.shape[1] // k.shape[1]
+                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        return cast(torch.Tensor, out)
+
+    return kernel
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@lru_cache(maxsize=8)
+def _softcap_mod(softcap: float) -> Callable[..., torch.Tensor]:
+    def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    return capped

@@ -1,0 +1,157 @@
+"""Load a Hugging Face folder as a policy (causal language model) or as a critic (same backbone, scalar head).
+
+What always holds: a folder that cannot be used is refused with a `ModelError` that says what is missing; the
+module returned carries Hugging Face's own parameter names; dropout is off, because a policy whose probabilities
+are drawn anew at every call cannot be compared with itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.errors import ModelError
+from verl.models.value_model import ValueModel
+
+log = logging.getLogger(__name__)
+
+
+def _looks_local(path: str) -> bool:
+    return (
+        Path(path).expanduser().exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") != 1
+    )
+
+
+def load_config(
+    path: str, *, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None
+) -> Any:
+    """The model's configuration with the user's overrides; unknown override keys are an error."""
+    from transformers import AutoConfig
+
+    folder = Path(path).expanduser()
+    if _looks_local(path):
+        if not folder.is_dir():
+            raise ModelError(
+                f"model folder {path!r} does not exist; set model.path to a Hugging Face folder or name"
+            )
+        if not (folder / "config.json").is_file():
+            found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+            raise ModelError(f"model folder {path!r} has no config.json (it holds: {found}); set model.path")
+        path = str(folder)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"cannot read the model configuration of {path!r}: {_first_line(error)} (model.path)"
+        ) from error
+    for key, value in (override_config or {}).items():
+        if not hasattr(config, key):
+            raise ModelError(
+                f"override_config has {key!r}, which {type(config).__name__} does not know; "
+                f"its keys are: {', '.join(sorted(config.to_dict()))}"
+            )
+        setattr(config, key, value)
+    return config
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    source = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
+    try:
+        return auto_class.from_pretrained(
+            source, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"cannot load weights from {path!r}: {_first_line(error)} (model.path)") from error
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0, in modules and in the configuration."""
+    changed = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            changed.append(name)
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float) and module.attention_dropout:
+            changed.append(f"{name}.attention_dropout")
+            module.attention_dropout = 0.0
+    config = getattr(model, "config", None)
+    for key in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
+        if getattr(config, key, 0.0):
+            setattr(config, key, 0.0)
+    if changed:
+        log.warning(
+            "dropout is switched off for training: the policy's probabilities must not be random (%d modules)",
+            len(changed),
+        )
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """A causal language model, weights in `dtype` on `device`."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    model = _load(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
+    disable_dropout(model)
+    return model.to(device)
+
+
+def load_value_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+) -> ValueModel:
+    """The backbone of `path` with a scalar head: the one saved in the folder (`score.*`, as in a critic or reward
+    model with one label), else zeros, so that an untrained critic predicts 0 everywhere."""
+    from transformers import AutoModel
+
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    backbone = _load(AutoModel, path, config, dtype, trust_remote_code)
+    model = ValueModel(backbone)
+    saved = _saved_head(Path(path).expanduser())
+    if saved:
+        try:
+            model.score.load_state_dict({"bias": torch.zeros(1), **saved})
+        except RuntimeError as error:
+            raise ModelError(
+                f"the value head saved in {path!r} does not fit one scalar per token: {_first_line(error)}"
+            ) from error
+    disable_dropout(model)
+    return model.to(dtype=dtype, device=device)
+
+
+def _saved_head(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors import safe_open
+
+    wanted = {"score.weight": "weight", "score.bias": "bias"}
+    index = folder / "model.safetensors.index.json"
+    files = {folder / "model.safetensors"}
+    if index.is_file():
+        shards = json.loads(index.read_text())["weight_map"]
+        files = {folder / shards[name] for name in wanted if name in shards}
+    found = {}
+    for file in files:
+        if file.is_file():
+            with safe_open(file, "pt") as handle:
+                names = set(handle.keys())
+                found.update({wanted[name]: handle.get_tensor(name) for name in wanted if name in names})
+    return found

@@ -1,0 +1,140 @@
+"""From a padded batch to a pack of sequences laid end to end, and back.
+
+What always holds: every attended token of the batch stands in the pack exactly once, in its order, at position
+0, 1, 2, ... of its own sequence; the model's head is asked only for the tokens whose response mask is 1; `unpack`
+puts each answer where the mask's 1 was and leaves 0 elsewhere. All bookkeeping is done on the host, so that
+packing never waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from verl.errors import DataError
+from verl.models.attention import Backend, PackedAttention
+
+
+@dataclass
+class Pack:
+    """N tokens of several sequences, and the M of them the head is asked for.
+
+    A padded batch is described the same way: `input_ids` is then [b, L], `attention` None, `attention_mask` given.
+    `source` [M] is the place in the pack of the token *before* each wanted token: its hidden state predicts the
+    wanted one. `slot` [M] is the wanted token's place in the flattened [rows, width] answer."""
+
+    input_ids: torch.Tensor  # [1, N], or [b, L] when padded
+    position_ids: torch.Tensor  # [1, N]
+    attention: PackedAttention | None
+    source: torch.Tensor
+    target: torch.Tensor
+    slot: torch.Tensor
+    rows: int
+    width: int
+    attention_mask: torch.Tensor | None = None  # [b, L], only when padded
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] -> [rows, width], keeping gradients."""
+        flat = values.new_zeros(self.rows * self.width).index_copy(0, self.slot, values)
+        return flat.view(self.rows, self.width)
+
+
+def sequence_lengths(attention_mask: torch.Tensor) -> list[int]:
+    """Attended tokens of each row."""
+    lengths: list[int] = attention_mask.sum(dim=1, dtype=torch.long).tolist()
+    return lengths
+
+
+def check_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor) -> None:
+    """Refuse a batch whose masks contradict each other; the packing itself then needs no checks."""
+    if input_ids.shape != attention_mask.shape:
+        raise DataError(
+            f"input_ids is {tuple(input_ids.shape)} but attention_mask is {tuple(attention_mask.shape)}; "
+            "they must have one shape"
+        )
+    width = response_mask.shape[1]
+    if response_mask.shape[0] != input_ids.shape[0] or width > input_ids.shape[1]:
+        raise DataError(
+            f"response_mask is {tuple(response_mask.shape)}; for input_ids {tuple(input_ids.shape)} it must have "
+            f"{input_ids.shape[0]} rows and at most {input_ids.shape[1]} columns"
+        )
+    wanted = response_mask.bool()
+    attended = attention_mask[:, input_ids.shape[1] - width :].bool()
+    if bool((wanted & ~attended).any()):
+        row = int((wanted & ~attended).any(dim=1).nonzero()[0])
+        raise DataError(
+            f"row {row}: response_mask is 1 on a token whose attention_mask is 0; it must be 0 there"
+        )
+    seen = attention_mask.long().cumsum(dim=1)[:, input_ids.shape[1] - width :]
+    if bool((wanted & (seen <= 1)).any()):
+        row = int((wanted & (seen <= 1)).any(dim=1).nonzero()[0])
+        raise DataError(
+            f"row {row}: response_mask is 1 on the first token of the sequence, which nothing predicts; it must be 0"
+        )
+
+
+def _send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def pad(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor, device: torch.device
+) -> Pack:
+    """The same description for a model whose attention cannot be packed; columns nobody attends to are cut off."""
+    used = attention_mask.bool().any(dim=0).nonzero()
+    start, stop = (int(used[0]), int(used[-1]) + 1) if used.numel() else (0, 1)
+    rows, length = input_ids.shape
+    width = response_mask.shape[1]
+    place = torch.arange(rows)[:, None] * (stop - start) + torch.arange(length)[None, :] - start
+    wanted = response_mask.bool()
+    first = length - width
+    position = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    return Pack(
+        input_ids=_send(input_ids[:, start:stop].contiguous(), device),
+        position_ids=_send(position[:, start:stop].contiguous(), device),
+        attention=None,
+        source=_send(_previous(place, attention_mask.bool())[:, first:][wanted], device),
+        target=_send(input_ids[:, first:][wanted], device),
+        slot=_send(wanted.flatten().nonzero().squeeze(1), device),
+        rows=rows,
+        width=width,
+        attention_mask=_send(attention_mask[:, start:stop].contiguous(), device),
+    )
+
+
+def _previous(place: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """For every column the place of the nearest attended token to its left."""
+    column = torch.arange(place.shape[1]).expand_as(place)
+    last = torch.where(attended, column, torch.full_like(column, -1)).cummax(dim=1).values
+    before = torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], dim=1).clamp(min=0)
+    return place.gather(1, before)
+
+
+def pack(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    response_mask: torch.Tensor,
+    device: torch.device,
+    backend: Backend = "auto",
+) -> Pack:
+    """Pack host tensors [B, L], [B, L] and [B, T] (the last T columns are the response) for `device`."""
+    rows, length = input_ids.shape
+    width = response_mask.shape[1]
+    attended = attention_mask.bool()
+    position = attended.long().cumsum(dim=1) - 1
+    place = attended.flatten().long().cumsum(dim=0).view(rows, length) - 1
+    wanted = response_mask.bool()
+    lengths = [n for n in sequence_lengths(attended) if n > 0]
+    first = length - width
+
+    return Pack(
+        input_ids=_send(input_ids[attended].unsqueeze(0), device),
+        position_ids=_send(position[attended].unsqueeze(0), device),
+        attention=PackedAttention.from_lengths(lengths, device, backend),
+        source=_send(place[:, first:][wanted] - 1, device),
+        target=_send(input_ids[:, first:][wanted], device),
+        slot=_send(wanted.flatten().nonzero().squeeze(1), device),
+        rows=rows,
+        width=width,
+    )

@@ -1,0 +1,61 @@
+"""A critic: a Hugging Face backbone with one scalar per token.
+
+What always holds: parameter names are those of Hugging Face's `...ForTokenClassification` with one label
+(`<prefix>.*` and `score.*`), so that a saved critic is an ordinary folder; the head starts at zero, so an
+untrained critic says 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ValueModel(nn.Module):
+    """Backbone and head; the parts of a Hugging Face model's surface the engines use are passed on."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.prefix: str = getattr(backbone, "base_model_prefix", "") or "model"
+        self.add_module(self.prefix, backbone)
+        config: Any = backbone.config
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    @property
+    def backbone(self) -> Any:
+        return self.get_submodule(self.prefix)
+
+    @property
+    def config(self) -> Any:
+        return self.backbone.config
+
+    @property
+    def _supports_attention_backend(self) -> bool:
+        return bool(getattr(self.backbone, "_supports_attention_backend", False))
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.backbone.set_attn_implementation(name)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.get_input_embeddings()
+
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        self.backbone.gradient_checkpointing_enable(**kwargs)
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        """[b, L] values, float32."""
+        hidden = self.backbone(**inputs, use_cache=False).last_hidden_state
+        return self.score(hidden).squeeze(-1).float()
+
+    def save_config(self, folder: Path) -> None:
+        """config.json naming the token-classification class, so that transformers can open the folder too."""
+        config = self.config.__class__.from_dict(self.config.to_dict())
+        config.num_labels = 1
+        stem = type(self.backbone).__name__.removesuffix("Model")
+        config.architectures = [f"{stem}ForTokenClassification"]
+        config.save_pretrained(folder)
