@@ -1,0 +1,165 @@
+"""The metrics of a finished batch and of the step that made it.
+
+Pure: tensors and seconds in, numbers out. A tensor that is not in the batch (no critic, no reward yet) leaves
+its metrics out; nothing is filled in with zeros. Statistics of scores and rewards are over sequences, those of
+advantages, returns and values over the tokens the policy produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from verl.data.proto import DataProto
+
+# Spans whose cost grows with the tokens of prompts and responses; `gen` is divided by produced tokens alone.
+_PER_TOKEN = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+# Dense 16-bit peak of one device in FLOP/s, by a piece of the name the driver gives. First match counts.
+_PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("B200", 2250e12),
+    ("GB200", 2250e12),
+    ("H200", 990e12),
+    ("GH200", 990e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 990e12),
+    ("H800", 990e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L20", 119.5e12),
+    ("A10", 125e12),
+    ("RTX 4090", 165e12),
+    ("RTX 3090", 71e12),
+    ("V100", 125e12),
+    ("MI300X", 1307e12),
+)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the work of a token depends on."""
+
+    parameters: int
+    """Those that take part in matrix products for each token (for mixtures: the active ones)."""
+    layers: int = 0
+    hidden: int = 0
+
+    def training_flops(self, lengths: torch.Tensor, recompute: bool = False) -> float:
+        """Forward and backward over sequences of these lengths; causal attention counts half its square."""
+        lengths = lengths.double()
+        forward = 2.0 * self.parameters * lengths.sum() + 2.0 * self.layers * self.hidden * (lengths**2).sum()
+        return float(forward) * (4.0 if recompute else 3.0)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The device's dense 16-bit peak, or None when it is not known (a CPU, a device not in the table)."""
+    return next((peak for name, peak in _PEAK_FLOPS if name in device_name), None)
+
+
+def batch_metrics(
+    batch: DataProto, *, max_response_length: int | None = None, max_prompt_length: int | None = None
+) -> dict[str, float]:
+    """Scores, rewards, advantages, returns, values and lengths of the final batch of a step."""
+    tensors = batch.batch
+    metrics: dict[str, float] = {}
+    mask_BT = tensors["response_mask"].bool()
+    # Sequences kept out of the loss (overlong, failed) have an empty response mask but may well have a score.
+    written_BT = tensors["attention_mask"][:, -mask_BT.shape[1] :].bool()
+    if "token_level_scores" in tensors:
+        score_B = _sequence_sums(tensors["token_level_scores"], written_BT)
+        metrics |= _spread("critic/score", score_B) | _spread("reward", score_B)
+    if "token_level_rewards" in tensors:
+        metrics |= _spread("critic/rewards", _sequence_sums(tensors["token_level_rewards"], written_BT))
+    for name in ("advantages", "returns", "values"):
+        if name in tensors:
+            metrics |= _spread(f"critic/{name}", tensors[name][mask_BT])
+    if "values" in tensors and "returns" in tensors and mask_BT.sum() > 1:
+        metrics["critic/vf_explained_var"] = explained_variance(
+            tensors["values"][mask_BT], tensors["returns"][mask_BT]
+        )
+    metrics |= _length_metrics(batch, max_response_length, max_prompt_length)
+    return metrics
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """1 - var(returns - values) / var(returns): 1 when values foresee everything, 0 when nothing."""
+    spread = returns.double().var()
+    return float(1.0 - (returns - values).double().var() / (spread + 1e-8))
+
+
+def step_metrics(
+    batch: DataProto,
+    timing_s: Mapping[str, float],
+    *,
+    devices: int = 1,
+    model: ModelSize | None = None,
+    recompute: bool = False,
+    updates_per_token: float = 1.0,
+) -> dict[str, float]:
+    """Speed of the step. `timing_s` maps span names ("gen", "update_actor", "step", ...) to seconds;
+    `updates_per_token` is how often the actor learns from each token (`ppo_epochs`)."""
+    prompt_B, response_B = sequence_lengths(batch)
+    total = int((prompt_B + response_B).sum())
+    produced = int(response_B.sum())
+    metrics: dict[str, float] = {"perf/total_num_tokens": float(total)}
+    if produced and "gen" in timing_s:
+        metrics["timing_per_token_ms/gen"] = timing_s["gen"] * 1000 / produced
+    for name in _PER_TOKEN:
+        if total and name in timing_s:
+            metrics[f"timing_per_token_ms/{name}"] = timing_s[name] * 1000 / total
+    if timing_s.get("step"):
+        metrics["perf/time_per_step"] = timing_s["step"]
+        metrics["perf/throughput"] = total / timing_s["step"] / devices
+    if torch.cuda.is_available():
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
+        peak = peak_flops(torch.cuda.get_device_name())
+        if model is not None and peak and timing_s.get("update_actor"):
+            work = model.training_flops(prompt_B + response_B, recompute) * updates_per_token
+            metrics["perf/mfu/actor"] = work / timing_s["update_actor"] / (peak * devices)
+    return metrics
+
+
+def sequence_lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompt and response lengths in tokens, [B] each; tool output counts as response."""
+    mask_BL = batch.batch["attention_mask"]
+    width = batch.batch["response_mask"].shape[1]
+    return mask_BL[:, : mask_BL.shape[1] - width].sum(-1), mask_BL[:, mask_BL.shape[1] - width :].sum(-1)
+
+
+def _length_metrics(
+    batch: DataProto, max_response_length: int | None, max_prompt_length: int | None
+) -> dict[str, float]:
+    prompt_B, response_B = sequence_lengths(batch)
+    metrics = _spread("response_length", response_B) | _spread("prompt_length", prompt_B)
+    if max_prompt_length is not None and len(prompt_B):
+        metrics["prompt_length/clip_ratio"] = float((prompt_B >= max_prompt_length).double().mean())
+    reasons = batch.non_tensor_batch.get("finish_reason")
+    if reasons is not None and len(reasons):
+        metrics["response_length/clip_ratio"] = sum(r == "length" for r in reasons) / len(reasons)
+    elif max_response_length is not None and len(response_B):
+        metrics["response_length/clip_ratio"] = float((response_B >= max_response_length).double().mean())
+    return metrics
+
+
+def _sequence_sums(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    # `where`, not a product: what lies behind the mask may be anything, NaN included.
+    return torch.where(mask_BT, values_BT, 0.0).sum(-1)
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    if values.numel() == 0:
+        return {}
+    values = values.double()
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

@@ -1,0 +1,48 @@
+"""Log lines on the terminal, sharing one rich console with the progress display so that they do not tear it."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Talkative at INFO, and nothing a user of ours can act on.
+_QUIET = ("httpx", "urllib3", "transformers", "torch", "absl", "filelock", "fsspec", "asyncio")
+
+
+@cache
+def shared_console() -> Console:
+    """The console every part of the program writes to. Piped output is not wrapped and carries no colour codes."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=100_000, soft_wrap=True)
+
+
+def setup_logging(level: int | str = logging.INFO) -> None:
+    """Send log records to the shared console: warnings marked, information bare. Called once by each command."""
+    handler = _ConsoleHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h, _ConsoleHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+class _ConsoleHandler(logging.Handler):
+    _STYLES = {logging.WARNING: ("warning: ", "yellow"), logging.ERROR: ("error: ", "red")}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from rich.text import Text
+
+        try:
+            prefix, style = self._STYLES.get(min(record.levelno, logging.ERROR), ("", ""))
+            shared_console().print(Text(prefix + self.format(record), style=style))
+        except Exception:
+            self.handleError(record)

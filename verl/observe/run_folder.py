@@ -1,0 +1,218 @@
+"""The run folder is the user interface of a run: what was asked, what happened, what came out.
+
+    config.yaml              the resolved configuration
+    metrics.jsonl            one line per step: {"step": N, name: number, ...}
+    rollouts/{step}.jsonl    samples of training
+    validation/{step}.jsonl  samples of validation
+    crash.txt                cause and fix, when a run ended badly
+
+What always holds: one process at a time uses a folder; every file written whole is replaced atomically; a line
+of `metrics.jsonl` is written with one call and flushed, so a killed run leaves at most one torn last line,
+which the next run removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.errors import VerlError
+from verl.observe.jsonable import dumps, jsonable
+
+logger = logging.getLogger(__name__)
+
+# Record locks belong to a process, so the second user in the same process is kept out by this table.
+_held: set[tuple[int, str]] = set()
+
+
+def default_run_path(project: str, experiment: str) -> Path:
+    return Path("checkpoints") / project / experiment
+
+
+class RunFolder:
+    """A run folder, opened for writing and locked until `close`."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        rollout_dir: Path | str | None = None,
+        validation_dir: Path | str | None = None,
+    ) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self.rollout_dir = Path(rollout_dir).expanduser() if rollout_dir else self.path / "rollouts"
+        self.validation_dir = (
+            Path(validation_dir).expanduser() if validation_dir else self.path / "validation"
+        )
+        _require_writable(self.path, "trainer.default_local_dir")
+        for folder, key in (
+            (self.rollout_dir, "trainer.rollout_data_dir"),
+            (self.validation_dir, "trainer.validation_data_dir"),
+        ):
+            _require_writable(folder, key)
+        self._lock = _FolderLock(self.path)
+        self._crash_file = self.path / "crash.txt"
+        if self._crash_file.exists():
+            self._crash_file.replace(self.path / "crash.previous.txt")
+        _drop_torn_line(self.metrics_file)
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """The resolved configuration, so that `--config-path` with this file repeats the run."""
+        import yaml
+
+        text = yaml.safe_dump(jsonable(config), sort_keys=False, allow_unicode=True, default_flow_style=False)
+        write_atomically(self.path / "config.yaml", text)
+
+    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        line = dumps({"step": step, **metrics}) + "\n"
+        with open(self.metrics_file, "a", encoding="utf-8") as file:
+            file.write(line)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return list(read_jsonl(self.metrics_file)) if self.metrics_file.exists() else []
+
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        return self._write_rows(self.rollout_dir / f"{step}.jsonl", rows)
+
+    def write_validation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        return self._write_rows(self.validation_dir / f"{step}.jsonl", rows)
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`: a resumed run writes those steps again, as if never interrupted."""
+        if self.metrics_file.exists():
+            rows = self.read_metrics()
+            kept = [row for row in rows if row.get("step", 0) <= step]
+            if len(kept) != len(rows):
+                write_atomically(self.metrics_file, "".join(dumps(row) + "\n" for row in kept))
+        for folder in (self.rollout_dir, self.validation_dir):
+            for file in folder.glob("*.jsonl"):
+                if file.stem.isdigit() and int(file.stem) > step:
+                    file.unlink()
+
+    def write_crash(self, error: BaseException, fix: str = "") -> Path:
+        """Cause first, fix second, traceback last."""
+        parts = [f"{type(error).__name__}: {error}".rstrip()]
+        if fix:
+            parts.append(f"What to do: {fix}")
+        parts.append(f"When: {time.strftime('%Y-%m-%d %H:%M:%S %Z')}")
+        parts.append("".join(traceback.format_exception(error)).rstrip())
+        write_atomically(self._crash_file, "\n\n".join(parts) + "\n")
+        return self._crash_file
+
+    def close(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write_rows(self, file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+        write_atomically(file, "".join(dumps(row) + "\n" for row in rows))
+        return file
+
+
+class _FolderLock:
+    """Keeps a second run out of a folder.
+
+    A record lock (lockf) and not flock: it belongs to this process alone, so a reward worker that outlives a
+    killed run does not keep the next run out. The kernel drops it when the process ends, however it ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._key = (os.getpid(), str(folder.resolve()))
+        if self._key in _held:
+            raise VerlError(
+                f"the run folder {folder} is already in use by this process. Close the other run first, or set "
+                f"trainer.experiment_name or trainer.default_local_dir to another folder."
+            )
+        self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._file)
+            if not isinstance(error, BlockingIOError | PermissionError):
+                logger.warning(
+                    "the run folder %s cannot be locked (%s): keep other runs out of it", folder, error
+                )
+                self._file = -1
+                return
+            raise VerlError(
+                f"the run folder {folder} is in use by another run ({holder}). Two runs in one folder would "
+                f"overwrite each other: wait for it, stop it, or set trainer.experiment_name or "
+                f"trainer.default_local_dir to another folder."
+            ) from None
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        _held.add(self._key)
+
+    def release(self) -> None:
+        if self._file >= 0 and self._key[0] == os.getpid():
+            os.close(self._file)
+            self._file = -1
+            _held.discard(self._key)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text`, whole or not at all, also when the machine stops in the middle."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file; a torn last line (a killed writer) is left out."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                if line.endswith("\n"):
+                    raise VerlError(f"{path} holds a line that is not JSON: {line[:80]!r}") from None
+                return
+            yield row
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with open(path, "rb+") as file:
+        content = file.read()
+        if not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def _require_writable(folder: Path, key: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"verl")
+            probe.flush()
+    except OSError as error:
+        raise VerlError(
+            f"cannot write to the folder {folder}: {error.strerror or error}. A run needs a folder it may create "
+            f"and write to: set {key} to one."
+        ) from None
