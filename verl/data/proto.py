@@ -2,8 +2,8 @@
 
 What always holds: every tensor and every object column has the same number of rows, and an object column is a
 one-dimensional numpy array of dtype object. Every operation returns a new DataProto and leaves the old one as
-it was (`pop`, which removes what it returns, is the exception). Rows are views where a view will do, so whoever
-shares tensors must not change them in place. Anything that does not fit raises `DataError`.
+it was (`pop`, which removes what it returns, is the exception). Rows are views where a view will do, so
+whoever shares tensors must not change them in place. Anything that does not fit raises `DataError`.
 """
 
 from __future__ import annotations
@@ -305,8 +305,8 @@ class DataProto:
                 other = part.batch[name]
                 if other.shape[1:] != tensor.shape[1:] or other.dtype != tensor.dtype:
                     raise DataError(
-                        f"Cannot append batches: tensor '{name}' is {list(tensor.shape)} {tensor.dtype} in one "
-                        f"and {list(other.shape)} {other.dtype} in another; pad them to one width first."
+                        f"Cannot append batches: tensor '{name}' is {list(tensor.shape)} {tensor.dtype} in "
+                        f"one and {list(other.shape)} {other.dtype} in another; pad them to one width first."
                     )
         return DataProto(
             {name: torch.cat([part.batch[name] for part in parts]) for name in first.batch},

@@ -1,0 +1,159 @@
+"""From prompts and the engine's answers to the padded tensors that training reads.
+
+What always holds: prompts are padded on the left and responses on the right, so that `input_ids` is one unbroken
+run of tokens per row; widths are those of the longest row at hand, not of the configured limits; nothing is
+tokenised again. B rows, P prompt columns, T response columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from verl.data.proto import DataProto, object_column
+from verl.errors import DataError
+
+
+class FinishedSample(Protocol):
+    """What is read of a response; `response_mask` (1 = the policy's own token) may be there for several turns."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def log_probs(self) -> Sequence[float]: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def policy_version(self) -> int: ...
+
+
+def pad_left(rows: Sequence[Sequence[Any]], fill: float, dtype: torch.dtype, width: int = 0) -> torch.Tensor:
+    """Rows as one tensor, shorter ones filled up in front."""
+    return _padded(rows, fill, dtype, width, left=True)
+
+
+def pad_right(rows: Sequence[Sequence[Any]], fill: float, dtype: torch.dtype, width: int = 0) -> torch.Tensor:
+    """Rows as one tensor, shorter ones filled up behind."""
+    return _padded(rows, fill, dtype, width, left=False)
+
+
+def _padded(
+    rows: Sequence[Sequence[Any]], fill: float, dtype: torch.dtype, width: int, left: bool
+) -> torch.Tensor:
+    width = max([width, *(len(row) for row in rows)])
+    out = torch.full((len(rows), width), fill, dtype=dtype)
+    for number, row in enumerate(rows):
+        if len(row):
+            place = slice(width - len(row), width) if left else slice(0, len(row))
+            out[number, place] = torch.as_tensor(row, dtype=dtype)
+    return out
+
+
+def _response_masks(responses: Sequence[FinishedSample]) -> list[list[int]]:
+    masks = []
+    for number, response in enumerate(responses):
+        mask = getattr(response, "response_mask", None)
+        if mask is None:
+            mask = [1] * len(response.token_ids)
+        if len(mask) != len(response.token_ids):
+            raise DataError(
+                f"Response {number} has {len(response.token_ids)} tokens but a response_mask of {len(mask)}."
+            )
+        masks.append(list(mask))
+    return masks
+
+
+def _log_probs(responses: Sequence[FinishedSample]) -> list[Sequence[float]] | None:
+    """One per token, for all responses or for none."""
+    given = [response.log_probs if response.log_probs is not None else [] for response in responses]
+    if not any(len(values) for values in given):
+        return None if any(len(response.token_ids) for response in responses) else given
+    for number, (values, response) in enumerate(zip(given, responses, strict=True)):
+        if len(values) != len(response.token_ids):
+            raise DataError(
+                f"Response {number} has {len(response.token_ids)} tokens but {len(values)} log-probabilities."
+            )
+    return given
+
+
+def assemble_rollouts(
+    prompts: DataProto, responses: Sequence[FinishedSample], pad_token_id: int
+) -> DataProto:
+    """`prompts` (already repeated, one row per response) with the tensors of their responses.
+
+    Adds `prompts` [B,P], `responses` [B,T], `input_ids` and `attention_mask` [B,P+T], `response_mask` [B,T],
+    `rollout_log_probs` [B,T] (left out when the engine gave none), and the columns `finish_reason` and
+    `policy_version`. An empty response is a row of padding with an empty mask; T is at least 1."""
+    if len(prompts) != len(responses):
+        raise DataError(
+            f"There are {len(responses)} responses for {len(prompts)} prompts; they must match row by row."
+        )
+    if not len(prompts):
+        raise DataError("There are no prompts to assemble.")
+    if "prompt_ids" not in prompts.non_tensor_batch:
+        raise DataError("The prompts carry no 'prompt_ids' column.")
+    prompt_rows = [list(ids) for ids in prompts.non_tensor_batch["prompt_ids"]]
+    response_rows = [list(response.token_ids) for response in responses]
+    masks = _response_masks(responses)
+    log_probs = _log_probs(responses)
+
+    prompts_BP = pad_left(prompt_rows, pad_token_id, torch.long)
+    responses_BT = pad_right(response_rows, pad_token_id, torch.long, width=1)
+    T = responses_BT.shape[1]
+    prompt_mask_BP = pad_left([[1] * len(row) for row in prompt_rows], 0, torch.long)
+    seen_BT = pad_right([[1] * len(row) for row in response_rows], 0, torch.long, width=T)
+    tensors = {
+        "prompts": prompts_BP,
+        "responses": responses_BT,
+        "input_ids": torch.cat([prompts_BP, responses_BT], dim=1),
+        "attention_mask": torch.cat([prompt_mask_BP, seen_BT], dim=1),
+        "response_mask": pad_right(masks, 0, torch.long, width=T),
+    }
+    if log_probs is not None:
+        tensors["rollout_log_probs"] = pad_right(log_probs, 0.0, torch.float32, width=T)
+    columns = {
+        "finish_reason": object_column(response.finish_reason for response in responses),
+        "policy_version": object_column(response.policy_version for response in responses),
+    }
+    kept = {name: column for name, column in prompts.non_tensor_batch.items() if name not in columns}
+    return DataProto({**prompts.batch, **tensors}, {**kept, **columns}, dict(prompts.meta_info))
+
+
+def widen(batch: DataProto, prompt_width: int, response_width: int, pad_token_id: int) -> DataProto:
+    """The same rollouts with at least these widths, so that batches of different steps can be joined."""
+    P, T = batch.batch["prompts"].shape[1], batch.batch["responses"].shape[1]
+    front, back = max(0, prompt_width - P), max(0, response_width - T)
+    fills = {"prompts": pad_token_id, "responses": pad_token_id, "input_ids": pad_token_id}
+    tensors = {}
+    for name, tensor in batch.batch.items():
+        if tensor.dim() < 2:
+            tensors[name] = tensor
+            continue
+        widths = {"prompts": (front, 0), "input_ids": (front, back), "attention_mask": (front, back)}
+        if name not in widths and tensor.shape[1] != T:
+            raise DataError(
+                f"Cannot widen tensor '{name}' {list(tensor.shape)}: neither a known name nor as wide as the "
+                f"responses ({T})."
+            )
+        before, after = widths.get(name, (0, back))
+        trailing = (0, 0) * (tensor.dim() - 2)
+        tensors[name] = torch.nn.functional.pad(tensor, (*trailing, before, after), value=fills.get(name, 0))
+    return DataProto(tensors, dict(batch.non_tensor_batch), dict(batch.meta_info))
+
+
+def concat_rollouts(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
+    """`DataProto.concat` for rollouts whose widths differ."""
+    if not parts:
+        raise DataError("concat_rollouts needs at least one batch, got none.")
+    P = max(part.batch["prompts"].shape[1] for part in parts)
+    T = max(part.batch["responses"].shape[1] for part in parts)
+    return DataProto.concat([widen(part, P, T, pad_token_id) for part in parts])
+
+
+def response_lengths(batch: DataProto) -> np.ndarray:
+    """Tokens of each response, tool output included."""
+    T = batch.batch["responses"].shape[1]
+    return batch.batch["attention_mask"][:, -T:].sum(dim=1).numpy()

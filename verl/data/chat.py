@@ -1,0 +1,213 @@
+"""Tokenizers and chat templates: from messages or strings to the token ids a policy sees.
+
+What always holds: the text and the ids of a prompt agree, because messages are rendered to text first and that
+text is encoded without further special tokens. A string prompt is already templated and is used as it is; only a
+missing beginning-of-sequence token is put in front where the tokenizer itself puts one before plain text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.errors import ConfigError, DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenizer_config.json")
+_OURS = frozenset({"tokenize", "add_generation_prompt", "continue_final_message", "tools", "chat_template"})
+_OPTIONS = (
+    "Options: data.chat_template=FILE (a Jinja template), a prompt column of already templated strings, "
+    "or data.raw_prompts=True (the messages' contents joined by newlines)."
+)
+
+
+def load_tokenizer(
+    path: str | Path, trust_remote_code: bool = False, chat_template: str | Path | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id, with a padding token, and with the template file if one is given."""
+    text = str(path)
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        if not any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern)):
+            raise ModelError(
+                f"The model folder {folder} has no tokenizer (looked for {', '.join(_VOCABULARIES)}). "
+                "Copy the tokenizer's files there, or set actor_rollout_ref.model.path to a complete folder."
+            )
+        text = str(folder)
+    elif text.startswith(("/", ".", "~")) or text.count("/") > 1 or not text.strip():
+        raise ModelError(f"The model folder '{text}' does not exist (actor_rollout_ref.model.path).")
+
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(text, trust_remote_code=trust_remote_code)
+    except (
+        Exception
+    ) as error:  # damaged files raise anything, from KeyError to the Rust library's own Exception
+        hint = "" if trust_remote_code else " If it needs code of its own: trust_remote_code=True."
+        raise ModelError(f"No tokenizer could be loaded from '{text}': {error}.{hint}") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ModelError(
+                f"The tokenizer of '{text}' has neither a padding nor an end-of-sequence token; "
+                "set eos_token in its tokenizer_config.json."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = read_template(chat_template)
+    return tokenizer
+
+
+def read_template(path: str | Path) -> str:
+    """The text of a chat template file."""
+    file = Path(path).expanduser()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template={path} cannot be read as a template file: {error}") from error
+
+
+def as_messages(value: Any) -> Messages | None:
+    """The messages a value holds, or None when it is not a list of messages.
+
+    Columns that table formats fill with None for missing fields (tool_calls, name, ...) are left out again."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    messages: Messages = []
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return None
+        kept = {name: part for name, part in message.items() if part is not None}
+        if "content" not in kept and "tool_calls" not in kept:
+            return None
+        kept.setdefault("content", "")
+        messages.append(kept)
+    return messages
+
+
+def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages' text contents, joined by newlines, without any template."""
+    texts = []
+    for message in messages:
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            texts.append(content)
+        else:
+            texts.append("".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping)))
+    return "\n".join(texts)
+
+
+@dataclass
+class ChatFormat:
+    """How prompts become text and ids: a tokenizer and the settings of the data section."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    raw_prompts: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        clash = _OURS & set(self.template_kwargs)
+        if clash:
+            raise ConfigError(
+                f"data.apply_chat_template_kwargs may not set {', '.join(sorted(clash))}: verl decides those."
+            )
+        self._warned = False
+
+    @cached_property
+    def _leading_bos(self) -> list[int]:
+        """The token the tokenizer itself puts before plain text, if it does."""
+        ids = self.tokenizer("a", verbose=False)["input_ids"]
+        bos = self.tokenizer.bos_token_id
+        return [bos] if bos is not None and ids and ids[0] == bos else []
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool, where: str = "a row") -> str:
+        """The template's text. With `generate` it ends where the policy starts: after the header of its turn, or
+        inside a last message that is the assistant's own (a prefilled beginning)."""
+        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        if self.raw_prompts:
+            return plain_text(messages)
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                f"The tokenizer of '{self.tokenizer.name_or_path}' has no chat template, "
+                f"but {where} holds messages. {_OPTIONS}"
+            )
+        prefilled = generate and messages[-1]["role"] == "assistant"
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(self.tools) if self.tools else None,
+                tokenize=False,
+                add_generation_prompt=generate and not prefilled,
+                continue_final_message=prefilled,
+                **self.template_kwargs,
+            )
+        except (
+            Exception
+        ) as error:  # templates raise jinja2 errors, and any Python error from their expressions
+            raise DataError(f"The chat template refuses {where}: {error}") from error
+        return str(text)
+
+    def prompt_text(self, prompt: Any, where: str = "a row") -> tuple[str | Messages, str]:
+        """A prompt as it was given (string, or messages with empty fields left out) and as text."""
+        if isinstance(prompt, str):
+            if self.system_prompt is not None and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "data.system_prompt has no effect on prompts that are strings: they are templated already"
+                )
+            return prompt, prompt
+        messages = as_messages(prompt)
+        if messages is None:
+            raise DataError(
+                f"The prompt of {where} is neither a string nor a list of messages with 'role' and 'content': "
+                f"{str(prompt)[:200]!r}."
+            )
+        return messages, self.render(messages, generate=True, where=where)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts, nothing added."""
+        return (
+            self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        )
+
+    def encode_prompts(self, raw: Sequence[str | Messages], texts: Sequence[str]) -> list[list[int]]:
+        """Ids of prompts as `prompt_text` gave them."""
+        encoded = self.encode(texts)
+        if not self._leading_bos:
+            return encoded
+        plain = [isinstance(given, str) or self.raw_prompts for given in raw]
+        return [
+            self._leading_bos + ids if is_plain and ids[:1] != self._leading_bos else ids
+            for is_plain, ids in zip(plain, encoded, strict=True)
+        ]
+
+
+def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
+    """At most `limit` ids: `left` keeps the end, `right` the beginning, `middle` both ends."""
+    if len(ids) <= limit:
+        return ids
+    if mode == "left":
+        return ids[len(ids) - limit :]
+    if mode == "right":
+        return ids[:limit]
+    if mode == "middle":
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]
+    raise ConfigError(f"data.truncation={mode!r} is not known; allowed: error, left, right, middle.")

@@ -1,0 +1,320 @@
+"""Files of rows: parquet, json, jsonl, csv, tsv, arrow, a folder or a list of them, or a dataset id of the hub.
+
+What always holds: rows keep the order of the files given (a folder's files sorted by path), a row is a plain
+dictionary, and every row knows where it came from, so that an error can name it. Tables stay columnar in memory
+and are decoded row by row; json and csv are taken literally (csv values stay strings).
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import glob
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.errors import DataError, missing_package
+
+logger = logging.getLogger(__name__)
+
+Files = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of one file: a pyarrow table, or a list of dictionaries."""
+
+    name: str
+    rows: Any
+    columns: tuple[str, ...]
+    fingerprint: str | None
+
+    def __len__(self) -> int:
+        return int(self.rows.num_rows) if hasattr(self.rows, "num_rows") else len(self.rows)
+
+    def row(self, i: int) -> dict[str, Any]:
+        if hasattr(self.rows, "num_rows"):
+            return self.rows.slice(i, 1).to_pylist()[0]
+        return dict(self.rows[i])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if hasattr(self.rows, "num_rows"):
+            for batch in self.rows.to_batches(max_chunksize=1024):
+                yield from batch.to_pylist()
+        else:
+            yield from map(dict, self.rows)
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """Rows of one or several files, by number, as dictionaries."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts = list(parts)
+        self._starts: list[int] = []
+        total = 0
+        for part in self._parts:
+            self._starts.append(total)
+            total += len(part)
+        self._total = total
+
+    @staticmethod
+    def from_list(rows: Iterable[Mapping[str, Any]], name: str = "the given rows") -> Rows:
+        """Rows that are already in memory."""
+        held = list(rows)
+        for number, row in enumerate(held):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"Row {number} of {name} is a {type(row).__name__}; rows must be dictionaries."
+                )
+        return Rows([_Part(name, held, _columns_of(held), None)])
+
+    @property
+    def column_names(self) -> list[str]:
+        """Every column any row has, in order of first appearance."""
+        return list(dict.fromkeys(name for part in self._parts for name in part.columns))
+
+    def columns_of_file(self, row: int) -> list[str]:
+        """The columns of the file that holds this row."""
+        return list(self._parts[self._locate(row)[0]].columns)
+
+    @property
+    def names(self) -> list[str]:
+        return [part.name for part in self._parts]
+
+    def __len__(self) -> int:
+        return self._total
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        if not -self._total <= row < self._total:
+            raise IndexError(f"row {row} does not exist: there are {self._total}")
+        row %= self._total
+        part = bisect.bisect_right(self._starts, row) - 1
+        return part, row - self._starts[part]
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(self._total))]
+        part, inside = self._locate(int(row))
+        return self._parts[part].row(inside)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts:
+            yield from part
+
+    def origin(self, row: int) -> str:
+        """Where a row came from, for messages; rows are counted from 0."""
+        part, inside = self._locate(row)
+        return f"row {inside} of {self._parts[part].name}"
+
+    def fingerprint(self) -> str | None:
+        """Changes when a file changes; None for rows that came from no file."""
+        prints = [part.fingerprint for part in self._parts]
+        if not prints or any(mark is None for mark in prints):
+            return None
+        return hashlib.sha256("\n".join(map(str, prints)).encode()).hexdigest()
+
+
+def _columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(name) for row in rows for name in row))
+
+
+def _objects(values: Any, name: str, unit: str, numbers: Iterable[int] | None = None) -> list[dict[str, Any]]:
+    for number, value in zip(numbers or range(len(values)), values, strict=True):
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{name}, {unit} {number}: expected an object of columns, got {type(value).__name__}."
+            )
+    return values
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows: list[Any] = []
+    numbers: list[int] = []
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number} is not valid JSON: {error}. Each line must be one object."
+                ) from error
+            numbers.append(number)
+    return _objects(rows, str(path), "line", numbers)
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object per line under the name .json is common
+            return _read_jsonl(path)
+        raise DataError(f"{path} is not valid JSON: {error}.") from error
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        # {"data": [...]} and the like: the one list of objects is the data.
+        if len(lists) == 1 and lists[0] and all(isinstance(value, dict) for value in lists[0]):
+            content = lists[0]
+        else:
+            content = [content]
+    if not isinstance(content, list):
+        raise DataError(f"{path} must hold a list of objects, got {type(content).__name__}.")
+    return _objects(content, str(path), "element")
+
+
+def _read_csv(path: Path) -> list[dict[str, Any]]:
+    csv.field_size_limit(1 << 30)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        rows = []
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: the number of fields differs from the header's "
+                        f"{len(reader.fieldnames or ())}; quote fields that contain '{delimiter}' or newlines."
+                    )
+                rows.append(dict(row))
+        except csv.Error as error:
+            raise DataError(f"{path}, line {reader.line_num} is not valid csv: {error}.") from error
+    return rows
+
+
+def _read_parquet(path: Path) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(path).read()
+
+
+def _read_arrow(path: Path) -> Any:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        try:
+            return pa.ipc.open_stream(source).read_all()
+        except pa.ArrowInvalid:
+            source.seek(0)
+            return pa.ipc.open_file(source).read_all()
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".arrow": _read_arrow,
+}
+_KNOWN = ", ".join(READERS)
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+){0,2}$")
+
+
+def _read_file(path: Path, key: str) -> _Part:
+    import pyarrow as pa
+
+    try:
+        rows = READERS[path.suffix.lower()](path)
+        stat = path.stat()
+    except DataError:
+        raise
+    except PermissionError as error:
+        raise DataError(f"{key}: {path} cannot be read: no permission.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}: {path} is not UTF-8 text: {error}.") from error
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{key}: {path} cannot be read as {path.suffix[1:]}: {error}") from error
+    columns = tuple(rows.column_names) if isinstance(rows, pa.Table) else _columns_of(rows)
+    part = _Part(str(path), rows, columns, f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")
+    if not len(part):
+        logger.warning("%s: %s has no rows", key, path)
+    return part
+
+
+def _inside(folder: Path, key: str) -> list[Path]:
+    """The data files of a folder, sorted; a dataset saved by `datasets` keeps json beside its arrow files."""
+    found = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in READERS
+        and path.is_file()
+        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+    )
+    if any(path.suffix == ".arrow" for path in found) and any(
+        path.name == "dataset_info.json" for path in found
+    ):
+        found = [path for path in found if path.suffix == ".arrow"]
+    if not found:
+        raise DataError(f"{key}: the folder {folder} holds no data file ({_KNOWN}).")
+    return found
+
+
+def _from_hub(name: str, split: str, key: str) -> _Part:
+    """`owner/name`, `owner/name:split` or `owner/name:config:split`."""
+    try:
+        import datasets
+    except ImportError as error:
+        cause = missing_package(
+            "datasets", "datasets", f"{key}={name} (no file or folder of that name, so a dataset id)"
+        )
+        raise cause from error
+    dataset_id, *rest = name.split(":")
+    config = rest[0] if len(rest) == 2 else None
+    split = rest[-1] if rest else split
+    try:
+        dataset = datasets.load_dataset(dataset_id, config, split=split)
+        table = dataset.with_format("arrow")[:]
+    except Exception as error:  # the hub client raises dozens of kinds; all mean the same to the user
+        raise DataError(
+            f"{key}: '{name}' is no file or folder, and as a dataset id it cannot be loaded "
+            f"(config {config or 'default'}, split {split}): {type(error).__name__}: {error}. "
+            "Write owner/name:split or owner/name:config:split to choose another part."
+        ) from error
+    return _Part(name, table, tuple(table.column_names), f"hub {name} {split} {dataset._fingerprint}")
+
+
+def _expand(entry: str | Path, split: str, key: str) -> list[_Part]:
+    text = str(entry)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return [_read_file(inner, key) for inner in _inside(path, key)]
+    if path.exists():
+        if path.suffix.lower() not in READERS:
+            raise DataError(f"{key}: {path} has the unknown ending '{path.suffix}'; known: {_KNOWN}.")
+        return [_read_file(path, key)]
+    if glob.has_magic(text):
+        matches = sorted(glob.glob(str(path), recursive=True))
+        if not matches:
+            raise DataError(f"{key}: no file matches {path}.")
+        return [part for match in matches for part in _expand(match, split, key)]
+    if path.suffix.lower() not in READERS and _HUB_ID.match(text):
+        return [_from_hub(text, split, key)]
+    raise DataError(_not_found(path, key))
+
+
+def _not_found(path: Path, key: str) -> str:
+    parent = path.parent
+    while not parent.exists():
+        parent = parent.parent
+    if parent != path.parent:
+        return f"{key}: {path} does not exist (nor does its folder; the nearest that does is {parent})."
+    beside = sorted(p.name for p in parent.iterdir() if p.suffix.lower() in READERS or p.is_dir())[:8]
+    return f"{key}: {path} does not exist. The folder {parent.resolve()} holds: {', '.join(beside) or 'no data files'}."
+
+
+def read_rows(files: Files, *, key: str = "data.train_files", split: str = "train") -> Rows:
+    """All rows of `files`; `key` is the setting named in errors, `split` the part of a hub dataset without one."""
+    entries = [files] if isinstance(files, str | Path) else list(files or ())
+    if not entries or any(not str(entry).strip() for entry in entries):
+        raise DataError(f"{key} is empty: give a file, a folder, a list of them ({_KNOWN}) or a dataset id.")
+    rows = Rows([part for entry in entries for part in _expand(entry, split, key)])
+    if not len(rows):
+        raise DataError(f"{key}: {', '.join(rows.names)} has no rows.")
+    return rows
