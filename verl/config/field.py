@@ -11,8 +11,6 @@ from copy import deepcopy
 from dataclasses import field
 from typing import Any
 
-NO_DEFAULT: Any = object()
-
 
 def key(
     default: Any,
@@ -22,6 +20,7 @@ def key(
     plugin: str | None = None,
     follows: str | None = None,
     required: bool = False,
+    path: bool = False,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
@@ -30,6 +29,7 @@ def key(
 
     known: the values allowed; plugin: the registry whose user-registered names are allowed as well;
     follows: the key whose value this one takes unless the user sets it; required: the user must give it;
+    path: a leading ~ means the user's home folder;
     ge, gt, le: bounds (checked for numbers, and for each number of a list; None is never checked).
     """
     metadata = {
@@ -38,6 +38,7 @@ def key(
         "plugin": plugin,
         "follows": follows,
         "required": required,
+        "path": path,
         "ge": ge,
         "gt": gt,
         "le": le,

@@ -4,9 +4,11 @@ What always holds: importing this loads neither torch nor omegaconf; a key that 
 loading; after loading (`verl.config.load`) every key that follows another holds its final value.
 """
 
+# ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
+
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl.config.field import section
 from verl.config.sections.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
@@ -70,6 +72,10 @@ class PPOConfig:
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+    user_set: frozenset[str] = field(
+        default=frozenset(), repr=False, compare=False, metadata={"internal": True}
+    )
+    """The full names of the keys the user gave; not a key itself."""
 
 
 @dataclass
@@ -82,6 +88,10 @@ class SFTConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
     trainer: BaseTrainerConfig = section(BaseTrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+    user_set: frozenset[str] = field(
+        default=frozenset(), repr=False, compare=False, metadata={"internal": True}
+    )
+    """The full names of the keys the user gave; not a key itself."""
 
 
 __all__ = [

@@ -1,5 +1,7 @@
 """The policy, the reference policy and the critic: losses, batches and the engine that trains each."""
 
+# ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -55,7 +57,10 @@ class ActorConfig:
     )
     loss_agg_mode: str = key("token-mean", "how token losses become one number", known=known.LOSS_AGG_MODES)
     loss_scale_factor: int | None = key(
-        None, "divisor of seq-mean-token-sum-norm; default: data.max_response_length", ge=1
+        None,
+        "divisor of seq-mean-token-sum-norm; default: data.max_response_length",
+        ge=1,
+        follows="data.max_response_length",
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
     use_torch_compile: bool = key(False, "compile the model; falls back with a notice where that fails")

@@ -1,5 +1,7 @@
 """From scores to advantages."""
 
+# ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
+
 from __future__ import annotations
 
 from dataclasses import dataclass

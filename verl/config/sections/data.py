@@ -1,5 +1,7 @@
 """Where rows come from and how they become prompts."""
 
+# ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from verl.config.field import key
 class MixtureConfig:
     """One part of a weighted mixture of datasets."""
 
-    files: list[str] = key([], "file, folder, dataset id, or a list of them", required=True)
+    files: list[str] = key([], "file, folder, dataset id, or a list of them", required=True, path=True)
     weight: float = key(1.0, "share of the drawn rows, relative to the other parts", gt=0)
     name: str | None = key(None, "name used in metrics; default: the first file's stem")
 
@@ -26,13 +28,16 @@ class _RowsConfig:
         [],
         "training data: parquet, json, jsonl or csv file, folder, dataset id, or a list of them",
         required=True,
+        path=True,
     )
-    val_files: list[str] = key([], "validation data, in the same forms; empty: no validation")
+    val_files: list[str] = key([], "validation data, in the same forms; empty: no validation", path=True)
     prompt_key: str = key("prompt", "column that holds the prompt: messages or a string")
     response_key: str = key("response", "column that holds the response (fine-tuning, evaluation)")
     shuffle: bool = key(True, "shuffle the training rows each epoch")
     seed: int = key(1, "seed of the shuffle; default: trainer.seed", follows="trainer.seed")
-    chat_template: str | None = key(None, "file with a Jinja chat template that replaces the tokenizer's")
+    chat_template: str | None = key(
+        None, "file with a Jinja chat template that replaces the tokenizer's", path=True
+    )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "passed to the chat template, e.g. {enable_thinking: false}"
     )
@@ -58,7 +63,9 @@ class DataConfig(_RowsConfig):
     filter_overlong_prompts_workers: int | None = key(
         None, "processes that filter; default: one per CPU core", ge=1
     )
-    cache_dir: str | None = key(None, "folder for the filter's cache; default: the user's cache folder")
+    cache_dir: str | None = key(
+        None, "folder for the filter's cache; default: the user's cache folder", path=True
+    )
     raw_prompts: bool = key(
         False, "use string prompts as they stand and join messages without a chat template"
     )

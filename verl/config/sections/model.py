@@ -1,5 +1,7 @@
 """The model and how it is trained: weights, LoRA, optimiser, sharding, what a checkpoint holds."""
 
+# ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from verl.config.field import key, section
 class ModelConfig:
     """A Hugging Face model folder and what is done to it on loading."""
 
-    path: str = key("", "Hugging Face model folder or id", required=True)
-    tokenizer_path: str | None = key(None, "folder of the tokenizer; default: the model's")
+    path: str = key("", "Hugging Face model folder or id", required=True, path=True)
+    tokenizer_path: str | None = key(None, "folder of the tokenizer; default: the model's", path=True)
     dtype: str = key(
         "auto", "of the parameters; auto: bfloat16 on GPU, float32 on CPU", known=known.MODEL_DTYPES
     )

@@ -1,5 +1,7 @@
 """What a response is worth: functions, managers, reward models, judges, sandboxes."""
 
+# ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ class RewardFunctionConfig:
     """The user's reward function."""
 
     path: str | None = key(
-        None, "file, pkg.module or module:function; default: the scorer of each data_source"
+        None, "file, pkg.module or module:function; default: the scorer of each data_source", path=True
     )
     name: str = key("compute_score", "the function's name in that file")
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function")
@@ -24,7 +26,7 @@ class RewardFunctionConfig:
 class WeightedRewardConfig:
     """One of several reward functions."""
 
-    path: str = key("", "file, pkg.module or module:function", required=True)
+    path: str = key("", "file, pkg.module or module:function", required=True, path=True)
     name: str = key("compute_score", "the function's name in that file")
     weight: float = key(1.0, "factor of its score in the sum")
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function")
@@ -51,7 +53,7 @@ class RewardModelConfig:
     """A sequence-classification model as reward."""
 
     enable: bool = key(False, "score with a reward model")
-    model_path: str | None = key(None, "its Hugging Face folder or id")
+    model_path: str | None = key(None, "its Hugging Face folder or id", path=True)
     weight: float = key(1.0, "factor of its score beside the other rewards")
     micro_batch_size_per_gpu: int | None = key(None, "responses per forward pass; default: 8", ge=1)
     max_length: int | None = key(

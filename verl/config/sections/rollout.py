@@ -1,5 +1,7 @@
 """Generating responses: the engine, its sampling and its memory, tools and several turns."""
 
+# ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ class MultiTurnConfig:
     enable: bool = key(False, "let the model call tools and go on after their answers")
     max_turns: int = key(5, "turns the model may take in one conversation", ge=1)
     tool_server: str | None = key(None, "address of an HTTP server that runs the tools")
-    tool_config_path: str | None = key(None, "YAML file that lists the tools")
+    tool_config_path: str | None = key(None, "YAML file that lists the tools", path=True)
     format: str = key(
         "hermes", "how the model writes tool calls", known=known.TOOL_FORMATS, plugin="tool_format"
     )

@@ -1,5 +1,7 @@
 """The run: machines, length, validation, checkpoints, logging, what happens when something dies."""
 
+# ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -44,11 +46,13 @@ class BaseTrainerConfig:
     )
     project_name: str = key("verl", "first part of the run folder's name")
     experiment_name: str = key("default", "second part of the run folder's name")
-    default_local_dir: str = key("", "run folder; default: checkpoints/{project_name}/{experiment_name}")
+    default_local_dir: str = key(
+        "", "run folder; default: checkpoints/{project_name}/{experiment_name}", path=True
+    )
     resume_mode: str = key(
         "auto", "auto: newest complete checkpoint in the run folder", known=known.RESUME_MODES
     )
-    resume_from_path: str | None = key(None, "checkpoint folder for resume_mode=resume_path")
+    resume_from_path: str | None = key(None, "checkpoint folder for resume_mode=resume_path", path=True)
     max_actor_ckpt_to_keep: int | None = key(None, "keep only the newest so many; default: all", ge=1)
     keep_best: str | None = key(
         None, "metric whose best checkpoint is never deleted, e.g. val-core/gsm8k/acc/mean@1"
@@ -74,10 +78,10 @@ class TrainerConfig(BaseTrainerConfig):
     balance_batch: bool = key(True, "give every rank about the same work")
     max_critic_ckpt_to_keep: int | None = key(None, "keep only the newest so many; default: all", ge=1)
     rollout_data_dir: str | None = key(
-        None, "folder for the training responses; default: rollouts/ in the run folder"
+        None, "folder for the training responses; default: rollouts/ in the run folder", path=True
     )
     validation_data_dir: str | None = key(
-        None, "folder for the validation responses; default: validation/ in the run folder"
+        None, "folder for the validation responses; default: validation/ in the run folder", path=True
     )
     log_val_generations: int = key(0, "validation samples sent to the loggers each time", ge=0)
 
@@ -95,4 +99,4 @@ class RayKwargsConfig:
     """Ray, used when there is more than one process."""
 
     ray_init: RayInitConfig = section(RayInitConfig, "arguments of ray.init")
-    timeline_json_file: str | None = key(None, "file for a timeline that Perfetto opens")
+    timeline_json_file: str | None = key(None, "file for a timeline that Perfetto opens", path=True)

@@ -1,0 +1,116 @@
+"""Giving every key its final value: keys that follow others, defaults that depend on the batch, home folders.
+
+Only keys the user did not set are changed here. Afterwards no consumer has to know what follows what.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from verl.config.keys import Key, get, put, schema_keys
+from verl.config.known import CRITIC_ESTIMATORS
+from verl.config.schema import PPOConfig, SFTConfig
+
+log = logging.getLogger(__name__)
+
+_CRITIC_MODEL_FOLLOWS = (
+    "path",
+    "tokenizer_path",
+    "dtype",
+    "enable_gradient_checkpointing",
+    "enable_activation_offload",
+    "use_remove_padding",
+    "trust_remote_code",
+    "override_config",
+)
+"""What the critic's model takes from the actor's while its path is not given: it is then the same model."""
+
+
+def finalize(config: PPOConfig | SFTConfig) -> None:
+    """Fill in, in place, what the user left open."""
+    keys = schema_keys(type(config))
+    _expand_home(config, keys.values())
+    if isinstance(config, PPOConfig):
+        _mini_batch(config)
+    _follow(config, keys)
+    if isinstance(config, PPOConfig):
+        _ppo(config)
+    trainer = config.trainer
+    if not trainer.default_local_dir:
+        trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+    if trainer.resume_from_path and "trainer.resume_mode" not in config.user_set:
+        trainer.resume_mode = "resume_path"
+
+
+def _expand_home(config: Any, keys: Any) -> None:
+    for key in keys:
+        if not key.metadata.get("path"):
+            continue
+        value = get(config, key.name)
+        if isinstance(value, str):
+            put(config, key.name, _home(value))
+        elif isinstance(value, list):
+            put(config, key.name, [_home(each) for each in value])
+
+
+def _home(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def _follow(config: PPOConfig | SFTConfig, keys: Any) -> None:
+    done: set[str] = set()
+
+    def settle(key: Key) -> None:
+        target = key.metadata.get("follows")
+        if key.name in done or target is None:
+            return
+        done.add(key.name)
+        if key.name in config.user_set:
+            return
+        settle(keys[target])
+        put(config, key.name, get(config, target))
+
+    for key in keys.values():
+        settle(key)
+
+
+def _mini_batch(config: PPOConfig) -> None:
+    """A mini-batch the user did not choose fits the batch they did choose."""
+    name = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    if name in config.user_set or prompts < 1 or prompts % actor.ppo_mini_batch_size == 0:
+        return
+    fitting = max(
+        size for size in range(1, min(prompts, actor.ppo_mini_batch_size) + 1) if prompts % size == 0
+    )
+    log.info(
+        "%s=%d (default %d, but data.train_batch_size=%d)", name, fitting, actor.ppo_mini_batch_size, prompts
+    )
+    actor.ppo_mini_batch_size = fitting
+
+
+def _ppo(config: PPOConfig) -> None:
+    policy, critic = config.actor_rollout_ref, config.critic
+    if not critic.model.path:
+        for name in _CRITIC_MODEL_FOLLOWS:
+            if f"critic.model.{name}" not in config.user_set:
+                setattr(critic.model, name, getattr(policy.model, name))
+    if critic.enable is None:
+        critic.enable = config.algorithm.adv_estimator in CRITIC_ESTIMATORS
+    if policy.rollout.max_model_len is None:
+        policy.rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    _validation_sampling(config)
+
+
+def _validation_sampling(config: PPOConfig) -> None:
+    """`do_sample` and `temperature` say the same thing; whichever the user gave decides."""
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    prefix = "actor_rollout_ref.rollout.val_kwargs."
+    if prefix + "do_sample" not in config.user_set:
+        val.do_sample = val.temperature > 0
+    elif val.do_sample and prefix + "temperature" not in config.user_set:
+        val.temperature = 1.0
+    elif not val.do_sample and prefix + "temperature" not in config.user_set:
+        val.temperature = 0.0

@@ -1,0 +1,151 @@
+"""From a command line or a dict to a checked, final config.
+
+What always holds of a config returned here: every key is known and of its type, every key that follows another
+has its final value, and the combination has passed `verl.config.checks`. Errors name every problem at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from verl.config.aliases import our_name, resolve_aliases
+from verl.config.checks import check
+from verl.config.convert import build
+from verl.config.finalize import finalize
+from verl.config.keys import nearest, schema_keys
+from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.show import help_text, to_dict, to_yaml
+from verl.config.sources import (
+    from_mapping,
+    overlay,
+    parse_command_line,
+    parse_overrides,
+    plant,
+    read_yaml,
+    resolve,
+    uproot,
+)
+from verl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Config = TypeVar("Config", PPOConfig, SFTConfig)
+
+
+def load_ppo_config(argv: list[str]) -> PPOConfig:
+    """The config of `main_ppo`. --help, --cfg and --check write to stdout and raise SystemExit(0)."""
+    return _load(PPOConfig, argv, "python -m verl.trainer.main_ppo")
+
+
+def load_sft_config(argv: list[str]) -> SFTConfig:
+    """The config of `sft_trainer`; otherwise as `load_ppo_config`."""
+    return _load(SFTConfig, argv, "python -m verl.trainer.sft_trainer")
+
+
+def from_dict(kind: type[Config], values: Mapping[str, Any], *, checked: bool = True) -> Config:
+    """A config from nested or dotted names. checked=False: types and names only, e.g. without a model path."""
+    draft = _Draft(kind)
+    draft.add(from_mapping(values))
+    return draft.finish(checked)
+
+
+def _load(kind: type[Config], argv: list[str], command: str) -> Config:
+    line = parse_command_line(argv)
+    if line.help:
+        sys.stdout.write(help_text(kind, command, line.help_about))
+        raise SystemExit(0)
+    draft = _Draft(kind)
+    draft.add(read_yaml(line.config_path, line.config_name))
+    for override in parse_overrides(line.overrides):
+        if override.delete:
+            draft.remove(override.name)
+        else:
+            draft.add(plant({}, override.name, override.value))
+    config = draft.finish(checked=True)
+    if line.show_job:
+        sys.stdout.write(to_yaml(config))
+        raise SystemExit(0)
+    if line.check:
+        from verl.config.plan import plan, render
+
+        sys.stdout.write(render(plan(config)) + "\n")
+        raise SystemExit(0)
+    return config
+
+
+class _Draft(Generic[Config]):
+    """What the user gave so far, under our names. Sources come in order; a later one wins, however it is spelt."""
+
+    def __init__(self, kind: type[Config]) -> None:
+        self.kind = kind
+        self.tree: dict[str, Any] = {}
+        self.as_typed: dict[str, Any] = {}
+        self.typed: dict[str, str] = {}
+        self.noticed: set[str] = set()
+
+    def add(self, tree: dict[str, Any]) -> None:
+        overlay(self.as_typed, tree)
+        typed, notices = resolve_aliases(self.kind, tree)
+        self.typed.update(typed)
+        for notice in notices:
+            if notice not in self.noticed:
+                self.noticed.add(notice)
+                log.warning("%s", notice)
+        overlay(self.tree, tree)
+
+    def remove(self, name: str) -> None:
+        ours = our_name(self.kind, name)
+        keys = schema_keys(self.kind)
+        if not any(key == ours or key.startswith(f"{ours}.") or ours.startswith(f"{key}.") for key in keys):
+            raise ConfigError(
+                f"'~{name}' removes an unknown key. Nearest known key: '{nearest(self.kind, ours)[0]}'"
+            )
+        uproot(self.tree, ours)
+
+    def finish(self, checked: bool) -> Config:
+        tree = resolve(self.tree, (to_dict(self.kind()), self.as_typed))
+        problems: list[str] = []
+        config: Config = build(self.kind, tree, problems, self.typed)
+        if problems:
+            raise ConfigError("\n".join(problems))
+        config.user_set = frozenset(_given(self.kind, tree, ""))
+        finalize(config)
+        if checked:
+            import_plugins(config)
+            for warning in check(config):
+                log.warning("%s", warning)
+        return config
+
+
+def _given(kind: type, tree: Mapping[str, Any], prefix: str) -> list[str]:
+    """The full names of the keys the tree gives."""
+    found: list[str] = []
+    for name, value in tree.items():
+        full = f"{prefix}{name}"
+        if full in schema_keys(kind):
+            found.append(full)
+        elif isinstance(value, Mapping):
+            found += _given(kind, value, f"{full}.")
+    return found
+
+
+def import_plugins(config: PPOConfig | SFTConfig) -> None:
+    """Import the user's modules, so that what they register is known from now on."""
+    model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
+    where = "actor_rollout_ref.model.external_lib" if isinstance(config, PPOConfig) else "model.external_lib"
+    for key, modules in ((where, model.external_lib), ("trainer.plugins", config.trainer.plugins)):
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise ConfigError(
+                    f"cannot import the module '{module}' ({key}): {error}. "
+                    "It must be importable from here, e.g. by PYTHONPATH"
+                ) from error
+
+
+__all__ = ["from_dict", "import_plugins", "load_ppo_config", "load_sft_config", "to_dict", "to_yaml"]

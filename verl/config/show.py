@@ -1,0 +1,112 @@
+"""The config as text: resolved YAML, and the help that lists every key with its default and documentation."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from verl.config.keys import Key, nearest, schema_keys, sections
+from verl.config.schema import PPOConfig
+from verl.errors import ConfigError
+
+WIDTH = 110
+
+
+def to_dict(config: Any) -> Any:
+    """A config, or a section of one, as plain nested dicts, lists and values."""
+    if is_dataclass(config) and not isinstance(config, type):
+        return {
+            field.name: to_dict(getattr(config, field.name))
+            for field in fields(config)
+            if not field.metadata.get("internal")
+        }
+    if isinstance(config, dict):
+        return {name: to_dict(value) for name, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [to_dict(each) for each in config]
+    return config
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved config as YAML that loads again with --config-path and --config-name."""
+    import yaml
+
+    return yaml.safe_dump(
+        to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=WIDTH
+    )
+
+
+def help_text(kind: type, command: str, about: list[str]) -> str:
+    """What the command does, its options, and the keys (of the named sections or keys, where any are named)."""
+    keys = schema_keys(kind)
+    chosen = list(keys.values())
+    if about:
+        chosen = [
+            key
+            for key in chosen
+            if any(key.name == name or key.name.startswith(f"{name}.") for name in about)
+        ]
+        for name in about:
+            if name not in keys and name not in sections(kind):
+                raise ConfigError(f"no key or section '{name}'. Nearest: {', '.join(nearest(kind, name))}")
+    return "\n".join([*_head(kind, command), *_key_lines(kind, chosen)]) + "\n"
+
+
+def _head(kind: type, command: str) -> list[str]:
+    if kind is PPOConfig:
+        does = "Trains a language model by reinforcement learning."
+        given = (
+            "actor_rollout_ref.model.path=MODEL data.train_files=train.parquet algorithm.adv_estimator=grpo"
+        )
+        example = f"{command} {given} actor_rollout_ref.rollout.n=8"
+    else:
+        does = "Fine-tunes a language model on prompt and response pairs or conversations."
+        example = f"{command} model.path=MODEL data.train_files=train.parquet"
+    return [
+        f"{command} [options] key=value ...",
+        "",
+        does,
+        "",
+        "Example:",
+        f"  {example}",
+        "",
+        "Options:",
+        "  --config-path DIR --config-name FILE  take keys from your own YAML file; key=value on the command line wins",
+        "  --cfg job                             print the resolved config and exit",
+        "  --check                               check everything, print the plan (batches, memory) and exit",
+        "  --help [SECTION ...]                  this text, or only the named sections",
+        "",
+        "Keys (default, meaning):",
+    ]
+
+
+def _key_lines(kind: type, chosen: list[Key]) -> list[str]:
+    docs = {name: doc for name, (_, doc) in sections(kind).items()}
+    lines: list[str] = []
+    last_section: str | None = None
+    for key in chosen:
+        if key.section != last_section:
+            last_section = key.section
+            lines += ["", f"{key.section}: {docs.get(key.section, '')}"]
+        doc = key.doc
+        if key.metadata["known"]:
+            doc += f" [{', '.join(key.metadata['known'])}]"
+        left = f"  {key.last:<33} {_default(key):<14} "
+        wrapped = textwrap.wrap(doc, WIDTH - 51) or [""]
+        lines += [left + wrapped[0], *(" " * 51 + line for line in wrapped[1:])]
+    return lines
+
+
+def _default(key: Key) -> str:
+    if key.metadata["required"] and not key.name.startswith("critic."):
+        return "(required)"
+    if key.metadata["follows"]:
+        return "(follows)"
+    if key.default is None or key.default == "":
+        return "-"
+    if isinstance(key.default, bool):
+        return str(key.default).lower()
+    if isinstance(key.default, list):
+        return f"[{', '.join(str(each) for each in key.default)}]"
+    return f"{key.default:g}" if isinstance(key.default, float) else str(key.default)

@@ -1,0 +1,319 @@
+"""Reading what the user gave: a command line and a YAML file become one plain nested dict.
+
+Hydra's own grammar parses the overrides and OmegaConf reads the YAML (so `1e-6` is a number) and resolves
+interpolations; composing is ours, because only the schema knows which keys exist. A later source wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError
+
+BUILT_IN = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "_self_")
+"""Names in a `defaults:` list that mean the schema's defaults, which are always there."""
+
+
+@dataclass
+class CommandLine:
+    """A command line, taken apart."""
+
+    overrides: list[str] = field(default_factory=list)
+    config_path: str | None = None
+    config_name: str | None = None
+    help: bool = False
+    help_about: list[str] = field(default_factory=list)
+    show_job: bool = False
+    check: bool = False
+
+
+_VALUED = {
+    "--config-path": "config_path",
+    "-cp": "config_path",
+    "--config-name": "config_name",
+    "-cn": "config_name",
+    "--cfg": "cfg",
+    "-c": "cfg",
+}
+_FLAGS = {"--help": "help", "-h": "help", "--check": "check"}
+
+
+def parse_command_line(argv: list[str]) -> CommandLine:
+    """Flags and overrides in any order; `--flag value` and `--flag=value` are the same."""
+    line = CommandLine()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if word in _FLAGS:
+            setattr(line, _FLAGS[word], True)
+        elif name in _VALUED:
+            if not equals:
+                if not words:
+                    raise ConfigError(f"'{name}' needs a value, e.g. {name} {_example(name)}")
+                value = words.pop(0)
+            if _VALUED[name] == "cfg":
+                if value != "job":
+                    raise ConfigError(
+                        f"'{name} {value}' is not known; allowed: {name} job (prints the resolved config)"
+                    )
+                line.show_job = True
+            else:
+                setattr(line, _VALUED[name], value)
+        elif word.startswith("-"):
+            raise ConfigError(
+                f"unknown option '{word}'. Options: {', '.join([*_VALUED, *_FLAGS])}; keys are given as key=value"
+            )
+        elif line.help and not equals:
+            line.help_about.append(word)
+        else:
+            line.overrides.append(word)
+    return line
+
+
+def _example(flag: str) -> str:
+    return {"config_path": "configs", "config_name": "grpo", "cfg": "job"}[_VALUED[flag]]
+
+
+def read_yaml(config_path: str | None, config_name: str | None) -> dict[str, Any]:
+    """The user's YAML file as a nested dict, its `defaults:` list followed; {} where none was given."""
+    if config_name is None:
+        if config_path is None:
+            return {}
+        path = Path(config_path).expanduser()
+        if path.is_file():
+            return _read(path, ())
+        names = sorted(each.stem for each in path.glob("*.y*ml"))
+        hint = f" It holds: {', '.join(names)}" if names else ""
+        raise ConfigError(f"--config-path {config_path} needs --config-name as well.{hint}")
+    return _read(_find(Path(config_path or ".").expanduser(), config_name), ())
+
+
+def _find(folder: Path, name: str) -> Path:
+    candidates = [folder / name, folder / f"{name}.yaml", folder / f"{name}.yml"]
+    for path in candidates:
+        if path.is_file():
+            return path
+    if not folder.is_dir():
+        raise ConfigError(f"no folder '{folder}' (--config-path)")
+    there = sorted(each.name for each in folder.glob("*.y*ml"))
+    raise ConfigError(
+        f"no file '{candidates[1]}' (--config-path, --config-name). "
+        f"YAML files in that folder: {', '.join(there) if there else 'none'}"
+    )
+
+
+def _read(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
+    if path in parents:
+        raise ConfigError(
+            f"'{path}' is in its own defaults list: {' -> '.join(str(p) for p in (*parents, path))}"
+        )
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        loaded = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"cannot read '{path}': {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"'{path}' must hold keys and values at its top level, not a list")
+    tree: dict[str, Any] = OmegaConf.to_container(loaded, resolve=False)  # type: ignore[assignment]
+    own = _plain(tree, str(path))
+    own.pop("hydra", None)  # settings of Hydra itself (run folder, sweeps), not of the training
+    defaults = own.pop("defaults", None) or []
+    if not isinstance(defaults, list):
+        raise ConfigError(f"'defaults' in '{path}' must be a list, not {defaults!r}")
+    result: dict[str, Any] = {}
+    placed = False
+    for entry in defaults:
+        if entry == "_self_":
+            overlay(result, own)
+            placed = True
+        else:
+            overlay(result, _default_entry(path, entry, (*parents, path)))
+    if not placed:
+        overlay(result, own)
+    return result
+
+
+def _default_entry(path: Path, entry: Any, parents: tuple[Path, ...]) -> dict[str, Any]:
+    """One line of a `defaults:` list: `name`, `group/name`, or `group: name`."""
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((group, name),) = entry.items()
+        group = str(group).removeprefix("override ").removeprefix("optional ")
+        if name is None or group.startswith("hydra/"):
+            return {}
+        group, _, package = group.partition("@")
+        return plant(
+            {}, (package or group).replace("/", "."), _read(_find(path.parent / group, str(name)), parents)
+        )
+    if isinstance(entry, str):
+        name = entry.partition("@")[0]
+        if name in BUILT_IN and not (path.parent / f"{name}.yaml").is_file():
+            return {}
+        return _read(_find(path.parent, name), parents)
+    raise ConfigError(f"'{path}': cannot read the entry {entry!r} of its defaults list")
+
+
+def _plain(tree: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """The same tree with dotted names at the top taken apart."""
+    result: dict[str, Any] = {}
+    for name, value in tree.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"the key {name!r} in {where} must be a text")
+        copy = _copy(value)
+        plant(result, name, copy)
+    return result
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _copy(below) for name, below in value.items()}
+    return [_copy(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def from_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested mapping, or one with dotted names, as a tree of our own."""
+    return _plain(values, "the given config")
+
+
+def overlay(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Put another tree on top of this one; lists and values are replaced, mappings are joined."""
+    for name, value in other.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(name), dict):
+            overlay(tree[name], value)
+        elif value is not None or not isinstance(tree.get(name), dict):
+            tree[name] = _copy(value)
+
+
+def plant(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """Set a dotted name in the tree."""
+    *parents, last = name.split(".")
+    at = tree
+    for part in parents:
+        below = at.get(part)
+        if not isinstance(below, dict):
+            below = at[part] = {}
+        at = below
+    overlay(at, {last: value})
+    return tree
+
+
+def uproot(tree: dict[str, Any], name: str) -> None:
+    """Remove a dotted name from the tree, where it is there."""
+    *parents, last = name.split(".")
+    at: Any = tree
+    for part in parents:
+        at = at.get(part) if isinstance(at, dict) else None
+    if isinstance(at, dict):
+        at.pop(last, None)
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `key=value` (or `~key`, then without value) of the command line."""
+
+    name: str
+    value: Any = None
+    delete: bool = False
+
+
+def parse_overrides(overrides: Iterable[str]) -> list[Override]:
+    """Hydra-style overrides, in order; `key=`, `+key=` and `++key=` are the same, since the schema is strict."""
+    overrides = list(overrides)
+    if not overrides:
+        return []
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType, Sweep
+
+    parser = OverridesParser.create()
+    parsed: list[Override] = []
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            raise ConfigError(f"'{text}' is not an override; write key=value, e.g. trainer.total_epochs=3")
+        override = _parse(parser, text)
+        name, value = override.key_or_group, override.value()
+        if override.package is not None:
+            raise ConfigError(f"'{text}' names a package (@), which config keys do not have; write key=value")
+        if override.type is OverrideType.DEL:
+            parsed.append(Override(name, delete=True))
+        elif isinstance(value, Sweep):
+            raise ConfigError(
+                f"'{text}' gives several values; one run takes one. A list is written {name}=[a,b]"
+            )
+        elif override.type in (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD):
+            parsed.append(Override(name, _unquote(value)))
+        else:
+            raise ConfigError(f"'{text}' extends a list, which is not supported; give the whole list")
+    return parsed
+
+
+def _parse(parser: Any, text: str) -> Any:
+    """One override by Hydra's grammar; a bare text the grammar has no word for (~/models, a=b, <x>) is that text."""
+    from hydra.errors import HydraException
+
+    name, _, raw = text.partition("=")
+    try:
+        override = parser.parse_override(text)
+        override.value()
+        return override
+    except HydraException as error:
+        why = str(error).partition("\n")[0]
+    if raw and raw[0] not in "[{'\"" and "${" not in raw and "\\" not in raw:
+        quoted = raw.replace("'", "\\'")
+        try:
+            return parser.parse_override(f"{name}='{quoted}'")
+        except HydraException:
+            pass
+    if raw[:1] in "[{":
+        hint = f""" Put the texts in it in quotes, e.g. {name}=["~/a","b"]"""
+    else:
+        hint = f""" Put the value in quotes: '{name}="{raw}"'"""
+    raise ConfigError(f"cannot read the override '{text}': {why}.{hint}") from None
+
+
+def _unquote(value: Any) -> Any:
+    """Hydra keeps quoted strings inside lists and mappings as objects of its own; make them plain."""
+    from hydra.core.override_parser.types import QuotedString
+
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, dict):
+        return {_unquote(name): _unquote(below) for name, below in value.items()}
+    return [_unquote(each) for each in value] if isinstance(value, list) else value
+
+
+def resolve(tree: dict[str, Any], context: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The tree with its interpolations replaced; they may name keys of the tree or of the context (later wins)."""
+    if not _has_interpolation(tree):
+        return tree
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    whole: dict[str, Any] = {}
+    for each in (*context, tree):
+        overlay(whole, each)
+    try:
+        resolved: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"cannot resolve an interpolation: {' '.join(str(error).split())}") from None
+    return _pick(resolved, tree)
+
+
+def _has_interpolation(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_interpolation(each) for each in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_has_interpolation(each) for each in value)
+    return isinstance(value, str) and "${" in value
+
+
+def _pick(resolved: Any, tree: Any) -> Any:
+    """Of the resolved values, those whose names the tree has."""
+    if isinstance(tree, dict) and isinstance(resolved, dict):
+        return {name: _pick(resolved[name], below) for name, below in tree.items()}
+    return resolved
