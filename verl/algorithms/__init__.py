@@ -45,10 +45,10 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
-    "AdaptiveKLController",
-    "FixedKLController",
     "KL_ESTIMATORS",
     "LOSS_AGG_MODES",
+    "AdaptiveKLController",
+    "FixedKLController",
     "adv_estimator_names",
     "agg_loss",
     "apply_kl_penalty",

@@ -32,7 +32,9 @@ def _spread(scores: Tensor, response_mask: Tensor, like: Tensor) -> Tensor:
 
 def _need(value: Any, name: str, estimator: str, fix: str) -> Any:
     if value is None:
-        raise ConfigError(f"algorithm.adv_estimator={estimator} needs {name}, which the batch does not have. {fix}")
+        raise ConfigError(
+            f"algorithm.adv_estimator={estimator} needs {name}, which the batch does not have. {fix}"
+        )
     return value
 
 
@@ -181,7 +183,9 @@ def remax(
     token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Reward to go less the reward [B] of one greedy rollout of the same prompt."""
-    _need(reward_baselines, "reward_baselines", "remax", "They are the scores of a greedy rollout per prompt.")
+    _need(
+        reward_baselines, "reward_baselines", "remax", "They are the scores of a greedy rollout per prompt."
+    )
     returns = keep(reverse_cumsum(keep(token_level_rewards, response_mask)), response_mask)
     baseline = reward_baselines.to(returns.dtype).unsqueeze(-1)
     return keep(returns - baseline, response_mask), returns

@@ -43,7 +43,9 @@ class Groups:
     def of(cls, index: Any, batch_size: int, device: torch.device) -> Groups:
         ids, count = group_ids(index, device)
         if ids.shape[0] != batch_size:
-            raise DataError(f"the group index has {ids.shape[0]} entries for a batch of {batch_size} sequences")
+            raise DataError(
+                f"the group index has {ids.shape[0]} entries for a batch of {batch_size} sequences"
+            )
         sizes = torch.bincount(ids, minlength=count).to(torch.float64)
         return cls(ids, count, sizes[ids] if batch_size else sizes)
 

@@ -103,9 +103,13 @@ class AdaptiveKLController:
 
     def __init__(self, kl_coef: float, target_kl: float, horizon: float) -> None:
         if target_kl <= 0:
-            raise ConfigError(f"algorithm.kl_ctrl.target_kl={target_kl} must be above 0 for an adaptive controller")
+            raise ConfigError(
+                f"algorithm.kl_ctrl.target_kl={target_kl} must be above 0 for an adaptive controller"
+            )
         if horizon <= 0:
-            raise ConfigError(f"algorithm.kl_ctrl.horizon={horizon} must be above 0 for an adaptive controller")
+            raise ConfigError(
+                f"algorithm.kl_ctrl.horizon={horizon} must be above 0 for an adaptive controller"
+            )
         self.value = float(kl_coef)
         self.target = float(target_kl)
         self.horizon = float(horizon)

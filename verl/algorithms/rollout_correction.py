@@ -84,7 +84,11 @@ def _kept_by(rule: str, bounds: Bounds, log_ratio: Tensor, mask: Tensor) -> Tens
     level, kind = rule.rsplit("_", 1)
     if kind == "k1":
         statistic = log_ratio
-        low = math.log(bounds.low) if bounds.low else (-math.inf if bounds.low == 0 else -abs(math.log(bounds.high)))
+        low = (
+            math.log(bounds.low)
+            if bounds.low
+            else (-math.inf if bounds.low == 0 else -abs(math.log(bounds.high)))
+        )
         high = math.log(bounds.high) if bounds.low is not None else abs(math.log(bounds.high))
     else:
         statistic = log_ratio.square() / 2 if kind == "k2" else log_ratio.exp() - log_ratio - 1
@@ -108,7 +112,9 @@ def _importance_weights(
     bounds = Bounds.parse(config.rollout_is_threshold, "rollout_is_threshold")
     exponent = log_ratio
     if level == "sequence":
-        exponent = keep(log_ratio, mask).sum(-1, keepdim=True).clamp(-LOG_BOUND, LOG_BOUND).expand_as(log_ratio)
+        exponent = (
+            keep(log_ratio, mask).sum(-1, keepdim=True).clamp(-LOG_BOUND, LOG_BOUND).expand_as(log_ratio)
+        )
     raw = exponent.exp()
     if bounds.low is None:
         weights, touched = raw.clamp(max=bounds.high), raw > bounds.high
@@ -175,7 +181,9 @@ def compute_rollout_correction(
     return weights, remaining.to(response_mask.dtype), metrics
 
 
-def offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, float]:
+def offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
     """KL(roll || old) by k1 and k3, perplexity of the responses under either side and their ratio (means over
     sequences), and chi-square of tokens and of sequences."""
     mask = as_bool(response_mask)
