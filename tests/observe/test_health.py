@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from verl.config.schema import PPOConfig
 from verl.data.proto import DataProto
 from verl.observe.batch_health import batch_facts
-from verl.observe.causes import advice, is_out_of_memory, out_of_memory_advice
-from verl.observe.health import STEP_RULES, Health, HealthSettings
+from verl.observe.causes import is_out_of_memory, likely_fix, out_of_memory_advice
+from verl.observe.health import STEP_RULES, HealthMonitor, HealthSettings
 
 WELL = {
     "reward/mean": 0.5,
@@ -55,11 +56,11 @@ def batch_of(
 
 
 def lines(metrics: Mapping[str, float], batch: DataProto | None = None, **settings: Any) -> list[str]:
-    return Health(HealthSettings(**settings)).check(1, WELL | dict(metrics), batch)
+    return HealthMonitor(HealthSettings(**settings)).check(1, WELL | dict(metrics), batch)
 
 
 def test_a_healthy_run_hears_nothing() -> None:
-    health = Health(HealthSettings())
+    health = HealthMonitor(HealthSettings())
     assert health.at_start() == []
     for step in range(1, 60):
         validation = {"val-core/x/acc/mean@1": 0.1 + step / 100} if step % 10 == 0 else {}
@@ -122,12 +123,12 @@ def test_empty_and_circular_responses_are_seen() -> None:
 
 
 def test_temperature_zero_in_training_is_noticed_at_start() -> None:
-    assert "temperature=1.0" in Health(HealthSettings(temperature=0)).at_start()[0]
-    assert "noise" in Health(HealthSettings(temperature=2.0)).at_start()[0]
+    assert "temperature=1.0" in HealthMonitor(HealthSettings(temperature=0)).at_start()[0]
+    assert "noise" in HealthMonitor(HealthSettings(temperature=2.0)).at_start()[0]
 
 
 def test_reward_up_and_validation_down_is_noticed_and_the_better_step_named() -> None:
-    health, heard = Health(HealthSettings(use_kl_in_reward=True)), []
+    health, heard = HealthMonitor(HealthSettings(use_kl_in_reward=True)), []
     for step in range(1, 41):
         metrics = WELL | {"reward/mean": step / 40}
         if step % 10 == 0:
@@ -138,14 +139,14 @@ def test_reward_up_and_validation_down_is_noticed_and_the_better_step_named() ->
 
 
 def test_reward_and_validation_rising_together_is_fine() -> None:
-    health = Health(HealthSettings())
+    health = HealthMonitor(HealthSettings())
     for step in range(1, 41):
         extra = {"val-core/x/acc/mean@1": step / 50} if step % 10 == 0 else {}
         assert health.check(step, WELL | {"reward/mean": step / 40} | extra) == []
 
 
 def test_validation_that_never_leaves_zero_is_noticed() -> None:
-    health, heard = Health(HealthSettings()), []
+    health, heard = HealthMonitor(HealthSettings()), []
     for step in range(1, 31):
         extra = {"val-core/x/acc/mean@1": 0.0} if step % 10 == 0 else {}
         heard.append(health.check(step, WELL | extra))
@@ -155,7 +156,7 @@ def test_validation_that_never_leaves_zero_is_noticed() -> None:
 
 
 def test_growing_gradients_and_lost_entropy_are_noticed() -> None:
-    growing, collapsing, solved = (Health(HealthSettings()) for _ in range(3))
+    growing, collapsing, solved = (HealthMonitor(HealthSettings()) for _ in range(3))
     heard_growing, heard_collapsing, heard_solved = [], [], []
     for step in range(1, 41):
         heard_growing += growing.check(step, WELL | {"actor/grad_norm": 0.1 * 1.15**step})
@@ -168,13 +169,13 @@ def test_growing_gradients_and_lost_entropy_are_noticed() -> None:
 
 
 def test_a_rule_is_quiet_for_a_while_after_speaking() -> None:
-    health = Health(HealthSettings(), quiet_steps=5)
+    health = HealthMonitor(HealthSettings(), quiet_steps=5)
     spoke = [step for step in range(1, 13) if health.check(step, WELL | {"reward/failed": 1.0})]
     assert spoke == [1, 6, 11]
 
 
 def test_every_rule_is_silent_without_measurements() -> None:
-    assert Health(HealthSettings()).check(1, {}) == []
+    assert HealthMonitor(HealthSettings()).check(1, {}) == []
     assert len({rule.__name__ for rule in STEP_RULES}) == len(STEP_RULES)
 
 
@@ -196,7 +197,7 @@ def test_out_of_memory_is_answered_with_keys_and_amounts() -> None:
     text = out_of_memory_advice(HealthSettings(micro_batch=4, max_response_length=512), "update_actor")
     assert "ppo_micro_batch_size_per_gpu=2" in text and "enable_gradient_checkpointing=True" in text
     assert "max_response_length=256" in text
-    text = advice(MemoryError(), HealthSettings(gpu_memory_utilization=0.5, max_num_seqs=64), "gen")
+    text = likely_fix(MemoryError(), HealthSettings(gpu_memory_utilization=0.5, max_num_seqs=64), "gen")
     assert "gpu_memory_utilization=0.3" in text and "max_num_seqs=32" in text
     text = out_of_memory_advice(
         HealthSettings(max_token_len=16384, gradient_checkpointing=True), "update_actor"
@@ -205,4 +206,15 @@ def test_out_of_memory_is_answered_with_keys_and_amounts() -> None:
 
 
 def test_a_full_disk_is_answered() -> None:
-    assert "max_actor_ckpt_to_keep" in advice(OSError(28, "No space left on device"))
+    assert "max_actor_ckpt_to_keep" in likely_fix(OSError(28, "No space left on device"))
+
+
+def test_a_resumed_monitor_judges_as_if_never_interrupted() -> None:
+    whole, first = HealthMonitor(HealthSettings()), HealthMonitor(HealthSettings())
+    grown = [WELL | {"actor/grad_norm": 0.1 * 1.15**step, "unwatched": 1.0} for step in range(1, 41)]
+    expected = [whole.check(step, metrics) for step, metrics in enumerate(grown, start=1)]
+    heard = [first.check(step, metrics) for step, metrics in enumerate(grown[:19], start=1)]
+    second = HealthMonitor(HealthSettings())
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    heard += [second.check(step, metrics) for step, metrics in enumerate(grown[19:], start=20)]
+    assert heard == expected and any(expected)

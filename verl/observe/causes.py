@@ -21,7 +21,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
-def advice(error: BaseException, settings: HealthSettings | None = None, phase: str = "") -> str:
+def likely_fix(error: BaseException, settings: HealthSettings | None = None, phase: str = "") -> str:
     """One line, or nothing when the error speaks for itself (a VerlError does)."""
     if isinstance(error, VerlError):
         return ""

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 KL_OF_UPDATE_BOUND = 0.1
 
+# The metrics rules look at; the others are not remembered.
+WATCHED = frozenset(
+    ["reward/mean", "reward/min", "reward/max", "reward/calls", "reward/failed", "actor/pg_loss", "actor/grad_norm", "actor/skipped", "actor/kl", "actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl", "actor/entropy", "critic/vf_loss", "critic/grad_norm", "critic/skipped", "train/loss", "response_length/clip_ratio", "training/rollout_probs_diff_mean"]
+)
+
 
 @dataclass(frozen=True)
 class HealthSettings:
@@ -98,10 +103,10 @@ class History:
 Rule = Callable[[History], str | None]
 
 
-class Health:
+class HealthMonitor:
     """Applies the rules after each step and remembers when each last spoke."""
 
-    def __init__(self, settings: HealthSettings, *, quiet_steps: int = 20, memory: int = 1000) -> None:
+    def __init__(self, settings: HealthSettings, *, quiet_steps: int = 20, memory: int = 500) -> None:
         self.history = History(settings)
         self._quiet_steps = quiet_steps
         self._memory = memory
@@ -113,7 +118,8 @@ class Health:
 
     def check(self, step: int, metrics: Mapping[str, float], batch: DataProto | None = None) -> list[str]:
         """The lines to show after this step."""
-        self.history.steps.append((step, dict(metrics)))
+        watched = {n: v for n, v in metrics.items() if n in WATCHED or n.startswith("val-core/")}
+        self.history.steps.append((step, watched))
         del self.history.steps[: -self._memory]
         self.history.batch = None
         if batch is not None:
@@ -130,6 +136,15 @@ class Health:
                 self._last_spoke[name] = step
                 lines.append(line)
         return lines
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to judge as if never interrupted; plain data."""
+        steps = [[step, {name: float(value) for name, value in m.items()}] for step, m in self.history.steps]
+        return {"steps": steps, "last_spoke": dict(self._last_spoke)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history.steps = [(int(step), dict(metrics)) for step, metrics in state["steps"]]
+        self._last_spoke = {str(name): int(step) for name, step in state["last_spoke"].items()}
 
 
 def temperature_zero(h: History) -> str | None:
