@@ -151,8 +151,8 @@ class ChatFormat:
         prefilled = generate and messages[-1]["role"] == "assistant"
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(self.tools) if self.tools else None,
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in self.tools] if self.tools else None,
                 tokenize=False,
                 add_generation_prompt=generate and not prefilled,
                 continue_final_message=prefilled,

@@ -74,18 +74,28 @@ class Rows(Sequence[dict[str, Any]]):
                 )
         return Rows([_Part(name, held, _columns_of(held), None)])
 
+    @staticmethod
+    def joined(several: Iterable[Rows]) -> Rows:
+        """All rows of all, in order."""
+        return Rows([part for rows in several for part in rows._parts])
+
     @property
     def column_names(self) -> list[str]:
         """Every column any row has, in order of first appearance."""
         return list(dict.fromkeys(name for part in self._parts for name in part.columns))
 
-    def columns_of_file(self, row: int) -> list[str]:
-        """The columns of the file that holds this row."""
-        return list(self._parts[self._locate(row)[0]].columns)
+    def files(self) -> list[tuple[str, list[str], int]]:
+        """Each file's name, columns and number of rows, in order."""
+        return [(part.name, list(part.columns), len(part)) for part in self._parts]
 
     @property
     def names(self) -> list[str]:
         return [part.name for part in self._parts]
+
+    @property
+    def stem(self) -> str:
+        """A short name: the first file's, without folder and ending."""
+        return Path(self._parts[0].name.split(":")[0]).stem
 
     def __len__(self) -> int:
         return self._total
@@ -184,7 +194,7 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
                     )
                 rows.append(dict(row))
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num} is not valid csv: {error}.") from error
+            raise DataError(f"{path} is not valid csv after line {reader.line_num}: {error}.") from error
     return rows
 
 

@@ -1,0 +1,157 @@
+"""Tokenizer loading and chat templates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl.data.chat import ChatFormat, as_messages, load_tokenizer, plain_text, truncate
+from verl.errors import ConfigError, DataError, ModelError
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def ids_of(chat: ChatFormat, prompt: Any) -> list[int]:
+    raw, text = chat.prompt_text(prompt)
+    return chat.encode_prompts([raw], [text])[0]
+
+
+def test_messages_end_with_the_assistants_header(tokenizer: Any) -> None:
+    chat = ChatFormat(tokenizer)
+    raw, text = chat.prompt_text(USER)
+    assert raw == USER and text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    ids = ids_of(chat, USER)
+    assert ids == tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(ids) == text
+
+
+def test_strings_are_used_as_they_are(tokenizer: Any) -> None:
+    text = "<|im_start|>user\nhi<|im_end|>\n"
+    chat = ChatFormat(tokenizer)
+    assert chat.prompt_text(text) == (text, text)
+    assert tokenizer.decode(ids_of(chat, text)) == text
+
+
+def test_a_beginning_token_comes_exactly_once_and_only_before_strings(new_tokenizer: Callable) -> None:
+    tokenizer = new_tokenizer(bos=True)
+    chat = ChatFormat(tokenizer)
+    assert tokenizer.decode(ids_of(chat, "hi")) == "<bos>hi"
+    assert tokenizer.decode(ids_of(chat, "<bos>hi")) == "<bos>hi"
+    assert ids_of(chat, USER)[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert tokenizer.decode(ids_of(ChatFormat(tokenizer, raw_prompts=True), USER)) == "<bos>hi"
+
+
+def test_a_last_assistant_message_is_continued(tokenizer: Any) -> None:
+    begun = [*USER, {"role": "assistant", "content": "Let me"}]
+    assert ChatFormat(tokenizer).prompt_text(begun)[1].endswith("<|im_start|>assistant\nLet me")
+
+
+def test_system_prompt_only_where_there_is_none(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    chat = ChatFormat(tokenizer, system_prompt="Be brief.")
+    assert chat.prompt_text(USER)[1].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
+    own = [{"role": "system", "content": "Mine."}, *USER]
+    assert "Be brief" not in chat.prompt_text(own)[1]
+    with caplog.at_level(logging.WARNING):
+        assert chat.prompt_text("text")[1] == "text"
+        chat.prompt_text("text")
+    assert caplog.text.count("data.system_prompt has no effect") == 1
+
+
+def test_template_arguments_reach_the_template(new_tokenizer: Callable) -> None:
+    tokenizer = new_tokenizer(template="{{ messages[0]['content'] }}{{ ' /think' if thinking else '' }}")
+    assert ChatFormat(tokenizer, {"thinking": True}).prompt_text(USER)[1] == "hi /think"
+    assert ChatFormat(tokenizer).prompt_text(USER)[1] == "hi"
+    for ours in ("tokenize", "add_generation_prompt", "tools"):
+        with pytest.raises(ConfigError, match=ours):
+            ChatFormat(tokenizer, {ours: True})
+
+
+def test_tools_are_shown(new_tokenizer: Callable) -> None:
+    tokenizer = new_tokenizer(template="{% for t in tools %}{{ t.function.name }}{% endfor %}")
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert ChatFormat(tokenizer, tools=[tool]).prompt_text(USER)[1] == "add"
+
+
+def test_without_a_template_the_options_are_named(new_tokenizer: Callable) -> None:
+    tokenizer = new_tokenizer(template=None)
+    with pytest.raises(ModelError, match=r"no chat template.*data.chat_template=FILE.*data.raw_prompts=True"):
+        ChatFormat(tokenizer).prompt_text(USER)
+    assert ChatFormat(tokenizer).prompt_text("plain")[1] == "plain"
+    two = [{"role": "system", "content": "s"}, *USER]
+    assert ChatFormat(tokenizer, raw_prompts=True).prompt_text(two)[1] == "s\nhi"
+
+
+def test_a_template_that_refuses_names_the_row(new_tokenizer: Callable) -> None:
+    for template in ("{{ raise_exception('roles must alternate') }}", "{{ messages[0].x.y }}", "{% bad"):
+        with pytest.raises(DataError, match="row 7 of x"):
+            ChatFormat(new_tokenizer(template=template)).prompt_text(USER, "row 7 of x")
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 3, [], {}, ["hi"], [{"content": "x"}], [{"role": "user"}], [{"role": 1}]]
+)
+def test_prompts_of_no_known_kind_are_refused(tokenizer: Any, prompt: Any) -> None:
+    with pytest.raises(DataError, match="the prompt of row 1|The prompt of row 1"):
+        ChatFormat(tokenizer).prompt_text(prompt, "row 1")
+
+
+def test_fields_that_tables_fill_with_none_are_left_out() -> None:
+    call = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}]
+    assert as_messages(call) == [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
+    assert as_messages(np.array(USER, dtype=object)) == USER
+
+
+def test_plain_text_of_content_parts() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}, *USER]
+    assert plain_text(parts) == "a\nhi"
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit", "expected"),
+    [
+        ("left", 3, [2, 3, 4]),
+        ("right", 3, [0, 1, 2]),
+        ("middle", 3, [0, 3, 4]),
+        ("middle", 4, [0, 1, 3, 4]),
+        ("middle", 1, [4]),
+        ("left", 5, [0, 1, 2, 3, 4]),
+        ("error", 9, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_truncation(mode: str, limit: int, expected: list[int]) -> None:
+    assert truncate([0, 1, 2, 3, 4], limit, mode) == expected
+
+
+def test_a_saved_tokenizer_loads_with_padding_and_template(new_tokenizer: Callable, tmp_path: Path) -> None:
+    new_tokenizer(pad=False).save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.pad_token_id == loaded.eos_token_id == 1
+    (tmp_path / "my.jinja").write_text("{{ messages[0].content }}!")
+    mine = load_tokenizer(str(tmp_path), chat_template=tmp_path / "my.jinja")
+    assert ChatFormat(mine).prompt_text(USER)[1] == "hi!"
+    with pytest.raises(ConfigError, match="data.chat_template"):
+        load_tokenizer(tmp_path, chat_template=tmp_path / "missing.jinja")
+
+
+def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ModelError, match="No tokenizer could be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_neither_padding_nor_end_token_is_refused(new_tokenizer: Callable, tmp_path: Path) -> None:
+    tokenizer = new_tokenizer(pad=False)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,146 @@
+"""Batches of a dataset, epoch after epoch, with a position that can be saved and restored exactly.
+
+What always holds: which rows a batch holds depends on the dataset, the seed and the position only, never on the
+number of workers or on when the run was stopped; the saved position counts the batches handed out, not those
+prepared ahead. Workers are threads: encoding runs in the tokenizer's own compiled code, which lets other threads
+go on, and nothing has to be copied to another process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl.data.order import EpochOrder
+from verl.data.proto import DataProto
+from verl.errors import CheckpointError, ConfigError, DataError
+
+
+class BatchSource(Protocol):
+    """What a loader needs of a dataset."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
+        """The rows at these positions; `uids` names each draw."""
+
+    def row_number(self, position: int) -> int:
+        """The number of a row in its files."""
+
+
+class Loader:
+    """Iterating gives the rest of the current epoch and moves on to the next one.
+
+    `epoch` is the epoch of the next batch: after the last batch of an epoch it is already the next one's."""
+
+    def __init__(
+        self,
+        dataset: BatchSource,
+        batch_size: int,
+        *,
+        order: EpochOrder | None = None,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        key: str = "data.train_batch_size",
+    ) -> None:
+        self._dataset = dataset
+        self._order = order or EpochOrder(len(dataset), shuffle=False)
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._workers = num_workers
+        if batch_size < 1:
+            raise ConfigError(f"{key}={batch_size}: a batch needs at least one row.")
+        if not len(self._order):
+            raise DataError("The dataset has no rows.")
+        if drop_last and batch_size > len(self._order):
+            raise DataError(
+                f"{key}={batch_size} is larger than the dataset: an epoch has {len(self._order)} usable rows. "
+                f"Set {key} to at most {len(self._order)}, or add data."
+            )
+        self.epoch = 0
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return self._batches_after(0)
+
+    def _batches_after(self, position: int) -> int:
+        left = len(self._order) - position
+        return left // self._batch_size if self._drop_last else -(-left // self._batch_size)
+
+    @property
+    def remaining(self) -> int:
+        """Batches left in the current epoch."""
+        return self._batches_after(self.position)
+
+    def _plan(self, epoch: int, start: int) -> Iterator[tuple[int, np.ndarray, list[str]]]:
+        """The batches from `start` on: where each ends, its rows and their names."""
+        positions = self._order.positions(epoch)
+        seen: Counter[int] = Counter(int(p) for p in positions[:start])
+        while start < len(positions):
+            drawn = positions[start : start + self._batch_size]
+            if self._drop_last and len(drawn) < self._batch_size:
+                return
+            uids = []
+            for position in map(int, drawn):
+                uid = f"{epoch}-{self._dataset.row_number(position)}"
+                uids.append(uid if not seen[position] else f"{uid}.{seen[position]}")
+                seen[position] += 1
+            start += len(drawn)
+            yield start, drawn, uids
+
+    def __iter__(self) -> Iterator[DataProto]:
+        epoch, plan = self.epoch, self._plan(self.epoch, self.position)
+        if not self._workers:
+            for end, drawn, uids in plan:
+                batch = self._dataset.batch(drawn.tolist(), uids)
+                self._advance(epoch, end)
+                yield batch
+            return
+        pool = ThreadPoolExecutor(self._workers, thread_name_prefix="verl-loader")
+        ahead: deque[tuple[int, Future[DataProto]]] = deque()
+        try:
+            for end, drawn, uids in plan:
+                ahead.append((end, pool.submit(self._dataset.batch, drawn.tolist(), uids)))
+                if len(ahead) > self._workers:
+                    yield self._next_of(epoch, ahead)
+            while ahead:
+                yield self._next_of(epoch, ahead)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _next_of(self, epoch: int, ahead: deque[tuple[int, Future[DataProto]]]) -> DataProto:
+        end, future = ahead.popleft()
+        batch = future.result()
+        self._advance(epoch, end)
+        return batch
+
+    def _advance(self, epoch: int, end: int) -> None:
+        done = self._batches_after(end) == 0
+        self.epoch, self.position = (epoch + 1, 0) if done else (epoch, end)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch starts; plain numbers only."""
+        return {"epoch": self.epoch, "position": self.position, "rows": len(self._dataset)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. Another batch size is fine; other data is not."""
+        try:
+            epoch, position, rows = (int(state[name]) for name in ("epoch", "position", "rows"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"The saved loader position is damaged: {state!r}.") from error
+        if rows != len(self._dataset):
+            raise CheckpointError(
+                f"The checkpoint was made with {rows} usable rows of training data, now there are "
+                f"{len(self._dataset)}: its position in the epoch means nothing here. Use the same data.train_files, "
+                "filter and data.train_max_samples, or start a new run from the weights (trainer.resume_mode=disable)."
+            )
+        if epoch < 0 or not 0 <= position <= len(self._order):
+            raise CheckpointError(f"The saved loader position is outside the data: {state!r}.")
+        self.epoch, self.position = epoch, position
+        if not self.remaining:
+            self.epoch, self.position = epoch + 1, 0

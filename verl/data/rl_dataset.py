@@ -1,0 +1,261 @@
+"""Prompts for reinforcement learning, from whatever rows there are.
+
+What always holds: a row that cannot be used is named in the error, and where prompts must fit
+(`data.truncation=error`, the default, or `data.filter_overlong_prompts`) all of them are checked before training
+starts; `prompt_text` is the text of `prompt_ids`; `index` is the row's number in the files as given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.data.chat import ChatFormat, read_template, truncate
+from verl.data.columns import require_column
+from verl.data.files import Files, Rows, read_rows
+from verl.data.lengths import prompt_lengths
+from verl.data.loader import Loader
+from verl.data.order import EpochOrder, MixturePart
+from verl.data.proto import DataProto
+from verl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config.schema import DataConfig
+
+logger = logging.getLogger(__name__)
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+def truth_of(row: Mapping[str, Any]) -> Any:
+    """The reference answer: `reward_model.ground_truth`, else `ground_truth`, else `answer`, else None."""
+    nested = row.get("reward_model")
+    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
+        return nested["ground_truth"]
+    return row["ground_truth"] if row.get("ground_truth") is not None else row.get("answer")
+
+
+def choose_rows(total: int, limit: int, shuffle: bool, seed: int) -> np.ndarray:
+    """At most `limit` row numbers (-1: all), ascending: a seeded sample when shuffling, else the first ones."""
+    if limit < 0 or limit >= total:
+        return np.arange(total)
+    if limit == 0:
+        raise ConfigError(
+            "data.train_max_samples and data.val_max_samples must be at least 1, or -1 for all rows."
+        )
+    if shuffle:
+        return np.sort(np.random.default_rng([seed, total]).choice(total, size=limit, replace=False))
+    return np.arange(limit)
+
+
+class RLDataset:
+    """The prompts of the data section's files. `training` says which of its settings apply."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        files: Files | Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        training: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """`tools`: the schemas shown to the policy by the chat template, for runs with tools."""
+        if config.truncation not in TRUNCATIONS:
+            raise ConfigError(f"data.truncation={config.truncation!r}; allowed: {', '.join(TRUNCATIONS)}.")
+        if config.chat_template:
+            tokenizer.chat_template = read_template(config.chat_template)
+        self.config = config
+        self.files_key = "data.train_files" if training else "data.val_files"
+        self._chat = ChatFormat(
+            tokenizer,
+            config.apply_chat_template_kwargs,
+            system_prompt=config.system_prompt,
+            raw_prompts=config.raw_prompts,
+            tools=tools,
+        )
+        self.rows = (
+            files
+            if isinstance(files, Rows)
+            else read_rows(files, key=self.files_key, split="train" if training else "test")
+        )
+        require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
+        limit = config.train_max_samples if training else config.val_max_samples
+        chosen = choose_rows(len(self.rows), limit, config.shuffle, config.seed)
+        self.kept = self._fitting(chosen)
+        self.parts: list[tuple[str, int, int]] = []
+        """Name, first and last row of each part of a mixture; batches then have a column `mixture`."""
+
+    def _fitting(self, chosen: np.ndarray) -> np.ndarray:
+        """The rows whose prompts may be used; refuses too long ones, or drops them, as the settings say."""
+        config = self.config
+        if not config.filter_overlong_prompts and config.truncation != "error":
+            return chosen
+        lengths = prompt_lengths(
+            self.rows,
+            chosen,
+            config.prompt_key,
+            self._chat,
+            workers=config.filter_overlong_prompts_workers,
+            cache_dir=config.cache_dir,
+        )
+        limit = config.max_prompt_length
+        empty = np.flatnonzero(lengths == 0)
+        if empty.size:
+            raise DataError(
+                f"{self.files_key}: the prompt of {self.rows.origin(int(chosen[empty[0]]))} is empty."
+            )
+        long = lengths > limit
+        if not long.any():
+            return chosen
+        worst = int(lengths.argmax())
+        seen = (
+            f"{int(long.sum())} of {len(chosen)} prompts are longer than data.max_prompt_length={limit} tokens; "
+            f"the longest, {self.rows.origin(int(chosen[worst]))}, has {int(lengths[worst])}"
+        )
+        if not config.filter_overlong_prompts:
+            raise DataError(
+                f"{self.files_key}: {seen}. Set data.max_prompt_length={int(lengths[worst])}, "
+                "data.filter_overlong_prompts=True to drop them, or data.truncation=left, right or middle."
+            )
+        if long.all():
+            raise DataError(f"{self.files_key}: no prompt is left: {seen}. Raise data.max_prompt_length.")
+        logger.info("%s: %s; they are left out (data.filter_overlong_prompts)", self.files_key, seen)
+        return chosen[~long]
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def row_number(self, position: int) -> int:
+        return int(self.kept[position])
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """One prompt as the names a batch has, without `uid`."""
+        return self._items([position])[0]
+
+    def _items(self, positions: Sequence[int]) -> list[dict[str, Any]]:
+        numbers = [self.row_number(position) for position in positions]
+        rows = [self.rows[number] for number in numbers]
+        rendered = [
+            self._chat.prompt_text(row.get(self.config.prompt_key), self.rows.origin(number))
+            for number, row in zip(numbers, rows, strict=True)
+        ]
+        encoded = self._chat.encode_prompts([raw for raw, _ in rendered], [text for _, text in rendered])
+        return [
+            self._item(number, row, raw, text, ids)
+            for number, row, (raw, text), ids in zip(numbers, rows, rendered, encoded, strict=True)
+        ]
+
+    def _item(self, number: int, row: dict[str, Any], raw: Any, text: str, ids: list[int]) -> dict[str, Any]:
+        limit = self.config.max_prompt_length
+        if not ids:
+            raise DataError(f"{self.files_key}: the prompt of {self.rows.origin(number)} is empty.")
+        if len(ids) > limit:
+            ids = truncate(ids, limit, self.config.truncation)
+            text = str(self._chat.tokenizer.decode(ids))
+        source, extra = row.get("data_source"), row.get("extra_info")
+        if extra is not None and not isinstance(extra, Mapping):
+            raise DataError(
+                f"{self.files_key}: extra_info of {self.rows.origin(number)} must be a dictionary, "
+                f"got {type(extra).__name__}."
+            )
+        named = (self.config.prompt_key, "data_source", "ground_truth", "extra_info")
+        drawn_from = [name for name, first, end in self.parts if first <= number < end]
+        return {
+            "prompt_ids": ids,
+            "raw_prompt": raw,
+            "prompt_text": text,
+            "data_source": "" if source is None else str(source),
+            "ground_truth": truth_of(row),
+            "extra_info": dict(extra or {}),
+            "index": number,
+            "columns": {name: value for name, value in row.items() if name not in named},
+            **({"mixture": drawn_from[0]} if drawn_from else {}),
+        }
+
+    def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
+        """The prompts at these positions as one batch of columns."""
+        return collate_prompts(self._items(positions), uids)
+
+    def difficulty(self, column: str) -> np.ndarray:
+        """`data.curriculum_key`: one number per usable row."""
+        require_column(self.rows, column, "data.curriculum_key", "difficulty", self.files_key)
+        values = np.empty(len(self), dtype=np.float64)
+        for position, number in enumerate(map(int, self.kept)):
+            value = self.rows[number].get(column)
+            try:
+                values[position] = float(value)  # type: ignore[arg-type]
+            except (TypeError, ValueError):
+                values[position] = np.nan
+            if np.isnan(values[position]):
+                raise DataError(
+                    f"data.curriculum_key={column}: {self.rows.origin(number)} has {value!r}; "
+                    "a difficulty must be a number."
+                )
+        return values
+
+
+def collate_prompts(items: Sequence[Mapping[str, Any]], uids: Sequence[str]) -> DataProto:
+    """Items and their names as one batch; no tensors yet."""
+    if len(items) != len(uids):
+        raise DataError(f"There are {len(uids)} uids for {len(items)} prompts.")
+    columns: dict[str, list[Any]] = {"uid": list(uids)}
+    for name in items[0] if items else ():
+        columns[name] = [item[name] for item in items]
+    return DataProto.from_dict(non_tensors=columns)
+
+
+def training_loader(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Loader:
+    """The training prompts of the data section: files or mixture, shuffled or easiest first, resumable."""
+    mixture, rows = _mixture_rows(config)
+    dataset = RLDataset(config, rows or config.train_files, tokenizer, tools=tools)
+    dataset.parts = [(name, first, end) for name, _, first, end in mixture]
+    difficulty = dataset.difficulty(config.curriculum_key) if config.curriculum_key else None
+    parts = [
+        MixturePart(name, weight, np.flatnonzero((dataset.kept >= first) & (dataset.kept < end)))
+        for name, weight, first, end in mixture
+    ]
+    order = EpochOrder(
+        len(dataset), seed=config.seed, shuffle=config.shuffle, difficulty=difficulty, mixture=parts
+    )
+    return Loader(dataset, config.train_batch_size, order=order, num_workers=config.dataloader_num_workers)
+
+
+def validation_loader(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Loader | None:
+    """All validation prompts in file order (one batch unless `batch_size` is given), or None without val_files."""
+    if not config.val_files:
+        return None
+    dataset = RLDataset(config, config.val_files, tokenizer, training=False, tools=tools)
+    return Loader(
+        dataset, batch_size or len(dataset), drop_last=False, num_workers=config.dataloader_num_workers
+    )
+
+
+def _mixture_rows(config: DataConfig) -> tuple[list[tuple[str, float, int, int]], Rows | None]:
+    """Name, weight, first and last row of each part of `data.mixture`, and all their rows one after another."""
+    if not config.mixture:
+        return [], None
+    parts: list[tuple[str, float, int, int]] = []
+    held: list[Rows] = []
+    for number, part in enumerate(config.mixture):
+        rows = read_rows(part.files, key=f"data.mixture[{number}].files")
+        first = parts[-1][3] if parts else 0
+        parts.append((part.name or rows.stem, part.weight, first, first + len(rows)))
+        held.append(rows)
+    return parts, Rows.joined(held)
