@@ -35,8 +35,8 @@ def build(root: type, tree: Mapping[str, Any], problems: list[str], typed: Mappi
 
 
 def _section(
-    root: type,
-    kind: type,
+    root: Any,
+    kind: Any,
     tree: Mapping[str, Any],
     prefix: str,
     defaults: Mapping[str, Any],

@@ -31,16 +31,16 @@ class Key:
 
 
 @cache
-def field_types(kind: type) -> dict[str, Any]:
+def field_types(kind: Any) -> dict[str, Any]:
     """The types of a dataclass's fields, with annotations evaluated."""
     return get_type_hints(kind)
 
 
-def sections(kind: type) -> dict[str, tuple[type, str]]:
+def sections(kind: Any) -> dict[str, tuple[type, str]]:
     """Every section of a config by its full name: its dataclass and its documentation."""
     found: dict[str, tuple[type, str]] = {}
 
-    def walk(kind: type, prefix: str) -> None:
+    def walk(kind: Any, prefix: str) -> None:
         for field in fields(kind):
             inner = field_types(kind)[field.name]
             if is_dataclass(inner):
@@ -51,13 +51,17 @@ def sections(kind: type) -> dict[str, tuple[type, str]]:
     return found
 
 
-@cache
-def schema_keys(kind: type) -> Mapping[str, Key]:
+def schema_keys(kind: Any) -> Mapping[str, Key]:
     """Every key of a config by its full name, in the order of the schema."""
+    return _schema_keys(kind)
+
+
+@cache
+def _schema_keys(kind: Any) -> Mapping[str, Key]:
     return MappingProxyType({key.name: key for key in _walk(kind, "", {})})
 
 
-def _walk(kind: type, prefix: str, defaults: Mapping[str, Any]) -> Iterator[Key]:
+def _walk(kind: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator[Key]:
     for field in fields(kind):
         if field.metadata.get("internal"):
             continue
@@ -91,7 +95,7 @@ def put(config: Any, name: str, value: Any) -> None:
     setattr(config, last, value)
 
 
-def nearest(kind: type, name: str, limit: int = 3) -> list[str]:
+def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
     """The known keys closest to an unknown one: spelt alike in its section, of its last name, of its whole name."""
     keys = list(schema_keys(kind))
     section, _, last = name.rpartition(".")

@@ -83,6 +83,6 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 REWARD_MANAGERS = ("naive", "prime", "dapo", "batch")
 
 DEVICES = ("auto", "cpu", "cuda")
-LOGGERS = ("console", "wandb", "tensorboard")
+LOGGERS = ("console", "file", "wandb", "tensorboard")
 RESUME_MODES = ("auto", "disable", "resume_path")
 BEST_MODES = ("max", "min")

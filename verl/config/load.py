@@ -36,14 +36,30 @@ log = logging.getLogger(__name__)
 Config = TypeVar("Config", PPOConfig, SFTConfig)
 
 
+def ppo_command(argv: list[str]) -> PPOConfig | None:
+    """The config of `main_ppo`; None when --help, --cfg or --check was answered (on stdout) instead."""
+    return _command(PPOConfig, argv, "python -m verl.trainer.main_ppo")
+
+
+def sft_command(argv: list[str]) -> SFTConfig | None:
+    """The config of `sft_trainer`; otherwise as `ppo_command`."""
+    return _command(SFTConfig, argv, "python -m verl.trainer.sft_trainer")
+
+
 def load_ppo_config(argv: list[str]) -> PPOConfig:
-    """The config of `main_ppo`. --help, --cfg and --check write to stdout and raise SystemExit(0)."""
-    return _load(PPOConfig, argv, "python -m verl.trainer.main_ppo")
+    """As `ppo_command`, but a command line that only asks a question ends the program."""
+    config = ppo_command(argv)
+    if config is None:
+        raise SystemExit(0)
+    return config
 
 
 def load_sft_config(argv: list[str]) -> SFTConfig:
-    """The config of `sft_trainer`; otherwise as `load_ppo_config`."""
-    return _load(SFTConfig, argv, "python -m verl.trainer.sft_trainer")
+    """As `sft_command`, but a command line that only asks a question ends the program."""
+    config = sft_command(argv)
+    if config is None:
+        raise SystemExit(0)
+    return config
 
 
 def from_dict(kind: type[Config], values: Mapping[str, Any], *, checked: bool = True) -> Config:
@@ -53,11 +69,11 @@ def from_dict(kind: type[Config], values: Mapping[str, Any], *, checked: bool = 
     return draft.finish(checked)
 
 
-def _load(kind: type[Config], argv: list[str], command: str) -> Config:
+def _command(kind: type[Config], argv: list[str], command: str) -> Config | None:
     line = parse_command_line(argv)
     if line.help:
         sys.stdout.write(help_text(kind, command, line.help_about))
-        raise SystemExit(0)
+        return None
     draft = _Draft(kind)
     draft.add(read_yaml(line.config_path, line.config_name))
     for override in parse_overrides(line.overrides):
@@ -68,12 +84,12 @@ def _load(kind: type[Config], argv: list[str], command: str) -> Config:
     config = draft.finish(checked=True)
     if line.show_job:
         sys.stdout.write(to_yaml(config))
-        raise SystemExit(0)
+        return None
     if line.check:
         from verl.config.plan import plan, render
 
         sys.stdout.write(render(plan(config)) + "\n")
-        raise SystemExit(0)
+        return None
     return config
 
 
@@ -81,7 +97,7 @@ class _Draft(Generic[Config]):
     """What the user gave so far, under our names. Sources come in order; a later one wins, however it is spelt."""
 
     def __init__(self, kind: type[Config]) -> None:
-        self.kind = kind
+        self.kind: type[Config] = kind
         self.tree: dict[str, Any] = {}
         self.as_typed: dict[str, Any] = {}
         self.typed: dict[str, str] = {}
@@ -148,4 +164,13 @@ def import_plugins(config: PPOConfig | SFTConfig) -> None:
                 ) from error
 
 
-__all__ = ["from_dict", "import_plugins", "load_ppo_config", "load_sft_config", "to_dict", "to_yaml"]
+__all__ = [
+    "from_dict",
+    "import_plugins",
+    "load_ppo_config",
+    "load_sft_config",
+    "ppo_command",
+    "sft_command",
+    "to_dict",
+    "to_yaml",
+]

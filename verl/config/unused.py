@@ -1,0 +1,73 @@
+"""Keys the user set that have no effect with the other settings, each with the reason; and advice.
+
+A key whose value is its default is never reported: it changes nothing either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from verl.config import known
+from verl.config.keys import get, schema_keys
+from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.unused_rules import PPO_RULES, SFT_RULES
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def unused_keys(config: PPOConfig | SFTConfig) -> list[str]:
+    """One line for each key that was set and does nothing."""
+    lines: dict[str, str] = {}
+    keys = schema_keys(type(config))
+    for rule in PPO_RULES if isinstance(config, PPOConfig) else SFT_RULES:
+        if rule.unless(config):
+            continue
+        for name in _set_keys(config, rule.keys):
+            if get(config, name) != keys[name].default:
+                lines.setdefault(name, f"'{name}'={_shown(get(config, name))} has no effect: {rule.why}")
+    return [*lines.values(), *(_ppo_advice(config) if isinstance(config, PPOConfig) else [])]
+
+
+def _set_keys(config: PPOConfig | SFTConfig, names: Iterable[str]) -> list[str]:
+    return sorted(
+        given for given in config.user_set for name in names if given == name or given.startswith(f"{name}.")
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _ppo_advice(config: PPOConfig) -> list[str]:
+    """Settings that work but rarely do what was meant."""
+    lines: list[str] = []
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    val = rollout.val_kwargs
+    if val.n > 1 and not val.do_sample and config.data.val_files:
+        lines.append(
+            f"'{_ROLLOUT}.val_kwargs.n'={val.n} greedy responses are all the same; "
+            f"set {_ROLLOUT}.val_kwargs.do_sample=True"
+        )
+    if rollout.temperature > 1.5:
+        lines.append(
+            f"'{_ROLLOUT}.temperature'={rollout.temperature:g} is high: responses tend to degenerate above 1.5"
+        )
+    if config.actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward:
+        lines.append(
+            f"the KL to the reference counts twice: {_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are both True"
+        )
+    without_critic = set(known.ESTIMATORS) - set(known.CRITIC_ESTIMATORS)
+    if config.critic.enable and algorithm.adv_estimator in without_critic:
+        lines.append(
+            f"'critic.enable'=True trains a critic that algorithm.adv_estimator={algorithm.adv_estimator} never asks"
+        )
+    if rollout.multi_turn.enable and not (
+        rollout.multi_turn.tool_server or rollout.multi_turn.tool_config_path
+    ):
+        lines.append(
+            f"'{_ROLLOUT}.multi_turn.enable'=True without tools: set {_ROLLOUT}.multi_turn.tool_config_path "
+            "or tool_server"
+        )
+    return lines
