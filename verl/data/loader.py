@@ -64,6 +64,10 @@ class Loader:
         self.epoch = 0
         self.position = 0
 
+    @property
+    def dataset(self) -> BatchSource:
+        return self._dataset
+
     def __len__(self) -> int:
         """Batches in a whole epoch."""
         return self._batches_after(0)
