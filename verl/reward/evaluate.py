@@ -79,7 +79,9 @@ def load(spec: FunctionSpec) -> Function:
     """The function of a spec, ready to be called."""
     if spec.path == SCORERS:
         return ScorerFunction(spec.kwargs)
-    return RewardFunction(load_function(spec), spec.kwargs, spec.describe())
+    function = load_function(spec)
+    name = getattr(function, "__qualname__", None) or spec.describe()
+    return RewardFunction(function, spec.kwargs, f"{name} ({spec.path.rpartition(':')[0] or spec.path})")
 
 
 def score(
@@ -139,7 +141,10 @@ async def _maybe(value: Any, timeout: float | None) -> Any:
 
 
 async def _as_coroutine(value: Awaitable[Any]) -> Any:
-    return await value
+    try:
+        return await value
+    except SystemExit as error:  # it would end the event loop, and with it everybody else's call
+        raise RewardError(f"The reward function raised SystemExit: {error}{_location(error)}") from error
 
 
 def _location(error: BaseException) -> str:

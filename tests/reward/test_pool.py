@@ -1,0 +1,344 @@
+"""Functions that hang, crash, fork, eat memory or exit: real processes, real kills, and the rest gets its
+scores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.errors import RewardError
+from verl.reward.loading import FunctionSpec
+from verl.reward.pool import WorkerPool
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills and limits are tested on Linux")
+
+FAULTS = """
+import asyncio, ctypes, os, signal, subprocess, sys, threading, time
+
+def note(extra_info):
+    with open(extra_info["pids"], "a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+def spawn_sleeper(extra_info, detach):
+    if os.fork() == 0:
+        if detach:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+        note(extra_info)
+        time.sleep(600)
+        os._exit(0)
+
+def act(response, extra_info):
+    if response == "ok":
+        return {"score": 1.0, "pid": os.getpid()}
+    if response == "hang":
+        time.sleep(600)
+    if response == "hang in C":
+        ctypes.CDLL(None).sleep(600)
+    if response == "ignores signals":
+        for number in range(1, 65):
+            try:
+                signal.signal(number, signal.SIG_IGN)
+            except (OSError, ValueError):
+                pass
+        while True:
+            time.sleep(1)
+    if response == "segfault":
+        ctypes.string_at(0)
+    if response == "abort":
+        os.abort()
+    if response == "os._exit":
+        os._exit(0)
+    if response == "sys.exit":
+        sys.exit(0)
+    if response == "kill self":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if response == "kill group":
+        os.killpg(0, signal.SIGKILL)
+    if response == "memory":
+        hoard = []
+        while True:
+            hoard.append(bytearray(16 << 20))
+    if response == "fork bomb":
+        while True:
+            try:
+                os.fork()
+            except OSError:
+                time.sleep(0.01)
+    if response == "fork and hang":
+        spawn_sleeper(extra_info, detach=False)
+        time.sleep(600)
+    if response == "double fork and hang":
+        spawn_sleeper(extra_info, detach=True)
+        time.sleep(600)
+    if response == "double fork and crash":
+        spawn_sleeper(extra_info, detach=True)
+        time.sleep(0.2)
+        os._exit(7)
+    if response == "child comes back":
+        os.fork()
+        return 0.5
+    if response == "close everything":
+        os.closerange(3, 256)
+        return 1.0
+    if response == "garbage":
+        for number in range(3, 64):
+            try:
+                os.write(number, b"not json\\n")
+            except OSError:
+                pass
+        time.sleep(600)
+    if response == "forged":
+        for number in range(3, 64):
+            try:
+                os.write(number, b'{"id": 10000, "results": [[1e9, {}, null]]}\\n')
+            except OSError:
+                pass
+        time.sleep(600)
+    if response == "prints":
+        for _ in range(2000):
+            print("x" * 1000)
+        print("the last line")
+        return 0.25
+    if response == "prints and dies":
+        print("famous last words", flush=True)
+        os._exit(3)
+    if response == "huge extra":
+        return {"score": 1.0, "lots": ["y" * 2000] * 64, **{str(i): ["z" * 2000] * 60 for i in range(60)}}
+    if response == "alarm":
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        return 1.0
+    if response == "slow":
+        time.sleep(0.4)
+        return 1.0
+    raise ValueError(response)
+
+async def act_async(response, extra_info):
+    if response.startswith("wait"):
+        await asyncio.sleep(float(response.split()[1]))
+        return 1.0
+    if response == "hang":
+        await asyncio.sleep(600)
+    if response == "sys.exit":
+        sys.exit(0)
+    return act(response, extra_info)
+"""
+
+
+@pytest.fixture
+def faults(tmp_path, no_children_left):
+    path = tmp_path / "faults.py"
+    path.write_text(FAULTS)
+    pools = []
+
+    def start(name: str = "act", **options) -> WorkerPool:
+        pools.append(
+            WorkerPool([FunctionSpec(str(path), name)], **{"num_workers": 1, "timeout_s": 1.0, **options})
+        )
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+def run(pool, make_sample, responses, tmp_path=None):
+    info = {"pids": str(tmp_path / "pids") if tmp_path else ""}
+    for index, response in enumerate(responses):
+        pool.submit(index, 0, [make_sample(index, response, extra_info=info)])
+    results = pool.drain()
+    return [results[index][0] for index in range(len(responses))]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("hang", "timeout_s=1 s and was killed"),
+        ("hang in C", "timeout_s=1 s and was killed"),
+        ("ignores signals", "timeout_s=1 s and was killed"),
+        ("segfault", "SIGSEGV"),
+        ("abort", "SIGABRT"),
+        ("os._exit", "exit code 0"),
+        ("sys.exit", "SystemExit"),
+        ("kill self", "SIGKILL"),
+        ("kill group", "SIGKILL"),
+        ("close everything", "exit code 1"),
+        ("garbage", "wrote into its result channel"),
+        ("forged", "a task it was not given"),
+        ("prints and dies", "exit code 3; last output: famous last words"),
+        ("huge extra", "extra values take"),
+        ("boom", "ValueError: boom (faults.py, line"),
+    ],
+)
+def test_a_fault_costs_only_its_own_sample_the_score(faults, make_sample, fault, words):
+    results = run(faults(), make_sample, ["ok", fault, "ok", "ok"])
+    assert [result.score for result in results] == [1.0, None, 1.0, 1.0]
+    assert words in (results[1].error or "") and "unction act" in (results[1].error or "")
+
+
+def test_memory_is_limited_by_the_key(faults, make_sample):
+    results = run(faults(timeout_s=20.0, memory_limit_mb=512), make_sample, ["ok", "memory", "ok"])
+    assert [result.score for result in results] == [1.0, None, 1.0]
+    assert "Memory" in (results[1].error or "") or "memory" in (results[1].error or "")
+
+
+def test_memory_is_limited_without_the_key(faults, make_sample, monkeypatch):
+    monkeypatch.setattr("verl.reward.processes.memory_of_machine", lambda: 600 << 20)
+    results = run(faults(timeout_s=20.0), make_sample, ["ok", "memory", "ok"])
+    assert [result.score for result in results] == [1.0, None, 1.0]
+    assert "limit 300 MB, reward.memory_limit_mb" in (results[1].error or "")
+
+
+def test_a_fork_bomb_is_stopped_long_before_the_deadline(faults, make_sample):
+    began = time.monotonic()
+    results = run(faults(timeout_s=300.0), make_sample, ["ok", "fork bomb", "ok"])
+    assert [result.score for result in results] == [1.0, None, 1.0]
+    assert "processes" in (results[1].error or "")
+    assert time.monotonic() - began < 200.0  # stopped by the count, not by the deadline
+
+
+@pytest.mark.parametrize("fault", ["fork and hang", "double fork and hang", "double fork and crash"])
+def test_what_the_function_started_dies_with_it(faults, make_sample, tmp_path, gone, fault):
+    results = run(faults(), make_sample, ["ok", fault, "ok"], tmp_path)
+    assert [result.score for result in results] == [1.0, None, 1.0]
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert pids and all(gone(pid) for pid in pids)
+
+
+def test_a_forked_child_that_comes_back_does_not_answer_twice(faults, make_sample):
+    results = run(faults(), make_sample, ["ok", "child comes back", "child comes back", "ok"])
+    assert [result.score for result in results] == [1.0, 0.5, 0.5, 1.0]
+
+
+def test_what_a_function_prints_is_passed_on_and_cannot_block_it(faults, make_sample, caplog):
+    with caplog.at_level("DEBUG", logger="verl.reward.output"):
+        results = run(faults(timeout_s=20.0), make_sample, ["prints", "ok"])
+    assert [result.score for result in results] == [0.25, 1.0]
+    shown = [record for record in caplog.records if record.levelname == "INFO"]
+    assert 0 < len(shown) <= 52  # the rest is DEBUG
+
+
+def test_an_alarm_the_function_forgot_does_not_hit_the_next_sample(faults, make_sample):
+    results = run(faults(timeout_s=5.0), make_sample, ["alarm", "slow", "ok"])
+    assert [result.score for result in results] == [1.0, 1.0, 1.0]
+    assert results[2].extra["pid"]
+
+
+def test_processes_are_started_once_and_kept(faults, make_sample):
+    pool = faults(num_workers=2)
+    first = {result.extra["pid"] for result in run(pool, make_sample, ["ok"] * 40)}
+    second = {result.extra["pid"] for result in run(pool, make_sample, ["ok"] * 40)}
+    assert len(first | second) <= 2 and pool.restarts == 0
+
+
+def test_hung_samples_among_many_on_two_workers(faults, make_sample):
+    responses = ["hang" if index in (3, 17, 18) else "ok" for index in range(60)]
+    results = run(faults(num_workers=2), make_sample, responses)
+    assert [index for index, result in enumerate(results) if result.score is None] == [3, 17, 18]
+
+
+def test_async_functions_run_concurrently_and_a_hung_one_is_cut_off(faults, make_sample):
+    pool = faults("act_async", timeout_s=3.0, max_concurrency=32)
+    began = time.monotonic()
+    results = run(pool, make_sample, ["wait 0.2"] * 96 + ["hang"] + ["wait 0.1"] * 8)
+    assert [i for i, result in enumerate(results) if result.score is None] == [96]
+    assert "timeout_s=3 s" in (results[96].error or "")
+    assert time.monotonic() - began < 96 * 0.2  # less than in turn
+    assert pool.restarts == 0
+
+
+def test_an_async_function_that_blocks_or_crashes_is_found_among_its_neighbours(faults, make_sample):
+    pool = faults("act_async", timeout_s=1.0, max_concurrency=8)
+    results = run(pool, make_sample, ["ok", "wait 0.1", "os._exit", "wait 0.1", "sys.exit", "ok"])
+    assert [result.score for result in results] == [1.0, 1.0, None, 1.0, None, 1.0]
+    assert "exit code 0" in (results[2].error or "") and "SystemExit" in (results[4].error or "")
+    results = run(pool, make_sample, ["hang in C", "ok"])
+    assert results[0].score is None and results[1].score == 1.0
+
+
+def test_a_batch_call_that_dies_fails_all_its_samples(tmp_path, make_sample, no_children_left):
+    path = tmp_path / "batch.py"
+    path.write_text("import os\ndef compute_score(completions):\n    os._exit(1) if 'die' in completions else 0\n"
+                    "    return [0.5] * len(completions)\n")  # fmt: skip
+    pool = WorkerPool([FunctionSpec(str(path))], timeout_s=5.0)
+    pool.submit("bad", 0, [make_sample(0, "die"), make_sample(1, "x")])
+    pool.submit("good", 0, [make_sample(0, "y"), make_sample(1, "x")])
+    results = pool.drain()
+    assert [r.score for r in results["bad"]] == [None, None]
+    assert [r.score for r in results["good"]] == [0.5, 0.5]
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("raise KeyError('x')\n", "KeyError"),
+        ("import os\nos._exit(5)\n", "exit code 5"),
+        ("def a(response): return 1\ndef b(response): return 1\n", "functions there: a, b"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_said_at_start(tmp_path, no_children_left, text, words):
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(RewardError, match=words):
+        WorkerPool([FunctionSpec(str(path))])
+
+
+def test_a_row_that_cannot_be_sent_fails_alone(faults, make_sample):
+    pool = faults()
+    pool.submit(0, 0, [make_sample(0, "ok", extra_info={"pids": lambda: 0})])
+    pool.submit(1, 0, [make_sample(1, "ok")])
+    results = pool.drain()
+    assert "reward.in_process=True" in (results[0][0].error or "") and results[1][0].score == 1.0
+
+
+def test_a_closed_pool_says_so(faults, make_sample):
+    pool = faults()
+    pool.close()
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit(0, 0, [make_sample(0, "ok")])
+
+
+def test_workers_load_no_torch(tmp_path, make_sample):
+    path = tmp_path / "modules.py"
+    path.write_text(
+        "import sys\ndef compute_score(response):\n    return {'score': 1, 'torch': 'torch' in sys.modules}\n"
+    )
+    pool = WorkerPool([FunctionSpec(str(path))])
+    pool.submit(0, 0, [make_sample(0)])
+    assert pool.drain()[0][0].extra == {"torch": False}
+    pool.close()
+
+
+def test_when_the_trainer_is_killed_nothing_stays(tmp_path, gone):
+    (tmp_path / "faults.py").write_text(FAULTS)
+    script = f"""
+import os, time
+from verl.reward.loading import FunctionSpec
+from verl.reward.pool import WorkerPool
+from verl.reward.base import RewardSample
+pool = WorkerPool([FunctionSpec({str(tmp_path / "faults.py")!r}, "act")], num_workers=2, timeout_s=600)
+info = {{"pids": {str(tmp_path / "pids")!r}}}
+for i, what in enumerate(["fork and hang", "hang"]):
+    pool.submit(i, 0, [RewardSample(i, "", what, extra_info=info)])
+while not os.path.exists(info["pids"]):
+    time.sleep(0.01)
+print(" ".join(str(worker.pid) for worker in pool._workers), flush=True)
+time.sleep(600)
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=env)
+    assert trainer.stdout is not None
+    workers = [int(pid) for pid in trainer.stdout.readline().split()]
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    assert len(workers) == 2 and all(gone(pid) for pid in workers)
+    assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
