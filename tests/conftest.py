@@ -1,0 +1,97 @@
+"""Fixtures shared by all rooms: a tiny model as an ordinary Hugging Face folder, a tiny task, the real GSM8K."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = [*"0123456789", "repeat", "sum", "the", "digits", "of", "is", "answer", ":", "?", "user", "assistant", "####"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def gsm8k_dir() -> Path:
+    """The folder with the real GSM8K files; a test that needs it says so when it is not there."""
+    folder = Path(os.environ.get("VERL_SHARED", ROOT.parent / "shared")) / "data" / "gsm8k"
+    if not (folder / "train.jsonl").exists():
+        pytest.skip(f"needs the GSM8K files train.jsonl and test.jsonl in {folder} (set VERL_SHARED)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """Word-level: every digit is a token. Has a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tiny_tokenizer, tmp_path_factory) -> Path:
+    """A randomly initialised Llama of some 50k parameters."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def digits_data(tmp_path_factory) -> Path:
+    """`train.jsonl` and `val.jsonl`: say the digit again. The reward is in `digits_reward.py` beside them."""
+    folder = tmp_path_factory.mktemp("digits")
+    random_numbers = random.Random(0)
+    for name, count in (("train", 256), ("val", 32)):
+        rows = []
+        for number in range(count):
+            digit = str(random_numbers.randrange(10))
+            rows.append(
+                {
+                    "prompt": [{"role": "user", "content": f"repeat {digit}"}],
+                    "reward_model": {"ground_truth": digit},
+                    "data_source": "digits",
+                    "extra_info": {"number": number},
+                }
+            )
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "digits_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    words = solution_str.split()\n"
+        "    return sum(word == ground_truth for word in words) / 4\n"
+    )
+    return folder

@@ -1,0 +1,84 @@
+"""The `verl` command: a thin table from words to programs. Nothing heavy is imported before a word is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from verl import __version__
+
+# Programs that read the rest of the command line themselves (Hydra-style overrides).
+_OVERRIDES = {
+    "train": ("verl.trainer.main_ppo", "reinforcement learning: verl train key=value ... (--help, --check)"),
+    "sft": ("verl.trainer.sft_trainer", "supervised fine-tuning: verl sft key=value ... (--help, --check)"),
+    "merge": ("verl.model_merger", "checkpoint to a Hugging Face folder, verified"),
+}
+
+# Programs with `add_arguments(parser)` and `run(args) -> int`; a nested table makes a second word.
+_PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
+    "demo": ("verl.demo.cli", "watch a tiny model learn, in minutes, with no download"),
+    "prepare": ("verl.data.prepare.cli", "turn a known dataset into training files"),
+    "data": {"inspect": ("verl.data.inspect", "what the trainer would make of a data file")},
+    "reward": {"test": ("verl.reward.cli", "try a reward function on a few rows before training")},
+    "ckpt": ("verl.checkpoint.cli", "list, verify, compare and prune checkpoints"),
+    "bench": {
+        "algorithms": ("verl.bench.algorithms", "estimators and losses against plain loops"),
+        "train": ("verl.bench.train", "the training engine against plain Hugging Face"),
+        "rollout": ("verl.bench.rollout", "the native rollout engine against others"),
+        "step": ("verl.bench.step", "one whole GRPO step against others"),
+        "reward": ("verl.bench.reward", "reward workers against the ideal time"),
+        "checkpoint": ("verl.bench.checkpoint", "saving and loading against torch.save"),
+    },
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in _OVERRIDES:
+        return importlib.import_module(_OVERRIDES[arguments[0]][0]).main(arguments[1:])
+    if arguments and arguments[0] in _PROGRAMS:
+        return _run_program(arguments)
+    if arguments in (["--version"], ["-V"]):
+        sys.stdout.write(f"verl {__version__}\n")
+        return 0
+    asked_for_help = not arguments or arguments[0] in ("-h", "--help", "help")
+    (sys.stdout if asked_for_help else sys.stderr).write(_usage(None if asked_for_help else arguments[0]))
+    return 0 if asked_for_help else 2
+
+
+def _run_program(arguments: list[str]) -> int:
+    entry, words, rest = _PROGRAMS[arguments[0]], arguments[:1], arguments[1:]
+    if isinstance(entry, dict):
+        if not rest or rest[0] not in entry:
+            wanted = "" if not rest or rest[0].startswith("-") else f"unknown word {rest[0]!r}; "
+            lines = [f"  verl {words[0]} {name:12} {about}" for name, (_, about) in entry.items()]
+            out = sys.stdout if rest[:1] in (["-h"], ["--help"]) else sys.stderr
+            out.write(f"{wanted}usage:\n" + "\n".join(lines) + "\n")
+            return 0 if out is sys.stdout else 2
+        words, rest, entry = [*words, rest[0]], rest[1:], entry[rest[0]]
+    module = importlib.import_module(entry[0])
+    parser = argparse.ArgumentParser(prog=f"verl {' '.join(words)}", description=entry[1])
+    module.add_arguments(parser)
+    args = parser.parse_args(rest)
+
+    from verl.trainer.command import run_command
+
+    return run_command(lambda: module.run(args))
+
+
+def _usage(unknown: str | None) -> str:
+    lines = [] if unknown is None else [f"error: unknown command {unknown!r}", ""]
+    lines += ["usage: verl COMMAND ...", ""]
+    lines += [f"  {name:10} {about}" for name, (_, about) in _OVERRIDES.items()]
+    for name, entry in _PROGRAMS.items():
+        about = (
+            entry[1] if isinstance(entry, tuple) else "; ".join(f"{k}: {a}" for k, (_, a) in entry.items())
+        )
+        lines.append(f"  {name:10} {about}")
+    return "\n".join([*lines, "", "verl COMMAND --help says more.", ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

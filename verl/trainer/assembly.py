@@ -1,0 +1,133 @@
+"""Put a run together: tokenizer, rows, rewards, run folder, and then, last and dearest, the models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl.checkpoint import CheckpointManager
+from verl.config.batch_math import batch_plan
+from verl.config.batch_math import render as render_batches
+from verl.config.load import to_dict
+from verl.data.chat import load_tokenizer
+from verl.data.rl_dataset import training_loader, validation_loader
+from verl.observe.causes import likely_fix
+from verl.observe.health import HealthSettings
+from verl.observe.run_folder import RunFolder
+from verl.observe.trackers import FanOut, build_trackers
+from verl.reward.base import RewardManager
+from verl.reward.managers import build_reward_manager
+from verl.trainer.available import refuse_unavailable
+from verl.trainer.loop import RLLoop
+from verl.trainer.setup import open_run_folder, quiet_transformers, seed_everything
+from verl.workers.local import LocalGroup
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from verl.config.schema import PPOConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RunParts:
+    """What a run needs beside its models, all of it checked."""
+
+    tokenizer: Any
+    train_loader: Any
+    val_loader: Any | None
+    rewards: RewardManager
+    folder: RunFolder
+    total_steps: int
+
+
+@contextmanager
+def open_run(
+    cfg: PPOConfig,
+    *,
+    tokenizer: Any = None,
+    reward_function: Callable[..., Any] | None = None,
+    train_loader: Any = None,
+) -> Iterator[RunParts]:
+    """Open everything but the models; a crash inside the block is recorded in the run folder."""
+    refuse_unavailable(cfg)
+    seed_everything(cfg.trainer.seed)
+    quiet_transformers()
+    model = cfg.actor_rollout_ref.model
+    if tokenizer is None:
+        tokenizer = load_tokenizer(
+            model.tokenizer_path or model.path, model.trust_remote_code, cfg.data.chat_template
+        )
+    if train_loader is None:
+        train_loader = training_loader(cfg.data, tokenizer)
+    val_loader = validation_loader(cfg.data, tokenizer)
+    rewards = build_reward_manager(
+        cfg.reward,
+        tokenizer=tokenizer,
+        function=reward_function,
+        max_response_length=cfg.data.max_response_length,
+    )
+    try:
+        check_rewards(rewards, [train_loader, val_loader])
+        total = cfg.trainer.total_training_steps or len(train_loader) * cfg.trainer.total_epochs
+        with open_run_folder(cfg.trainer) as folder:
+            folder.write_config(to_dict(cfg))
+            logger.info("%s", render_batches(batch_plan(cfg, total_steps=total)))
+            try:
+                yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total)
+            except Exception as error:
+                folder.write_crash(error, likely_fix(error, HealthSettings.from_config(cfg)))
+                raise
+    finally:
+        rewards.close()
+
+
+def build_loop(
+    cfg: PPOConfig, parts: RunParts, *, model: nn.Module | None = None, live: bool = False
+) -> RLLoop:
+    """Load the models and hand everything to the loop."""
+    tracker: FanOut = build_trackers(
+        cfg.trainer.logger,
+        cfg.trainer.project_name,
+        cfg.trainer.experiment_name,
+        to_dict(cfg),
+        parts.folder,
+        cfg.trainer.wandb_proxy,
+        total_steps=parts.total_steps,
+        live=live,
+    )
+    workers = LocalGroup(
+        cfg,
+        parts.tokenizer,
+        training_steps=parts.total_steps,
+        model=model,
+        bad_batch_dir=parts.folder.path / "bad_batches",
+    )
+    return RLLoop(
+        cfg,
+        workers=workers,
+        rewards=parts.rewards,
+        tokenizer=parts.tokenizer,
+        train_loader=parts.train_loader,
+        val_loader=parts.val_loader,
+        run_folder=parts.folder,
+        tracker=tracker,
+        checkpoints=CheckpointManager.from_config(cfg, parts.folder.path),
+        total_steps=parts.total_steps,
+        model_size=workers.model_size(),
+    )
+
+
+def check_rewards(rewards: RewardManager, loaders: Sequence[Any]) -> None:
+    """Refuse before training what could only fail in it: rows nobody can score, functions that cannot work."""
+    for loader in loaders:
+        dataset = getattr(loader, "dataset", None)
+        if dataset is None:
+            continue
+        used = (dataset.rows[dataset.row_number(position)] for position in range(len(dataset)))
+        sources = {str(row.get("data_source") or "") for row in used}
+        rewards.check(sources, dataset.rows.column_names)

@@ -1,0 +1,249 @@
+"""The training loop, the same for every estimator, on one process or many. Read `step` top to bottom.
+
+What always holds: the loop reaches models only through the worker group; two runs of one config on one machine
+give the same numbers; whatever happens, the run folder says how far it came.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl.algorithms import get_kl_controller, group_metrics, rollout_probs_diff_metrics
+from verl.data.proto import DataProto
+from verl.observe.batch_metrics import ModelSize, batch_metrics, step_metrics
+from verl.observe.health import HealthMonitor, HealthSettings
+from verl.observe.timing import Timer
+from verl.trainer import advantage
+from verl.trainer.experience import Experience
+from verl.trainer.validate import sample_rows, validate
+from verl.workers.needs import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
+
+if TYPE_CHECKING:
+    from verl.checkpoint import CheckpointManager
+    from verl.config.schema import PPOConfig
+    from verl.data.loader import Loader
+    from verl.observe.run_folder import RunFolder
+    from verl.observe.trackers import FanOut
+    from verl.reward.base import RewardManager
+    from verl.workers.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+class RLLoop:
+    """Trains a policy: generate, score, estimate advantages, update, and again."""
+
+    def __init__(
+        self,
+        cfg: PPOConfig,
+        *,
+        workers: WorkerGroup,
+        rewards: RewardManager,
+        tokenizer: Any,
+        train_loader: Loader,
+        val_loader: Loader | None,
+        run_folder: RunFolder,
+        tracker: FanOut,
+        checkpoints: CheckpointManager,
+        total_steps: int,
+        model_size: ModelSize | None = None,
+    ) -> None:
+        self.cfg = cfg
+        self.workers = workers
+        self.tokenizer = tokenizer
+        self.train_loader = train_loader
+        self.val_loader = val_loader
+        self.run_folder = run_folder
+        self.tracker = tracker
+        self.checkpoints = checkpoints
+        self.total_steps = total_steps
+        self.model_size = model_size
+        self.experience = Experience(cfg, workers, rewards, tokenizer, self.final_rewards)
+        self.kl_controller = get_kl_controller(cfg.algorithm.kl_ctrl)
+        self.health = HealthMonitor(HealthSettings.from_config(cfg))
+        self.generator = torch.Generator().manual_seed(cfg.trainer.seed)
+        self.batch: DataProto | None = None
+        self.step_number = 0
+        self.stop_requested = False
+
+    def fit(self) -> dict[str, float]:
+        """Run to the end (or to `request_stop`) and return the last metrics."""
+        trainer = self.cfg.trainer
+        self.resume()
+        for line in self.health.at_start():
+            self.tracker.note(line)
+        last: dict[str, float] = {}
+        if self.step_number == 0 and (trainer.val_before_train or trainer.val_only):
+            last = self.validate()
+            if last:
+                self.tracker.log(0, last)
+        if trainer.val_only:
+            return last
+        prompts = self.prompts()
+        while self.step_number < self.total_steps and not self.stop_requested:
+            self.step_number += 1
+            last = self.step(prompts)
+            ending = self.step_number == self.total_steps
+            if self.due(trainer.test_freq) or ending:
+                last |= self.validate()
+            if self.due(trainer.save_freq) or ending or self.stop_requested:
+                last |= self.save(last)
+            self.tracker.log(self.step_number, last)
+            for line in self.health.check(self.step_number, last, self.batch):
+                self.tracker.note(line)
+        self.checkpoints.wait()
+        return last
+
+    def step(self, prompts: Iterator[DataProto]) -> dict[str, float]:
+        """One training step: a batch of prompts in, better weights out."""
+        cfg, timer = self.cfg, Timer()
+        with timer("step"):
+            batch, metrics = self.experience.collect(prompts, self.step_number, timer)
+            self.final_rewards(batch, timer)
+            if needs_critic(cfg):
+                with timer("values"):
+                    batch = batch.union(self.workers.values(batch))
+            with timer("adv"):
+                batch, found = self.advantages(batch)
+            metrics |= found
+            if needs_critic(cfg):
+                with timer("update_critic"):
+                    metrics |= self.workers.update_critic(batch)
+            if self.step_number > cfg.trainer.critic_warmup:
+                with timer("update_actor"):
+                    metrics |= self.workers.update_actor(batch)
+        self.batch = batch
+        self.run_folder.write_rollouts(self.step_number, sample_rows(batch, self.tokenizer))
+        return {
+            **metrics,
+            **batch_metrics(
+                batch,
+                max_response_length=cfg.data.max_response_length,
+                max_prompt_length=cfg.data.max_prompt_length,
+            ),
+            **timer.metrics(),
+            **step_metrics(
+                batch,
+                timer.seconds,
+                devices=cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes,
+                model=self.model_size,
+                recompute=cfg.actor_rollout_ref.model.enable_gradient_checkpointing,
+                updates_per_token=cfg.actor_rollout_ref.actor.ppo_epochs,
+            ),
+            "training/global_step": self.step_number,
+            "training/epoch": self.train_loader.epoch,
+        }
+
+    def final_rewards(self, batch: DataProto, timer: Timer) -> None:
+        """Add the log-probs the step needs and `token_level_rewards`: the scores, less the KL where asked."""
+        if "token_level_rewards" in batch.batch:
+            return
+        cfg, tensors = self.cfg, batch.batch
+        rollout = cfg.actor_rollout_ref.rollout
+        batch.meta_info["temperature"] = 1.0 if rollout.raw_log_probs else rollout.temperature
+        if cfg.algorithm.rollout_correction.bypass_mode:
+            tensors["old_log_probs"] = tensors["rollout_log_probs"]
+        elif needs_old_log_probs(cfg, len(batch)):
+            with timer("old_log_prob"):
+                otb = cfg.algorithm.adv_estimator == "optimal_token_baseline"
+                out = self.workers.log_probs(batch, with_entropy=False, with_sum_pi_squared=otb)
+                tensors |= out.batch
+        if needs_reference(cfg):
+            with timer("ref"):
+                tensors |= self.workers.ref_log_probs(batch).batch
+        tensors["token_level_rewards"] = tensors["token_level_scores"]
+        if cfg.algorithm.use_kl_in_reward:
+            coef = self.kl_controller.value
+            tensors["token_level_rewards"], kl = advantage.kl_in_reward(batch, cfg.algorithm, coef)
+            batch.non_tensor_batch["kl"] = np.full(len(batch), kl, dtype=object)
+
+    def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Advantages and returns, then what leaves the loss: rejected, overlong, not drawn again."""
+        algorithm, metrics = self.cfg.algorithm, {}
+        if algorithm.use_kl_in_reward:
+            kl = float(np.mean(batch.non_tensor_batch["kl"]))
+            metrics |= {"actor/kl": kl, "actor/kl_coef": self.kl_controller.value}
+            self.kl_controller.update(kl, len(batch))
+        advantage.estimate(batch, algorithm)
+        mask = batch.batch["response_mask"]
+        metrics |= group_metrics(batch.batch["token_level_rewards"], mask, batch.non_tensor_batch["uid"])
+        if "old_log_probs" in batch.batch and not algorithm.rollout_correction.bypass_mode:
+            metrics |= rollout_probs_diff_metrics(
+                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask
+            )
+        if corrects_rollout(self.cfg):
+            mask, found = advantage.correct_rollout(batch, algorithm)
+            metrics |= found
+        if algorithm.filter_overlong_responses:
+            mask = advantage.drop_overlong(batch, mask)
+        batch.batch["response_mask"] = mask
+        metrics["training/masked_responses"] = float((mask.sum(-1) == 0).sum())
+        if algorithm.use_pf_ppo:
+            batch = advantage.resample(batch, algorithm, self.generator)
+        return batch, metrics
+
+    def prompts(self) -> Iterator[DataProto]:
+        """Batches of prompts, epoch after epoch, from wherever the loader stands."""
+        while True:
+            yield from self.train_loader
+
+    def due(self, frequency: int) -> bool:
+        return frequency > 0 and self.step_number % frequency == 0
+
+    def validate(self) -> dict[str, float]:
+        if self.val_loader is None:
+            return {}
+        timer = Timer()
+        with timer("testing"):
+            metrics, rows = validate(self.cfg, self.experience, self.val_loader)
+        self.run_folder.write_validation(self.step_number, rows)
+        if self.cfg.trainer.log_val_generations:
+            self.tracker.log_samples(self.step_number, rows[: self.cfg.trainer.log_val_generations])
+        return metrics | timer.metrics()
+
+    def save(self, metrics: dict[str, float]) -> dict[str, float]:
+        timer = Timer()
+        with timer("save_checkpoint"):
+            self.checkpoints.save(
+                self.step_number,
+                self.workers.checkpoint_parts(),
+                self.state_dict(),
+                tokenizer=self.tokenizer,
+                metrics=metrics,
+            )
+        return timer.metrics()
+
+    def resume(self) -> None:
+        state = self.checkpoints.resume(self.workers.checkpoint_parts())
+        if state is not None:
+            self.load_state_dict(state)
+            self.run_folder.rewind(self.step_number)
+            self.tracker.note(f"resumed after step {self.step_number}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step_number,
+            "policy_version": self.workers.policy_version,
+            "loader": self.train_loader.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+            "health": self.health.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step_number = state["step"]
+        self.workers.policy_version = state["policy_version"]
+        self.workers.publish_weights()
+        self.train_loader.load_state_dict(state["loader"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.health.load_state_dict(state["health"])
+        self.generator.set_state(state["generator"])
+
+    def request_stop(self) -> None:
+        """End after the step that is running, with a checkpoint."""
+        self.stop_requested = True

@@ -1,0 +1,100 @@
+"""`python -m verl.trainer.main_ppo`: reinforcement learning, from a config to a trained model.
+
+Everything that can be wrong is looked at before the model is loaded: config, tokenizer, rows, reward function,
+run folder, in this order.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.trainer.command import run_command
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from verl.config.schema import PPOConfig
+    from verl.trainer.loop import RLLoop
+
+
+@dataclass
+class RunResult:
+    """What a finished run leaves: its folder and its last metrics."""
+
+    folder: Path
+    metrics: dict[str, float]
+    steps: int
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command: config from the arguments, then `run`."""
+    arguments = sys.argv[1:] if argv is None else argv
+
+    def body() -> int:
+        from verl.config.load import load_ppo_config
+
+        run(load_ppo_config(arguments))
+        return 0
+
+    return run_command(body)
+
+
+def run(
+    cfg: PPOConfig,
+    *,
+    reward_function: Callable[..., Any] | None = None,
+    model: nn.Module | None = None,
+    tokenizer: Any = None,
+    train_loader: Any = None,
+    live: bool = False,
+) -> RunResult:
+    """Train as `cfg` says. What is given as an object replaces what the config names."""
+    from verl.trainer.assembly import build_loop, open_run
+
+    with open_run(
+        cfg, tokenizer=tokenizer, reward_function=reward_function, train_loader=train_loader
+    ) as parts:
+        loop = build_loop(cfg, parts, model=model, live=live)
+        try:
+            with stop_on_signal(loop):
+                metrics = loop.fit()
+        finally:
+            loop.tracker.close()
+            loop.workers.close()
+        return RunResult(parts.folder.path, metrics, loop.step_number)
+
+
+@contextmanager
+def stop_on_signal(loop: RLLoop) -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C ends the run after the current step, with a checkpoint; a second one at once."""
+    asked = False
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        loop.request_stop()
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        try:
+            before[number] = signal.signal(number, handle)
+        except ValueError:
+            # Only the main thread may set handlers; a loop run from another thread is stopped by its owner.
+            break
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Validation: generate for held-out prompts, score, and turn the scores into statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.algorithms.validation import validation_metrics
+from verl.data.proto import DataProto
+from verl.observe.timing import Timer
+from verl.trainer.experience import Experience
+from verl.workers.rollout import validation_settings
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
+
+
+def validate(
+    cfg: PPOConfig, experience: Experience, batches: Iterable[DataProto]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics (`val-core/...`, `val-aux/...`) over all of `batches`, and one row per response for people."""
+    settings = validation_settings(cfg.actor_rollout_ref.rollout, cfg.data.max_response_length)
+    timer = Timer()
+    sources: list[str] = []
+    uids: list[str] = []
+    columns: dict[str, list[Any]] = {"reward": []}
+    rows: list[dict[str, Any]] = []
+    for prompts in batches:
+        # A response without a score gets a uid of its own in training; here it still answers its prompt.
+        asked = [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
+        batch = experience.score(prompts, settings, timer)
+        found = sample_rows(batch, experience.tokenizer)
+        for uid, row, extra in zip(asked, found, batch.non_tensor_batch["reward_extra"], strict=True):
+            for name in extra:
+                columns.setdefault(name, [None] * len(uids))
+            for name, values in columns.items():
+                values.append(row["score"] if name == "reward" else extra.get(name))
+            uids.append(uid)
+            sources.append(row["data_source"] or "unknown")
+            rows.append(row)
+    return validation_metrics(sources, uids, columns), rows
+
+
+def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
+    """What a person wants to read of each response: texts, truth, score."""
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    lengths = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1).tolist()
+    extras = batch.non_tensor_batch
+    rows = []
+    for row, response in enumerate(batch.batch["responses"].tolist()):
+        rows.append(
+            {
+                "uid": extras["uid"][row],
+                "data_source": extras["data_source"][row],
+                "prompt": extras["prompt_text"][row],
+                "response": tokenizer.decode(response[: int(lengths[row])], skip_special_tokens=True),
+                "ground_truth": extras["ground_truth"][row],
+                "score": scores[row] if extras["reward_error"][row] is None else None,
+                "length": int(lengths[row]),
+                "finish_reason": extras["finish_reason"][row],
+                "error": extras["reward_error"][row],
+                **{f"reward_{k}": _plain(v) for k, v in extras["reward_extra"][row].items()},
+            }
+        )
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,201 @@
+"""All roles in this process, on one device. No process groups, no copies of the policy.
+
+What always holds: the rollout engine generates from the actor's own tensors, so there is no stale policy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.data.proto import DataProto
+from verl.engines import build_engine
+from verl.errors import ConfigError
+from verl.observe.batch_metrics import ModelSize
+from verl.observe.metrics import Metric
+from verl.rollout import build_rollout
+from verl.workers.actor import ActorRole
+from verl.workers.critic import CriticRole
+from verl.workers.group import WorkerGroup
+from verl.workers.needs import needs_critic, needs_reference
+from verl.workers.rollout import GenerationSettings, OnFinish, RolloutRole
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from verl.config.schema import PPOConfig
+    from verl.engines.base import TrainEngine
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`trainer.device`: auto takes a GPU when there is one."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda, but torch sees no GPU; set trainer.device=auto or cpu")
+    return torch.device(wanted)
+
+
+class LocalGroup(WorkerGroup):
+    """The roles of a run on the device at hand."""
+
+    def __init__(
+        self,
+        cfg: PPOConfig,
+        tokenizer: Any,
+        *,
+        training_steps: int,
+        model: nn.Module | None = None,
+        bad_batch_dir: Path | None = None,
+    ) -> None:
+        super().__init__(cfg)
+        arr = cfg.actor_rollout_ref
+        self.device = choose_device(cfg.trainer.device)
+        per_step = -(-cfg.data.train_batch_size // arr.actor.ppo_mini_batch_size) * arr.actor.ppo_epochs
+        actor_steps = max(training_steps - cfg.trainer.critic_warmup, 1) * per_step
+        common: dict[str, Any] = {
+            "device": self.device,
+            "seed": cfg.trainer.seed,
+            "max_skipped_steps": cfg.trainer.health.max_skipped_steps,
+            "bad_batch_dir": bad_batch_dir,
+        }
+        # Copies of a handed-in module are taken first: the actor's engine prepares the module for training.
+        frozen = copy.deepcopy(model) if model is not None and needs_reference(cfg) else None
+        critic_model = copy.deepcopy(model) if model is not None and needs_critic(cfg) else None
+        self.actor_engine = build_engine(
+            "actor",
+            arr.model,
+            arr.actor,
+            model=model,
+            total_steps=actor_steps,
+            log_prob_cfg=arr.rollout,
+            **common,
+        )
+        self.actor = ActorRole(
+            self.actor_engine,
+            arr.actor,
+            loss_scale_factor=cfg.data.max_response_length,
+            seed=arr.actor.policy_loss.seed,
+        )
+        self.rollout = RolloutRole(
+            build_rollout(arr.rollout.name, self.actor_engine, tokenizer, arr.rollout), _pad_id(tokenizer)
+        )
+        self.ref_engine: TrainEngine | None = None
+        if needs_reference(cfg) and arr.model.lora_rank == 0:
+            self.ref_engine = build_engine(
+                "ref", arr.model, arr.ref, model=frozen, total_steps=None, **common
+            )
+        self.critic: CriticRole | None = None
+        if needs_critic(cfg):
+            steps = training_steps * -(-cfg.data.train_batch_size // cfg.critic.ppo_mini_batch_size)
+            engine = build_engine(
+                "critic",
+                cfg.critic.model,
+                cfg.critic,
+                model=critic_model,
+                total_steps=steps * cfg.critic.ppo_epochs,
+                **common,
+            )
+            self.critic = CriticRole(engine, cfg.critic)
+        for name, engine in self._engines():
+            self._park(name, engine)
+
+    def generate(
+        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
+    ) -> DataProto:
+        with self._resident("actor", optimizer=False):
+            self.rollout.engine.wake()
+            try:
+                return self.rollout.generate(prompts, settings, on_finish)
+            finally:
+                if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
+                    self.rollout.engine.sleep()
+
+    def log_probs(
+        self, batch: DataProto, *, with_entropy: bool, with_sum_pi_squared: bool = False
+    ) -> DataProto:
+        with self._resident("actor", optimizer=False):
+            return self.actor.log_probs(
+                batch, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
+            )
+
+    def ref_log_probs(self, batch: DataProto) -> DataProto:
+        if self.ref_engine is None:
+            with self._resident("actor", optimizer=False):
+                return self.actor.reference_log_probs(batch)
+        with self._resident("ref", optimizer=False):
+            out = self.ref_engine.log_probs(batch, temperature=batch.meta_info["temperature"])
+            return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+
+    def values(self, batch: DataProto) -> DataProto:
+        assert self.critic is not None
+        with self._resident("critic", optimizer=False):
+            return self.critic.values(batch)
+
+    def train_mini_batch(self, role: str, mini: DataProto) -> dict[str, Metric]:
+        worker = self.actor if role == "actor" else self.critic
+        assert worker is not None
+        with self._resident(role, optimizer=True):
+            return worker.train_mini_batch(mini)
+
+    def publish_weights(self) -> None:
+        self.rollout.engine.update_weights(self.actor_engine, self.policy_version)
+
+    def model_size(self) -> ModelSize:
+        with self.actor_engine.full_parameters() as module:
+            config: Any = module.config.get_text_config()
+            embeddings = module.get_input_embeddings()
+            weights = sum(p.numel() for p in module.parameters())
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        # A lookup is no matrix product; a tied matrix is multiplied with at the output.
+        active = weights if tied else weights - embeddings.weight.numel()
+        return ModelSize(active, config.num_hidden_layers, config.hidden_size)
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        return {name: engine for name, engine in self._engines() if name != "ref"}
+
+    def close(self) -> None:
+        self.rollout.engine.close()
+        for _, engine in self._engines():
+            engine.close()
+
+    def _engines(self) -> Iterator[tuple[str, TrainEngine]]:
+        yield "actor", self.actor_engine
+        if self.ref_engine is not None:
+            yield "ref", self.ref_engine
+        if self.critic is not None:
+            yield "critic", self.critic.engine
+
+    def _fsdp_config(self, name: str) -> Any:
+        sections = {
+            "actor": self.cfg.actor_rollout_ref.actor,
+            "ref": self.cfg.actor_rollout_ref.ref,
+            "critic": self.cfg.critic,
+        }
+        return sections[name].fsdp_config
+
+    def _park(self, name: str, engine: TrainEngine) -> None:
+        """Move to host memory what the config wants there while the role does not work."""
+        fsdp = self._fsdp_config(name)
+        if self.device.type != "cpu" and (fsdp.param_offload or fsdp.optimizer_offload):
+            engine.offload(model=fsdp.param_offload, optimizer=fsdp.optimizer_offload and name != "ref")
+
+    @contextmanager
+    def _resident(self, name: str, optimizer: bool) -> Iterator[None]:
+        fsdp = self._fsdp_config(name)
+        engine = dict(self._engines())[name]
+        if self.device.type != "cpu" and (fsdp.param_offload or (optimizer and fsdp.optimizer_offload)):
+            engine.onload(model=fsdp.param_offload, optimizer=optimizer and fsdp.optimizer_offload)
+        try:
+            yield
+        finally:
+            self._park(name, engine)
+
+
+def _pad_id(tokenizer: Any) -> int:
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
