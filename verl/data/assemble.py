@@ -30,18 +30,22 @@ class FinishedSample(Protocol):
     def policy_version(self) -> int: ...
 
 
-def pad_left(rows: Sequence[Sequence[Any]], fill: float, dtype: torch.dtype, width: int = 0) -> torch.Tensor:
+def pad_left(
+    rows: Sequence[Sequence[Any] | np.ndarray], fill: float, dtype: torch.dtype, width: int = 0
+) -> torch.Tensor:
     """Rows as one tensor, shorter ones filled up in front."""
     return _padded(rows, fill, dtype, width, left=True)
 
 
-def pad_right(rows: Sequence[Sequence[Any]], fill: float, dtype: torch.dtype, width: int = 0) -> torch.Tensor:
+def pad_right(
+    rows: Sequence[Sequence[Any] | np.ndarray], fill: float, dtype: torch.dtype, width: int = 0
+) -> torch.Tensor:
     """Rows as one tensor, shorter ones filled up behind."""
     return _padded(rows, fill, dtype, width, left=False)
 
 
 def _padded(
-    rows: Sequence[Sequence[Any]], fill: float, dtype: torch.dtype, width: int, left: bool
+    rows: Sequence[Sequence[Any] | np.ndarray], fill: float, dtype: torch.dtype, width: int, left: bool
 ) -> torch.Tensor:
     width = max([width, *(len(row) for row in rows)])
     out = torch.full((len(rows), width), fill, dtype=dtype)

@@ -187,15 +187,16 @@ class ChatFormat:
             self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         )
 
+    def with_bos(self, ids: list[int]) -> list[int]:
+        """A string's ids, with the beginning token in front where the tokenizer puts one and it is not there."""
+        return ids if ids[:1] == self._leading_bos else self._leading_bos + ids
+
     def encode_prompts(self, raw: Sequence[str | Messages], texts: Sequence[str]) -> list[list[int]]:
         """Ids of prompts as `prompt_text` gave them."""
         encoded = self.encode(texts)
-        if not self._leading_bos:
-            return encoded
-        plain = [isinstance(given, str) or self.raw_prompts for given in raw]
         return [
-            self._leading_bos + ids if is_plain and ids[:1] != self._leading_bos else ids
-            for is_plain, ids in zip(plain, encoded, strict=True)
+            self.with_bos(ids) if isinstance(given, str) or self.raw_prompts else ids
+            for given, ids in zip(raw, encoded, strict=True)
         ]
 
 

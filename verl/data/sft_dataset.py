@@ -1,0 +1,271 @@
+"""Rows for supervised fine-tuning: what the model sees, and which of its tokens it learns from.
+
+What always holds: a row is learned from exactly where the policy itself would write, so the ids before a response
+are the ids it would be prompted with; the first token is never learned from, because nothing predicts it; every
+row has at least one token to learn from. All rows are encoded when the dataset is made, so that a row that
+cannot be used is found before training starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl.data.assemble import pad_right
+from verl.data.chat import ChatFormat, Messages, as_messages, read_template, truncate
+from verl.data.columns import require_column
+from verl.data.files import Files, Rows, read_rows
+from verl.data.loader import Loader
+from verl.data.order import EpochOrder
+from verl.data.proto import DataProto
+from verl.data.rl_dataset import TRUNCATIONS, choose_rows
+from verl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config.schema import SFTDataConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SFTItem:
+    """One encoded row: ids, and 1 for each id that is learned from."""
+
+    input_ids: np.ndarray
+    response_mask: np.ndarray
+    index: int
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A stretch of a row's text; segments are encoded one by one, as prompts and responses are in a rollout."""
+
+    text: str
+    learned: bool
+    is_prompt: bool = False
+    ends: bool = False
+    """The end-of-sequence token is appended."""
+
+
+def sft_collate(items: Sequence[SFTItem], pad_id: int) -> DataProto:
+    """One batch, padded on the right: `input_ids`, `attention_mask`, `response_mask`, all [B, L]."""
+    ids = [item.input_ids for item in items]
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": pad_right(ids, pad_id, torch.long),
+            "attention_mask": pad_right([np.ones(len(row), dtype=np.int64) for row in ids], 0, torch.long),
+            "response_mask": pad_right([item.response_mask for item in items], 0, torch.long),
+        },
+        non_tensors={"index": [item.index for item in items]},
+    )
+
+
+class SFTDataset:
+    """The rows of the data section's files: prompt and response columns, or conversations."""
+
+    def __init__(
+        self,
+        config: SFTDataConfig,
+        files: Files | Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        training: bool = True,
+    ) -> None:
+        if config.truncation not in TRUNCATIONS:
+            raise ConfigError(f"data.truncation={config.truncation!r}; allowed: {', '.join(TRUNCATIONS)}.")
+        if config.chat_template:
+            tokenizer.chat_template = read_template(config.chat_template)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.files_key = "data.train_files" if training else "data.val_files"
+        self._chat = ChatFormat(
+            tokenizer, config.apply_chat_template_kwargs, system_prompt=config.system_prompt
+        )
+        split = "train" if training else "test"
+        self.rows = files if isinstance(files, Rows) else read_rows(files, key=self.files_key, split=split)
+        self._conversations = self._find_columns()
+        limit = config.train_max_samples if training else config.val_max_samples
+        chosen = choose_rows(len(self.rows), limit, config.shuffle, config.seed)
+        self.items = self._encode_all(chosen)
+
+    def _find_columns(self) -> bool:
+        """Whether the rows are conversations; refuses rows that are neither these nor prompt and response."""
+        config = self.config
+        columns = self.rows.column_names
+        pair = config.prompt_key in columns and config.response_key in columns
+        if config.messages_key in columns and not pair:
+            require_column(self.rows, config.messages_key, "data.messages_key", "prompt", self.files_key)
+            return True
+        if config.messages_key in columns:
+            logger.info(
+                "%s has '%s' and also '%s' with '%s': the pair is used",
+                self.files_key,
+                config.messages_key,
+                config.prompt_key,
+                config.response_key,
+            )
+        require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
+        require_column(self.rows, config.response_key, "data.response_key", "response", self.files_key)
+        return False
+
+    def _encode_all(self, chosen: np.ndarray) -> list[SFTItem]:
+        items: list[SFTItem] = []
+        too_long: list[tuple[int, int]] = []
+        nothing_left = 0
+        for start in range(0, len(chosen), 512):
+            numbers = [int(number) for number in chosen[start : start + 512]]
+            rows = [self._segments(self.rows[number], self.rows.origin(number)) for number in numbers]
+            texts = [segment.text for segments in rows for segment in segments]
+            encoded = iter(self._chat.encode(texts))
+            for number, segments in zip(numbers, rows, strict=True):
+                ids, mask = self._join(segments, [next(encoded) for _ in segments], self.rows.origin(number))
+                if len(ids) > self.config.max_length:
+                    too_long.append((len(ids), number))
+                    if self.config.truncation == "error":
+                        continue
+                    ids = truncate(ids, self.config.max_length, self.config.truncation)
+                    mask = truncate(mask, self.config.max_length, self.config.truncation)
+                    mask[0] = 0
+                    if not any(mask):
+                        nothing_left += 1
+                        continue
+                items.append(SFTItem(np.asarray(ids, np.int32), np.asarray(mask, np.int8), number))
+        self._report_long(too_long, nothing_left, len(chosen), len(items))
+        return items
+
+    def _report_long(self, too_long: list[tuple[int, int]], nothing_left: int, total: int, left: int) -> None:
+        if not too_long:
+            return
+        longest, number = max(too_long)
+        seen = (
+            f"{self.files_key}: {len(too_long)} of {total} rows are longer than data.max_length="
+            f"{self.config.max_length} tokens; the longest, {self.rows.origin(number)}, has {longest}"
+        )
+        if self.config.truncation == "error":
+            raise DataError(
+                f"{seen}. Set data.max_length={longest}, or data.truncation=left, right or middle."
+            )
+        if not left:
+            raise DataError(f"{seen}; cut at that length, no row keeps a token of its response.")
+        logger.warning("%s: cut (data.truncation=%s)", seen, self.config.truncation)
+        if nothing_left:
+            logger.warning("%d rows are left out: nothing of their response remained", nothing_left)
+
+    def _segments(self, row: Mapping[str, Any], where: str) -> list[_Segment]:
+        if self._conversations:
+            messages = as_messages(row.get(self.config.messages_key))
+            if messages is None:
+                raise DataError(
+                    f"{self.files_key}: '{self.config.messages_key}' of {where} is not a list of messages with "
+                    f"'role' and 'content': {str(row.get(self.config.messages_key))[:200]!r}."
+                )
+            return conversation_segments(messages, self._chat, where)
+        response = row.get(self.config.response_key)
+        if isinstance(response, list):  # a response given as the assistant's message
+            messages = as_messages(response)
+            if messages is not None and len(messages) == 1 and messages[0]["role"] == "assistant":
+                response = messages[0]["content"]
+        if not isinstance(response, str):
+            raise DataError(
+                f"{self.files_key}: '{self.config.response_key}' of {where} must be a string, "
+                f"got {type(response).__name__}."
+            )
+        raw, text = self._chat.prompt_text(row.get(self.config.prompt_key), where)
+        return [_Segment(text, False, is_prompt=isinstance(raw, str)), _Segment(response, True, ends=True)]
+
+    def _join(
+        self, segments: Sequence[_Segment], encoded: Sequence[list[int]], where: str
+    ) -> tuple[list[int], list[int]]:
+        eos = self.tokenizer.eos_token_id
+        ids: list[int] = []
+        mask: list[int] = []
+        for segment, part in zip(segments, encoded, strict=True):
+            if segment.is_prompt:
+                part = self._chat.with_bos(part)
+            if segment.ends and eos is not None and part[-1:] != [eos]:
+                part = [*part, eos]
+            learned = len(part) if segment.learned else 0
+            if segment.learned and not segment.ends and eos in part:
+                # What a template writes after the end of a turn (a newline, mostly) is never generated.
+                learned = len(part) - part[::-1].index(eos)
+            ids += part
+            mask += [1] * learned + [0] * (len(part) - learned)
+        if mask:
+            mask[0] = 0
+        if not any(mask):
+            raise DataError(f"{self.files_key}: {where} has no token to learn from.")
+        return ids, mask
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, position: int) -> SFTItem:
+        return self.items[position]
+
+    def row_number(self, position: int) -> int:
+        return self.items[position].index
+
+    def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
+        batch = sft_collate([self.items[position] for position in positions], self.tokenizer.pad_token_id)
+        return batch.union(DataProto.from_dict(non_tensors={"uid": uids}))
+
+
+def conversation_segments(messages: Messages, chat: ChatFormat, where: str) -> list[_Segment]:
+    """The conversation's text, cut where the assistant starts and stops writing.
+
+    The template is applied to every beginning of the conversation; a beginning must stay as it is when more
+    messages follow, else the model would learn from a context it never sees."""
+    whole = chat.render(messages, generate=False, where=where)
+    segments: list[_Segment] = []
+    done = 0
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if number == 0:
+            raise DataError(
+                f"The conversation of {where} starts with the assistant: nothing prompts that answer."
+            )
+        before = chat.render(messages[:number], generate=True, where=where)
+        after = chat.render(messages[: number + 1], generate=False, where=where)
+        if not (whole.startswith(before) and whole.startswith(after) and done <= len(before) < len(after)):
+            raise DataError(
+                f"The chat template writes the beginning of the conversation of {where} differently once message "
+                f"{number} or a later one follows, so the text of that answer cannot be told from its context. Split "
+                "the conversation into one row per answer, or use a template that keeps earlier turns as they are "
+                "(data.chat_template=FILE)."
+            )
+        segments.append(_Segment(whole[done : len(before)], False))
+        segments.append(_Segment(whole[len(before) : len(after)], True))
+        done = len(after)
+    if not segments:
+        raise DataError(f"The conversation of {where} has no message of the assistant to learn from.")
+    return segments
+
+
+def sft_loader(
+    config: SFTDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    training: bool = True,
+    batch_size: int | None = None,
+) -> Loader | None:
+    """The loader of the data section's training or validation rows; None without val_files."""
+    files = config.train_files if training else config.val_files
+    if not files and not training:
+        return None
+    dataset = SFTDataset(config, files, tokenizer, training=training)
+    order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
+    return Loader(
+        dataset,
+        batch_size or config.train_batch_size,
+        order=order,
+        drop_last=training,
+        num_workers=config.dataloader_num_workers,
+    )
