@@ -30,7 +30,9 @@ def _make_batch(
     mask[1, width // 2] = True  # a single token
     mask[2] = True
     mask[3, : width // 2] = True
-    index = np.array([f"p{i}" for i in torch.randint(0, max(rows // 4, 1), (rows,), generator=g).tolist()], object)
+    index = np.array(
+        [f"p{i}" for i in torch.randint(0, max(rows // 4, 1), (rows,), generator=g).tolist()], object
+    )
     index[1] = "alone"
     index[2:4] = "equal"
     rewards = normal(rows, width)
@@ -50,9 +52,8 @@ def _make_batch(
         weights=torch.rand(rows, width, generator=g, dtype=torch.float64) + 0.5,
         by_key={"right": normal(rows), "form": torch.randint(0, 2, (rows,), generator=g).double()},
     )
-    batch.log_prob = batch.old + 0.4 * normal(rows, width)
-    batch.ref = batch.old + 0.4 * normal(rows, width)
-    batch.rollout = batch.old + 0.3 * normal(rows, width)
+    for name, away in (("log_prob", 0.5), ("ref", 0.5), ("rollout", 0.3)):  # near the old ones, and below 0
+        setattr(batch, name, batch.old * (away * normal(rows, width)).exp())
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value = value.to(dtype)

@@ -21,19 +21,19 @@ OUTCOME = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "
 
 
 def estimate(name, batch, **more):
-    arguments = dict(
-        token_level_rewards=batch.rewards,
-        response_mask=batch.mask,
-        index=batch.index,
-        config=None,
-        values=batch.values,
-        gamma=GAMMA,
-        lam=LAM,
-        reward_baselines=batch.baselines,
-        old_log_probs=batch.old,
-        sum_pi_squared=batch.sum_pi_squared,
-        rewards_by_key=batch.by_key,
-    )
+    arguments = {
+        "token_level_rewards": batch.rewards,
+        "response_mask": batch.mask,
+        "index": batch.index,
+        "config": None,
+        "values": batch.values,
+        "gamma": GAMMA,
+        "lam": LAM,
+        "reward_baselines": batch.baselines,
+        "old_log_probs": batch.old,
+        "sum_pi_squared": batch.sum_pi_squared,
+        "rewards_by_key": batch.by_key,
+    }
     return get_adv_estimator_fn(name)(**(arguments | more))
 
 
@@ -45,7 +45,9 @@ def policy_positions(batch, i):
 
 
 def reference_scores(batch):
-    return [sum(float(batch.rewards[i, t]) for t in policy_positions(batch, i)) for i in range(len(batch.mask))]
+    return [
+        sum(float(batch.rewards[i, t]) for t in policy_positions(batch, i)) for i in range(len(batch.mask))
+    ]
 
 
 def members(batch, i):
@@ -57,7 +59,11 @@ def mean(values):
 
 
 def std(values):
-    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    return (
+        math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
+        if len(values) > 1
+        else 0.0
+    )
 
 
 def spread(batch, per_sequence):
@@ -280,7 +286,10 @@ def test_a_group_of_one_gives_exactly_zero(name):
     rewards, mask = torch.tensor([[0.0, 5.0], [0.0, 0.3], [0.1, 0.0]]), torch.tensor([[1, 1], [1, 1], [1, 0]])
     fn = get_adv_estimator_fn(name)
     one_each, _ = fn(
-        token_level_rewards=rewards, response_mask=mask, index=["a", "b", "c"], rewards_by_key={"x": rewards.sum(-1)}
+        token_level_rewards=rewards,
+        response_mask=mask,
+        index=["a", "b", "c"],
+        rewards_by_key={"x": rewards.sum(-1)},
     )
     assert torch.equal(one_each, torch.zeros(3, 2))
 
@@ -314,7 +323,7 @@ def test_passk_gives_a_tie_at_the_top_nothing():
 
 def test_gae_skips_tool_tokens_as_if_they_were_not_there(make_batch):
     batch = make_batch(6, rows=12)
-    advantages, returns = estimate("gae", batch)
+    _, returns = estimate("gae", batch)
     row = 4
     keep = batch.mask[row].bool()
     alone = torch.zeros(2, int(keep.sum()), dtype=torch.float64)
@@ -337,7 +346,9 @@ def test_gamma_and_lam_come_from_the_config_when_not_given(make_batch):
 
 
 @given(
-    gamma=st.sampled_from([0.0, 1e-30, 0.3, 0.9, 0.999, 1.0]), width=st.integers(1, 70), seed=st.integers(0, 1000)
+    gamma=st.sampled_from([0.0, 1e-30, 0.3, 0.9, 0.999, 1.0]),
+    width=st.integers(1, 70),
+    seed=st.integers(0, 1000),
 )
 @settings(max_examples=40, deadline=None)
 def test_discounted_returns_without_a_loop_equal_the_loop(gamma, width, seed):
@@ -363,7 +374,10 @@ def test_gdpo_weighs_the_keys_it_is_told(make_batch):
     ("config", "text"),
     [
         (SimpleNamespace(gdpo_reward_keys=["style"], gdpo_reward_weights=[]), "style.*right, form"),
-        (SimpleNamespace(gdpo_reward_keys=["right", "form"], gdpo_reward_weights=[1.0]), "1 numbers for 2 keys"),
+        (
+            SimpleNamespace(gdpo_reward_keys=["right", "form"], gdpo_reward_weights=[1.0]),
+            "1 numbers for 2 keys",
+        ),
     ],
 )
 def test_gdpo_names_what_is_wrong_with_its_keys(config, text, make_batch):
