@@ -90,13 +90,12 @@ def _store(file: Path, lengths: np.ndarray) -> None:
 
 
 def prompts_of(rows: Rows, chosen: np.ndarray, prompt_key: str) -> Iterator[tuple[Any, str]]:
-    """Each chosen prompt with the name of its row."""
-    if len(chosen) == len(rows):  # whole files decode much faster in order than row by row
-        numbered: Iterable[tuple[int, dict[str, Any]]] = enumerate(rows)
-    else:
-        numbered = ((int(i), rows[int(i)]) for i in chosen)
-    for number, row in numbered:
-        yield row.get(prompt_key), rows.origin(number)
+    """Each chosen prompt with the name of its row; `chosen` must ascend."""
+    wanted = np.zeros(len(rows), dtype=bool)
+    wanted[chosen] = True
+    for number, prompt in enumerate(rows.column(prompt_key)):
+        if wanted[number]:
+            yield prompt, rows.origin(number)
 
 
 def measure(prompts: Iterable[tuple[Any, str]], chat: ChatFormat) -> np.ndarray:

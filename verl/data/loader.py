@@ -47,7 +47,7 @@ class Loader:
         num_workers: int = 0,
         key: str = "data.train_batch_size",
     ) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._order = order or EpochOrder(len(dataset), shuffle=False)
         self._batch_size = batch_size
         self._drop_last = drop_last
@@ -63,10 +63,6 @@ class Loader:
             )
         self.epoch = 0
         self.position = 0
-
-    @property
-    def dataset(self) -> BatchSource:
-        return self._dataset
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
@@ -91,7 +87,7 @@ class Loader:
                 return
             uids = []
             for position in map(int, drawn):
-                uid = f"{epoch}-{self._dataset.row_number(position)}"
+                uid = f"{epoch}-{self.dataset.row_number(position)}"
                 uids.append(uid if not seen[position] else f"{uid}.{seen[position]}")
                 seen[position] += 1
             start += len(drawn)
@@ -101,7 +97,7 @@ class Loader:
         epoch, plan = self.epoch, self._plan(self.epoch, self.position)
         if not self._workers:
             for end, drawn, uids in plan:
-                batch = self._dataset.batch(drawn.tolist(), uids)
+                batch = self.dataset.batch(drawn.tolist(), uids)
                 self._advance(epoch, end)
                 yield batch
             return
@@ -109,7 +105,7 @@ class Loader:
         ahead: deque[tuple[int, Future[DataProto]]] = deque()
         try:
             for end, drawn, uids in plan:
-                ahead.append((end, pool.submit(self._dataset.batch, drawn.tolist(), uids)))
+                ahead.append((end, pool.submit(self.dataset.batch, drawn.tolist(), uids)))
                 if len(ahead) > self._workers:
                     yield self._next_of(epoch, ahead)
             while ahead:
@@ -129,7 +125,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch starts; plain numbers only."""
-        return {"epoch": self.epoch, "position": self.position, "rows": len(self._dataset)}
+        return {"epoch": self.epoch, "position": self.position, "rows": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Another batch size is fine; other data is not."""
@@ -137,10 +133,10 @@ class Loader:
             epoch, position, rows = (int(state[name]) for name in ("epoch", "position", "rows"))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"The saved loader position is damaged: {state!r}.") from error
-        if rows != len(self._dataset):
+        if rows != len(self.dataset):
             raise CheckpointError(
                 f"The checkpoint was made with {rows} usable rows of training data, now there are "
-                f"{len(self._dataset)}: its position in the epoch means nothing here. Use the same data.train_files, "
+                f"{len(self.dataset)}: its position in the epoch means nothing here. Use the same data.train_files, "
                 "filter and data.train_max_samples, or start a new run from the weights (trainer.resume_mode=disable)."
             )
         if epoch < 0 or not 0 <= position <= len(self._order):

@@ -185,19 +185,24 @@ class RLDataset:
     def difficulty(self, column: str) -> np.ndarray:
         """`data.curriculum_key`: one number per usable row."""
         require_column(self.rows, column, "data.curriculum_key", "difficulty", self.files_key)
+        given = list(self.rows.column(column))
         values = np.empty(len(self), dtype=np.float64)
         for position, number in enumerate(map(int, self.kept)):
-            value = self.rows[number].get(column)
             try:
-                values[position] = float(value)  # type: ignore[arg-type]
+                values[position] = float(given[number])
             except (TypeError, ValueError):
                 values[position] = np.nan
             if np.isnan(values[position]):
                 raise DataError(
-                    f"data.curriculum_key={column}: {self.rows.origin(number)} has {value!r}; "
+                    f"data.curriculum_key={column}: {self.rows.origin(number)} has {given[number]!r}; "
                     "a difficulty must be a number."
                 )
         return values
+
+    def data_sources(self) -> list[str]:
+        """Every `data_source` among the usable rows, sorted; "" stands for none."""
+        given = list(self.rows.column("data_source"))
+        return sorted({"" if given[number] is None else str(given[number]) for number in map(int, self.kept)})
 
 
 def collate_prompts(items: Sequence[Mapping[str, Any]], uids: Sequence[str]) -> DataProto:

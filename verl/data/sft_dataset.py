@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from verl.data.assemble import pad_right
-from verl.data.chat import ChatFormat, Messages, as_messages, read_template, truncate
+from verl.data.chat import ChatFormat, as_messages, read_template, truncate
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import Loader
 from verl.data.order import EpochOrder
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import TRUNCATIONS, choose_rows
+from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -41,17 +42,6 @@ class SFTItem:
     input_ids: np.ndarray
     response_mask: np.ndarray
     index: int
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """A stretch of a row's text; segments are encoded one by one, as prompts and responses are in a rollout."""
-
-    text: str
-    learned: bool
-    is_prompt: bool = False
-    ends: bool = False
-    """The end-of-sequence token is appended."""
 
 
 def sft_collate(items: Sequence[SFTItem], pad_id: int) -> DataProto:
@@ -121,11 +111,11 @@ class SFTDataset:
         nothing_left = 0
         for start in range(0, len(chosen), 512):
             numbers = [int(number) for number in chosen[start : start + 512]]
-            rows = [self._segments(self.rows[number], self.rows.origin(number)) for number in numbers]
-            texts = [segment.text for segments in rows for segment in segments]
-            encoded = iter(self._chat.encode(texts))
-            for number, segments in zip(numbers, rows, strict=True):
-                ids, mask = self._join(segments, [next(encoded) for _ in segments], self.rows.origin(number))
+            names = [self.rows.origin(number) for number in numbers]
+            rows = [
+                self._segments(self.rows[number], name) for number, name in zip(numbers, names, strict=True)
+            ]
+            for number, (ids, mask) in zip(numbers, encode_segments(self._chat, rows, names), strict=True):
                 if len(ids) > self.config.max_length:
                     too_long.append((len(ids), number))
                     if self.config.truncation == "error":
@@ -158,7 +148,7 @@ class SFTDataset:
         if nothing_left:
             logger.warning("%d rows are left out: nothing of their response remained", nothing_left)
 
-    def _segments(self, row: Mapping[str, Any], where: str) -> list[_Segment]:
+    def _segments(self, row: Mapping[str, Any], where: str) -> list[Segment]:
         if self._conversations:
             messages = as_messages(row.get(self.config.messages_key))
             if messages is None:
@@ -167,41 +157,13 @@ class SFTDataset:
                     f"'role' and 'content': {str(row.get(self.config.messages_key))[:200]!r}."
                 )
             return conversation_segments(messages, self._chat, where)
-        response = row.get(self.config.response_key)
-        if isinstance(response, list):  # a response given as the assistant's message
-            messages = as_messages(response)
-            if messages is not None and len(messages) == 1 and messages[0]["role"] == "assistant":
-                response = messages[0]["content"]
+        response = single_answer(row.get(self.config.response_key))
         if not isinstance(response, str):
             raise DataError(
                 f"{self.files_key}: '{self.config.response_key}' of {where} must be a string, "
                 f"got {type(response).__name__}."
             )
-        raw, text = self._chat.prompt_text(row.get(self.config.prompt_key), where)
-        return [_Segment(text, False, is_prompt=isinstance(raw, str)), _Segment(response, True, ends=True)]
-
-    def _join(
-        self, segments: Sequence[_Segment], encoded: Sequence[list[int]], where: str
-    ) -> tuple[list[int], list[int]]:
-        eos = self.tokenizer.eos_token_id
-        ids: list[int] = []
-        mask: list[int] = []
-        for segment, part in zip(segments, encoded, strict=True):
-            if segment.is_prompt:
-                part = self._chat.with_bos(part)
-            if segment.ends and eos is not None and part[-1:] != [eos]:
-                part = [*part, eos]
-            learned = len(part) if segment.learned else 0
-            if segment.learned and not segment.ends and eos in part:
-                # What a template writes after the end of a turn (a newline, mostly) is never generated.
-                learned = len(part) - part[::-1].index(eos)
-            ids += part
-            mask += [1] * learned + [0] * (len(part) - learned)
-        if mask:
-            mask[0] = 0
-        if not any(mask):
-            raise DataError(f"{self.files_key}: {where} has no token to learn from.")
-        return ids, mask
+        return pair_segments(self._chat, row.get(self.config.prompt_key), response, where)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -215,38 +177,6 @@ class SFTDataset:
     def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
         batch = sft_collate([self.items[position] for position in positions], self.tokenizer.pad_token_id)
         return batch.union(DataProto.from_dict(non_tensors={"uid": uids}))
-
-
-def conversation_segments(messages: Messages, chat: ChatFormat, where: str) -> list[_Segment]:
-    """The conversation's text, cut where the assistant starts and stops writing.
-
-    The template is applied to every beginning of the conversation; a beginning must stay as it is when more
-    messages follow, else the model would learn from a context it never sees."""
-    whole = chat.render(messages, generate=False, where=where)
-    segments: list[_Segment] = []
-    done = 0
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if number == 0:
-            raise DataError(
-                f"The conversation of {where} starts with the assistant: nothing prompts that answer."
-            )
-        before = chat.render(messages[:number], generate=True, where=where)
-        after = chat.render(messages[: number + 1], generate=False, where=where)
-        if not (whole.startswith(before) and whole.startswith(after) and done <= len(before) < len(after)):
-            raise DataError(
-                f"The chat template writes the beginning of the conversation of {where} differently once message "
-                f"{number} or a later one follows, so the text of that answer cannot be told from its context. Split "
-                "the conversation into one row per answer, or use a template that keeps earlier turns as they are "
-                "(data.chat_template=FILE)."
-            )
-        segments.append(_Segment(whole[done : len(before)], False))
-        segments.append(_Segment(whole[len(before) : len(after)], True))
-        done = len(after)
-    if not segments:
-        raise DataError(f"The conversation of {where} has no message of the assistant to learn from.")
-    return segments
 
 
 def sft_loader(
