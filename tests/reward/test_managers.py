@@ -7,7 +7,6 @@ import pytest
 from verl.config.schema import RewardConfig
 from verl.errors import ConfigError, RewardError, TrainingHalted
 from verl.reward import FailureAccount, RewardResult, RewardSample, build_reward_manager
-from verl.reward.shaping import overlong_penalty
 
 
 def config(**fields) -> RewardConfig:
@@ -82,13 +81,6 @@ def test_when_one_of_several_rewards_fails_the_sample_has_no_score():
     manager = build_reward_manager(config(), function=[good, bad], max_response_length=16)
     result = run(manager, [sample(0)])[0]
     assert result.score is None and "ValueError: no" in (result.error or "")
-
-
-def test_overlong_penalty_is_linear_in_the_buffer():
-    assert overlong_penalty(80, 100, 20, 1.0) == 0.0
-    assert overlong_penalty(90, 100, 20, 1.0) == -0.5
-    assert overlong_penalty(100, 100, 20, 2.0) == -2.0
-    assert overlong_penalty(1, 100, 20, 1.0) == 0.0
 
 
 def test_dapo_lowers_long_responses():

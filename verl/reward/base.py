@@ -7,7 +7,7 @@ run while other responses are still being generated. Every submitted sample gets
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,12 @@ class RewardManager(ABC):
     @abstractmethod
     def collect(self) -> dict[int, RewardResult]:
         """Wait for everything submitted since the last collect: results by `sample.index`."""
+
+    def check(  # noqa: B027 - a manager may have nothing to check
+        self, data_sources: Collection[str] = (), columns: Collection[str] | None = None
+    ) -> None:
+        """Refuse at start, with RewardError, what could only fail later. `columns` are those of the dataset;
+        None where they are not known."""
 
     def close(self) -> None:  # noqa: B027 - a manager without processes has nothing to end
         """End worker processes."""

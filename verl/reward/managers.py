@@ -113,14 +113,16 @@ class FunctionRewardManager(RewardManager):
         done: dict[Hashable, list[RewardResult]] = {}
         for backend in _distinct(part.backend for part in self._parts):
             done.update(backend.drain())
-        results: dict[int, RewardResult] = {}
-        for position, sample in enumerate(samples):
+        results = []
+        for position in range(len(samples)):
             own = [
                 done[number, None][position] if (number, None) in done else done[number, position][0]
                 for number in range(len(self._parts))
             ]
-            results[sample.index] = self._shape(sample, self._join(own))
-        return results
+            results.append(self._join(own))
+        for shaper in self._shapers:
+            results = shaper(samples, results)
+        return {sample.index: result for sample, result in zip(samples, results, strict=True)}
 
     def close(self) -> None:
         for backend in _distinct(part.backend for part in self._parts):
@@ -146,11 +148,6 @@ class FunctionRewardManager(RewardManager):
             part.weight * (result.score or 0.0) for part, result in zip(self._parts, own, strict=True)
         )
         return RewardResult(score, extra)
-
-    def _shape(self, sample: RewardSample, result: RewardResult) -> RewardResult:
-        for shaper in self._shapers:
-            result = shaper(sample, result)
-        return result
 
 
 def register_reward_manager(name: str) -> Callable[[ManagerFactory], ManagerFactory]:

@@ -32,6 +32,7 @@ from verl.reward.base import RewardResult, RewardSample
 from verl.reward.functions import Signature
 from verl.reward.handle import Broken, Task, WorkerHandle
 from verl.reward.loading import FunctionSpec
+from verl.reward.sandbox import Settings
 from verl.reward.worker import WorkerSetup
 
 _log = logging.getLogger(__name__)
@@ -58,14 +59,14 @@ class WorkerPool:
         memory_limit_mb: int | None = None,
         max_concurrency: int = 64,
         scorers: Mapping[str, str] | None = None,
-        environment: Mapping[str, str] | None = None,
+        sandbox_settings: Settings | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.num_workers = num_workers
         self._names = ", ".join(spec.describe() for spec in specs)
         self.restarts = 0
         self._setup = WorkerSetup(
-            tuple(specs), timeout_s, memory_limit_mb, dict(scorers or {}), dict(environment or {})
+            tuple(specs), timeout_s, memory_limit_mb, dict(scorers or {}), sandbox_settings or Settings()
         )
         self._memory_limit = (
             (memory_limit_mb << 20) if memory_limit_mb else processes.memory_of_machine() // 2

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import RewardError
-from verl.reward import processes
+from verl.reward import processes, sandbox
 from verl.reward.base import RewardResult, RewardSample
 from verl.reward.evaluate import Function, failed, load, score, score_async
 from verl.reward.loading import FunctionSpec, load_function
@@ -45,7 +45,7 @@ class WorkerSetup:
     memory_limit_mb: int | None = None
     scorers: Mapping[str, str] = field(default_factory=dict)
     """Scorers the user registered in the trainer, as `module:function`."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    sandbox_settings: sandbox.Settings = field(default_factory=sandbox.Settings)
 
 
 def main(channel_fd: int) -> None:
@@ -58,7 +58,7 @@ def main(channel_fd: int) -> None:
     _keep_from_children(channel)
     reader = channel.makefile("rb")
     setup: WorkerSetup = pickle.loads(_read_frame(reader) or b"")
-    os.environ.update(setup.environment)
+    sandbox.configure(setup.sandbox_settings)
     if setup.memory_limit_mb is not None:
         limit = setup.memory_limit_mb << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
