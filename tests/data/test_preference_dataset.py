@@ -1,0 +1,119 @@
+"""Preference pairs: both answers behind the same prompt, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from verl.data.files import Rows
+from verl.data.loader import Loader
+from verl.data.preference_dataset import PreferenceDataset, preference_collate
+from verl.errors import ConfigError, DataError
+
+
+def build(tokenizer: Any, *rows: dict[str, Any], **changes: Any) -> PreferenceDataset:
+    return PreferenceDataset(Rows.from_list(rows), tokenizer, **changes)
+
+
+def learned(tokenizer: Any, side: Any) -> tuple[str, str]:
+    ids, mask = side
+    text = tokenizer.decode([token for token, m in zip(ids.tolist(), mask.tolist(), strict=True) if m])
+    return tokenizer.decode(ids.tolist()), text
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+HEADER = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": HEADER, "chosen": "good", "rejected": "bad"},
+        {"prompt": [user("q")], "chosen": "good", "rejected": "bad"},
+        {"prompt": [user("q")], "chosen": [answer("good")], "rejected": [answer("bad")]},
+        {"chosen": [user("q"), answer("good")], "rejected": [user("q"), answer("bad")]},
+    ],
+)
+def test_every_form_gives_the_same_pair(tokenizer: Any, row: dict) -> None:
+    item = build(tokenizer, row)[0]
+    assert learned(tokenizer, item.chosen) == (HEADER + "good<|im_end|>", "good<|im_end|>")
+    assert learned(tokenizer, item.rejected) == (HEADER + "bad<|im_end|>", "bad<|im_end|>")
+
+
+def test_only_what_differs_is_learned_from(tokenizer: Any) -> None:
+    shared = [user("q"), answer("first"), user("more")]
+    item = build(tokenizer, {"chosen": [*shared, answer("good")], "rejected": [*shared, answer("bad")]})[0]
+    assert learned(tokenizer, item.chosen)[1] == "good<|im_end|>"
+    longer = build(
+        tokenizer,
+        {"prompt": shared, "chosen": [answer("a"), user("b"), answer("c")], "rejected": "bad"},
+    )[0]
+    assert learned(tokenizer, longer.chosen)[1] == "a<|im_end|>c<|im_end|>"
+
+
+def test_collated_pairs_stay_together(tokenizer: Any) -> None:
+    dataset = build(
+        tokenizer,
+        {"prompt": "p", "chosen": "x", "rejected": "yyy"},
+        {"prompt": "r", "chosen": "same", "rejected": "same"},
+        {"prompt": "s", "chosen": "z", "rejected": "w"},
+    )
+    assert len(dataset) == 2
+    batch = preference_collate([dataset[0], dataset[1]], pad_id=0)
+    assert batch.non_tensor_batch["chosen"].tolist() == [True, False, True, False]
+    assert batch.non_tensor_batch["index"].tolist() == [0, 0, 2, 2]
+    assert batch.batch["input_ids"].shape == (4, 5)
+    assert batch.batch["response_mask"].tolist() == [
+        [0, 1, 1, 0, 0],
+        [0, 1, 1, 1, 1],
+        [0, 1, 1, 0, 0],
+        [0, 1, 1, 0, 0],
+    ]
+    (loaded,) = list(Loader(dataset, 2))
+    assert loaded.non_tensor_batch["uid"].tolist() == ["0-0", "0-0", "0-2", "0-2"]
+
+
+def test_long_pairs(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    row = {"prompt": "0123", "chosen": "4567", "rejected": "4"}
+    with pytest.raises(
+        DataError, match=r"1 of 1 pairs are longer than data.max_length=8 .*data.max_length=9"
+    ):
+        build(tokenizer, row, max_length=8)
+    with caplog.at_level(logging.WARNING):
+        item = build(tokenizer, row, max_length=6, truncation="left")[0]
+    assert learned(tokenizer, item.chosen)[0] == "34567<|im_end|>" and "1 of 1 pairs are cut" in caplog.text
+    with pytest.raises(DataError, match="no usable pair"):
+        build(tokenizer, row, max_length=4, truncation="right")
+    with pytest.raises(ConfigError, match="data.truncation"):
+        build(tokenizer, row, truncation="top")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "p", "chosen": "c"}, "no column 'rejected'"),
+        ({"prompt": "p", "chosen": 3, "rejected": "r"}, "'chosen' of row 0 .* neither a string nor messages"),
+        ({"chosen": "c", "rejected": "r"}, "no 'prompt'"),
+        (
+            {"chosen": [user("a"), answer("x")], "rejected": [user("b"), answer("y")]},
+            "do not start with the same",
+        ),
+        (
+            {"prompt": "p", "chosen": [answer("x"), user("y"), answer("z")], "rejected": "r"},
+            "must be messages too",
+        ),
+        ({"prompt": "p", "chosen": "c", "rejected": "c"}, "no usable pair"),
+    ],
+)
+def test_rows_that_cannot_be_used(tokenizer: Any, row: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build(tokenizer, row)
