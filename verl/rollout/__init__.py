@@ -36,6 +36,13 @@ def _hf(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
     return HFRollout(source, tokenizer, config)
 
 
+@register_rollout("native")
+def _native(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
+    from verl.rollout.native import NativeRollout
+
+    return NativeRollout(source, tokenizer, config)
+
+
 def _not_here_yet(name: str) -> RolloutFactory:
     def refuse(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
         raise ConfigError(

@@ -19,7 +19,7 @@ import torch
 
 from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
 from verl.rollout.noise import sequence_key
-from verl.rollout.requests import Stopper, check_requests, eos_token_ids
+from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
 from verl.rollout.sampling import SamplingBatch, sample
 from verl.rollout.source import causal_lm, generation_mode, whole_module
 
@@ -112,7 +112,9 @@ class HFRollout(RolloutEngine):
                 logits_to_keep=1,
             ).logits
             tokens_B, log_probs_B = sample(logits_BLV[:, -1], settings, produced_B, history_BL)
-            self._record(rows, alive, tokens_B.tolist(), log_probs_B.tolist(), stopper, done)
+            log_probs = log_probs_B.tolist()
+            check_finite(log_probs)
+            self._record(rows, alive, tokens_B.tolist(), log_probs, stopper, done)
             kept = [place for place, index in enumerate(alive) if index is not None]
             if not kept:
                 return done

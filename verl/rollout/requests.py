@@ -94,6 +94,15 @@ def eos_token_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
     return frozenset(found)
 
 
+def check_finite(log_probs: Sequence[float]) -> None:
+    """A model whose weights are broken gives NaN; drawing from that would go unnoticed."""
+    if not all(map(math.isfinite, log_probs)):
+        raise RolloutError(
+            "the model gave logits that are NaN or infinite; its weights are broken or overflow in this type "
+            "(check the last update's gradient norm and rollout.dtype)"
+        )
+
+
 class Stopper:
     """Knows whether a sequence has ended after its newest token."""
 
@@ -114,14 +123,17 @@ class Stopper:
         ids = frozenset(sampling.stop_token_ids)
         return ids if sampling.ignore_eos else ids | self.eos_ids
 
-    def reason(self, token_ids: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
-        """Why the sequence ends here, or None. `token_ids` is the response so far."""
+    def reason(
+        self, token_ids: Sequence[int], sampling: SamplingParams, prompt_length: int = 0
+    ) -> FinishReason | None:
+        """Why the sequence ends here, or None. The response so far is `token_ids` from `prompt_length` on."""
         last = token_ids[-1]
         if last in sampling.stop_token_ids or (last in self.eos_ids and not sampling.ignore_eos):
             return "stop"
         if sampling.stop and self.tokenizer is not None:
             tail = max(len(text) for text in sampling.stop) + _STOP_TAIL
-            text = self.tokenizer.decode(list(token_ids[-tail:]), skip_special_tokens=False)
+            start = max(prompt_length, len(token_ids) - tail)
+            text = self.tokenizer.decode(list(token_ids[start:]), skip_special_tokens=False)
             if any(stop in text for stop in sampling.stop):
                 return "stop"
-        return "length" if len(token_ids) >= sampling.max_tokens else None
+        return "length" if len(token_ids) - prompt_length >= sampling.max_tokens else None

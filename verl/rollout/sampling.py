@@ -153,7 +153,7 @@ def invert_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tenso
     # The block's own running sum may differ from its float32 sum in the last bits: stay below its end.
     target_B1 = torch.minimum(target_B1 - before_B1, inner_BW[:, -1:] * (1 - 2.0**-40))
     inside_B1 = torch.searchsorted(inner_BW, target_B1, right=True).clamp_(max=_BLOCK - 1)
-    return (block_B1 * _BLOCK + inside_B1)[:, 0]
+    return (block_B1 * _BLOCK + inside_B1)[:, 0].clamp_(max=vocab - 1)
 
 
 def sample(

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from verl.errors import RolloutError
+from verl.models.attention import ATTENTION_NAME, register_attention
 
 
 @contextmanager
@@ -43,11 +44,22 @@ def stock_attention(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
 
 
+def _require_exchangeable_attention(model: Any) -> None:
+    register_attention()
+    if not getattr(model, "_supports_attention_backend", False):
+        raise RolloutError(
+            f"{type(model).__name__} does not call its attention through transformers' attention interface, which "
+            "rollout.name=native needs; use rollout.name=hf"
+        )
+
+
 @contextmanager
 def generation_mode(module: nn.Module, attention: str | None) -> Iterator[Any]:
     """The causal model in evaluation mode with another attention implementation (None: transformers' own)."""
     model = causal_lm(module)
     attention = attention or stock_attention(model)
+    if attention == ATTENTION_NAME:
+        _require_exchangeable_attention(model)
     training = [part for part in module.modules() if part.training]
     before = getattr(model.config, "_attn_implementation", None)
     module.eval()

@@ -1,0 +1,5 @@
+"""The native rollout engine: a scheduler, a paged KV cache, a runner for each kind of device, one sampler."""
+
+from verl.rollout.native.engine import Limits, NativeRollout
+
+__all__ = ["Limits", "NativeRollout"]

@@ -1,0 +1,80 @@
+"""Runs the model for one step on the CPU and draws the new tokens.
+
+What always holds: no gradient is recorded; each sequence of the step that has no token left to compute draws
+exactly one, keyed by how many it has produced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl.rollout.native.attention import ChunkSpan, PagedAttention, make_segments
+from verl.rollout.native.kv_cache import PageCache
+from verl.rollout.native.scheduler import Step
+from verl.rollout.native.sequence import Sequence
+from verl.rollout.sampling import SamplingBatch, sample
+
+
+class CPURunner:
+    """One block is one page: `table[0]` is a sequence's place in the cache."""
+
+    def __init__(self, model: Any, cache: PageCache) -> None:
+        self.model = model
+        self.cache = cache
+        self._settings: tuple[list[int], SamplingBatch] | None = None
+
+    @torch.no_grad()
+    def run(self, step: Step) -> tuple[list[Sequence], list[int], list[float]]:
+        """The sequences that drew a token, their tokens and log-probs."""
+        if step.copies:
+            self.cache.copy(step.copies)
+        page_size = self.cache.page_size
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        samplers: list[Sequence] = []
+        spans: list[ChunkSpan] = []
+        for chunk in step.chunks:
+            page, first, end = chunk.sequence.table[0], len(ids), chunk.start + chunk.count
+            ids += chunk.sequence.tokens[chunk.start : end]
+            positions += range(chunk.start, end)
+            slots += range(page * page_size + chunk.start, page * page_size + end)
+            spans.append(ChunkSpan(page, first, chunk.start, chunk.count))
+            for sequence in chunk.samplers:
+                rows.append(len(ids) - 1)
+                samplers.append(sequence)
+        decodes = sorted(step.decodes, key=lambda s: s.table[0])
+        segments = make_segments([s.table[0] for s in decodes], [s.computed + 1 for s in decodes], len(ids))
+        for sequence in decodes:
+            rows.append(len(ids))
+            ids.append(sequence.tokens[-1])
+            positions.append(sequence.computed)
+            slots.append(sequence.table[0] * page_size + sequence.computed)
+        samplers += decodes
+        context = PagedAttention(self.cache, torch.tensor(slots), spans, segments)
+        output = self.model(
+            input_ids=torch.tensor([ids]),
+            position_ids=torch.tensor([positions]),
+            use_cache=False,
+            logits_to_keep=torch.tensor(rows) if rows else 1,
+            verl_attn=context,
+        )
+        if not samplers:
+            return [], [], []
+        tokens_B, log_probs_B = self._draw(output.logits[0], samplers)
+        return samplers, tokens_B.tolist(), log_probs_B.tolist()
+
+    def _draw(self, logits_BV: torch.Tensor, samplers: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = [s.key for s in samplers]
+        if self._settings is None or self._settings[0] != keys:
+            self._settings = (keys, SamplingBatch.of([s.request.sampling for s in samplers], keys))
+        settings = self._settings[1]
+        history_BL = None
+        if settings.any_penalty:
+            history_BL = torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(s.tokens) for s in samplers], batch_first=True, padding_value=-1
+            )
+        return sample(logits_BV, settings, torch.tensor([s.produced for s in samplers]), history_BL)

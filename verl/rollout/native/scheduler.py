@@ -1,0 +1,214 @@
+"""Which tokens the model sees next. A pure state machine: no tensors, no clock, no randomness.
+
+Every step serves the running sequences, oldest first: one token for each that decodes, a chunk of the prompt
+for each that does not yet; what the token budget leaves goes to waiting ones. When the cache is full the
+youngest running sequence gives its blocks back, waits at the head of the queue and is computed again later;
+its tokens are kept, so nothing it said is lost.
+
+What always holds: the oldest running sequence can always go on, so every sequence finishes; a step never holds
+more than `max_batched_tokens` tokens or `max_sequences` sequences; a sequence is waiting, running or finished
+and in exactly one place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from verl.rollout.native.block_manager import BlockManager, Copy
+from verl.rollout.native.sequence import Sequence, Status
+
+
+@dataclass
+class Chunk:
+    """`count` tokens of a prompt from `start`; when they are its last, `samplers` each draw a first token."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samplers: list[Sequence] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """What to do now: first the copies, then one pass of the model over chunks and decodes."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decodes) + sum(chunk.count for chunk in self.chunks)
+
+
+class Scheduler:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_sequences: int,
+        max_batched_tokens: int,
+        keep_free: int = 0,
+        prefix_in_same_step: bool = True,
+    ) -> None:
+        """`keep_free` blocks stay unused when new sequences start, so that running ones can grow.
+
+        `prefix_in_same_step`: a prompt may share blocks that another prompt fills in the same step (the model
+        writes keys before it reads them); otherwise it waits until they are there to be copied."""
+        self.blocks = blocks
+        self.max_sequences = max_sequences
+        self.max_batched_tokens = max_batched_tokens
+        self.keep_free = keep_free
+        self.prefix_in_same_step = prefix_in_same_step
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        self.waiting.extend(sequences)
+
+    def schedule(self, lookahead: int = 1) -> Step:
+        """The next step; decoding sequences get room for `lookahead` more tokens."""
+        step = Step()
+        budget = self.max_batched_tokens
+        for sequence in list(self.running):
+            if budget <= 0 or sequence.status is not Status.RUNNING:
+                break
+            budget -= self._serve(sequence, budget, lookahead, step)
+        if not step.preempted:
+            self._admit(budget, step)
+        return step
+
+    def _serve(self, sequence: Sequence, budget: int, lookahead: int, step: Step) -> int:
+        """Give one running sequence its tokens, taking blocks from the youngest if need be; returns the count."""
+        decoding = sequence.remaining == 1 and not sequence.siblings
+        count = 1 if decoding else min(sequence.remaining, budget)
+        length = sequence.computed + count
+        if decoding and lookahead > 1:
+            length = max(min(length + lookahead - 1, sequence.max_length - 1), length)
+        while (copies := self.blocks.grow(sequence, length)) is None:
+            victim = self.running[-1]
+            self._preempt(victim, step)
+            if victim is sequence:
+                return 0
+        step.copies.extend(copies)
+        if decoding:
+            step.decodes.append(sequence)
+        else:
+            self._add_chunk(sequence, count, step)
+        return count
+
+    def _add_chunk(self, sequence: Sequence, count: int, step: Step) -> None:
+        chunk = Chunk(sequence, sequence.computed, count)
+        if self.prefix_in_same_step:
+            self.blocks.register(sequence, chunk.start + count)
+        if chunk.start + count == sequence.length:
+            chunk.samplers = [sequence, *self._start_siblings(sequence)]
+        step.chunks.append(chunk)
+
+    def _start_siblings(self, leader: Sequence) -> list[Sequence]:
+        """Samples of the same prompt join as far as there is room; the rest wait, first in the queue."""
+        room = self.max_sequences - len(self.running)
+        started, later = leader.siblings[:room], leader.siblings[room:]
+        leader.siblings = []
+        for child in started:
+            self.blocks.fork(leader, child)
+            child.status = Status.RUNNING
+            self.running.append(child)
+        self.waiting.extendleft(reversed(later))
+        return started
+
+    def _preempt(self, sequence: Sequence, step: Step) -> None:
+        self.running.remove(sequence)
+        self.blocks.release(sequence)
+        sequence.computed = 0
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)
+        step.preempted.append(sequence)
+        self.preemptions += 1
+        for chunk in step.chunks:
+            # A sibling that was to start in this very step: it draws its first token when it comes back.
+            if sequence in chunk.samplers[1:]:
+                chunk.samplers.remove(sequence)
+
+    def _admit(self, budget: int, step: Step) -> None:
+        fresh: set[tuple[int, ...]] = set()
+        passed: list[Sequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
+            sequence = self.waiting.popleft()
+            opening = tuple(sequence.tokens[: self.blocks.granule])
+            if not self.prefix_in_same_step and opening in fresh and len(sequence.tokens) > len(opening):
+                passed.append(sequence)
+                continue
+            self.blocks.attach_prefix(sequence)
+            count = min(sequence.remaining, budget)
+            reserve = self.keep_free if self.running else 0
+            needed = self.blocks.room_needed(sequence, sequence.computed + count)
+            copies = None
+            if needed + reserve <= self.blocks.free:
+                copies = self.blocks.grow(sequence, sequence.computed + count)
+            if copies is None:
+                self.blocks.release(sequence)
+                sequence.computed = 0
+                self.waiting.appendleft(sequence)
+                break
+            if sequence.computed == 0:
+                fresh.add(opening)
+            step.copies.extend(copies)
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+            self._add_chunk(sequence, count, step)
+            budget -= count
+        self.waiting.extendleft(reversed(passed))
+
+    def complete(self, step: Step) -> None:
+        """The model has run: everything of the step is in the cache."""
+        for chunk in step.chunks:
+            chunk.sequence.computed = chunk.start + chunk.count
+            self.blocks.register(chunk.sequence, chunk.sequence.computed)
+            for sibling in chunk.samplers[1:]:
+                sibling.computed = chunk.sequence.computed
+        for sequence in step.decodes:
+            sequence.computed += 1
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its blocks."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self.blocks.release(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting = deque(other for other in self.waiting if other is not sequence)
+        sequence.status = Status.FINISHED
+
+    def finish_all(self, sequences: list[Sequence]) -> None:
+        """`finish` for many running ones at once."""
+        for sequence in sequences:
+            self.blocks.release(sequence)
+            sequence.status = Status.FINISHED
+        self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
+
+    def everything(self) -> list[Sequence]:
+        """All unfinished sequences, siblings that wait inside their leader included."""
+        found: list[Sequence] = []
+        for sequence in [*self.running, *self.waiting]:
+            found.append(sequence)
+            found.extend(sequence.siblings)
+        return found
+
+    def compact(self, step: Step) -> None:
+        """Move blocks down into holes, where one block is one sequence, so that running rows lie side by side."""
+        highest = max((s.table[0] for s in self.running), default=-1)
+        if 4 * (highest + 1) <= 5 * len(self.running):
+            return
+        if not self.waiting:
+            self.blocks.forget_unused()
+        for sequence in sorted(self.running, key=lambda s: -s.table[0]):
+            copy = self.blocks.move(sequence, 0)
+            if copy is not None:
+                step.copies.append(copy)

@@ -1,0 +1,100 @@
+"""One sample on its way through the engine: what it is made of, and how far it has come.
+
+A sequence is prompt, partial tokens (when resumed) and the tokens made so far. `computed` of them have their
+keys and values in the cache; the model has to see the other `remaining`, and after the last of them it draws
+one more. A decoding sequence therefore has one remaining token, a new one its whole prompt.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from verl.rollout.base import FinishReason, Request, Response
+from verl.rollout.noise import sequence_key
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """`table` lists the cache blocks that hold its first tokens; `chain` names the content of its full granules."""
+
+    __slots__ = (
+        "arrival",
+        "chain",
+        "computed",
+        "key",
+        "log_probs",
+        "max_length",
+        "on_device",
+        "prompt_length",
+        "request",
+        "resumed_length",
+        "sample",
+        "siblings",
+        "status",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, sample: int, arrival: int) -> None:
+        partial = request.partial[sample] if request.partial else ()
+        self.request = request
+        self.sample = sample
+        self.arrival = arrival
+        self.key = sequence_key(request.seed, request.request_id, sample)
+        self.tokens = [*request.prompt_ids, *partial]
+        self.log_probs: list[float] = []
+        self.prompt_length = len(request.prompt_ids)
+        self.resumed_length = len(self.tokens)
+        self.max_length = self.prompt_length + request.sampling.max_tokens
+        self.computed = 0
+        self.on_device = 0
+        """Tokens made on the device that have not been brought to the host yet."""
+        self.table: list[int] = []
+        self.chain: list[int] = []
+        self.siblings: list[Sequence] = []
+        """Samples of the same prompt that start from this one's blocks once its prompt is computed."""
+        self.status = Status.WAITING
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.on_device
+
+    @property
+    def remaining(self) -> int:
+        return self.length - self.computed
+
+    @property
+    def produced(self) -> int:
+        """Tokens after the prompt, resumed ones included: the position that keys the next draw."""
+        return self.length - self.prompt_length
+
+    def response(self, reason: FinishReason, version: int) -> Response:
+        return Response(
+            self.request.request_id,
+            self.sample,
+            self.tokens[self.resumed_length :],
+            list(self.log_probs),
+            reason,
+            version,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id!r}/{self.sample}, {self.status.value}, "
+            f"{self.computed} of {self.length} computed)"
+        )
+
+
+def sequences_of(request: Request, arrival: int) -> list[Sequence]:
+    """The sequences to queue for a request: a leader carrying its siblings, or all samples when resumed
+    (their partial tokens differ, so that they share blocks only as far as the prompt goes)."""
+    samples = [Sequence(request, index, arrival + index) for index in range(request.n)]
+    if request.partial:
+        return samples
+    samples[0].siblings = samples[1:]
+    return samples[:1]
