@@ -1,20 +1,37 @@
-"""Put an FSDP engine together from config sections: load or take the model, prepare it, make the optimiser."""
+"""Put an FSDP engine together: load or take the model, prepare and shard it, make the optimiser.
+
+What always holds: adapters, freezing and checkpointing are settled before sharding, the optimiser sees what is
+left after it; whether the model can be packed or compiled is found out by running it once.
+"""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.engines.fsdp import FSDPEngine
+from verl.engines.offload import ActivationOffload
 from verl.engines.optim import MasterAdamW
+from verl.engines.passes import Passes
+from verl.engines.ranks import Ranks
 from verl.engines.schedule import Schedule
 from verl.engines.settings import EngineSettings, Kind, read_settings
+from verl.engines.sharding import decoder_layers, shard
 from verl.errors import ModelError
+from verl.models.attention import use_verl_attention
+from verl.models.forward import attach
 from verl.models.loading import disable_dropout, load_causal_lm, load_value_model
+from verl.models.lora import add_lora
+from verl.models.packability import packing_fault
 from verl.models.value_model import ValueModel
+
+log = logging.getLogger(__name__)
 
 
 def build_fsdp(
@@ -42,28 +59,72 @@ def build_fsdp(
         bad_batch_dir=bad_batch_dir,
         seed=seed,
     )
+    optim = None if kind == "ref" else role_cfg.optim
+    schedule = None if optim is None else Schedule.from_config(optim, total_steps)
+    ranks = Ranks(device, settings.sharding.fsdp_size)
     torch.manual_seed(seed)
-    module = _module(kind, model_cfg, settings, model, device)
-    if kind == "ref":
-        return FSDPEngine(module, settings, device=device)
-    optim = role_cfg.optim
-
-    def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> MasterAdamW:
-        return MasterAdamW(
-            named,
-            schedule=Schedule.from_config(optim, total_steps),
-            weight_decay=float(optim.weight_decay),
-            betas=(float(optim.betas[0]), float(optim.betas[1])),
-            eps=float(optim.eps),
-            grad_clip=settings.grad_clip,
-        )
-
-    return FSDPEngine(module, settings, device=device, make_optimizer=make_optimizer)
+    module = _module(kind, model_cfg, settings, model, ranks)
+    return assemble(module, settings, ranks, optim=optim, schedule=schedule, base_path=model_cfg.path)
 
 
-def _module(
-    kind: Kind, model_cfg: Any, settings: EngineSettings, model: Any, device: torch.device
-) -> nn.Module:
+def assemble(
+    module: Any,
+    settings: EngineSettings,
+    ranks: Ranks,
+    *,
+    optim: Any,
+    schedule: Schedule | None,
+    base_path: str = "",
+) -> FSDPEngine:
+    """From a loaded module to an engine. `optim` is the optimiser section, None for a frozen engine."""
+    _choose_trained(module, settings, base_path, trained=optim is not None)
+    stock_attention = module.config._attn_implementation or "sdpa"
+    packed = settings.packed and use_verl_attention(module)
+    if settings.packed and not packed:
+        _tell_padded(module, "it does not use transformers' attention interface")
+    if settings.gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module.eval()
+    attach(module)
+    mesh = _mesh(settings, ranks)
+    layers = decoder_layers(module)
+    if settings.torch_compile:
+        from verl.models.compiling import compile_layers
+
+        compile_layers(layers)
+    if mesh is not None:
+        in_place = optim is not None and optim.stochastic_rounding
+        shard(module, mesh, settings.sharding, settings.dtype, float32_masters=not in_place)
+    passes = Passes(
+        module,
+        ranks.device,
+        ranks,
+        packed=packed,
+        train_cut=settings.train_cut,
+        forward_cut=settings.forward_cut,
+        label=settings.kind,
+    )
+    if settings.torch_compile:
+        _try_compiled(passes, layers)
+    if packed:
+        fault = packing_fault(module, passes.run, ranks.device, stock_attention)
+        if fault:
+            passes.packed = False
+            module.set_attn_implementation(stock_attention)
+            _tell_padded(module, fault)
+    _notice_what_has_no_effect(settings, ranks)
+    if settings.activation_offload and ranks.device.type != "cpu":
+        passes.activation_context = ActivationOffload(ranks.device).hooks
+    optimizer = _optimizer(module, settings, optim, schedule)
+    if optimizer is not None:
+        passes.clear_gradients = optimizer.zero_grad
+        passes.reserve_bytes = optimizer.reserved_bytes
+    return FSDPEngine(module, settings, ranks, passes, optimizer, sharded=mesh is not None)
+
+
+def _module(kind: Kind, model_cfg: Any, settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
+    # Sharding moves layer by layer to the device, so that a rank never holds the whole model there.
+    device = ranks.device if ranks.world_size == 1 else torch.device("cpu")
     if model is None:
         if not model_cfg.path:
             raise ModelError(
@@ -82,6 +143,88 @@ def _module(
     if kind == "critic" and not isinstance(model, ValueModel):
         model = ValueModel(getattr(model, "base_model", model))
     disable_dropout(model)
-    if model_cfg.dtype == "auto":
-        return model.to(device)
-    return model.to(device=device, dtype=settings.dtype)
+    if model_cfg.dtype != "auto":
+        return model.to(device=device, dtype=settings.dtype)
+    settings.dtype = next(model.parameters()).dtype
+    return model.to(device)
+
+
+def _choose_trained(module: Any, settings: EngineSettings, base_path: str, trained: bool) -> None:
+    module.requires_grad_(trained)
+    if settings.lora is not None:
+        lora = settings.lora
+        add_lora(
+            module, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, base_path=base_path
+        )
+    if settings.freeze_embeddings:
+        module.get_input_embeddings().requires_grad_(False)
+
+
+def _mesh(settings: EngineSettings, ranks: Ranks) -> DeviceMesh | None:
+    """With one rank there is nothing to shard; only host offloading layer by layer needs a mesh, of one."""
+    if ranks.mesh is not None or not (settings.sharding.offload_policy and ranks.device.type == "cuda"):
+        return ranks.mesh
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cuda", (1,), mesh_dim_names=("shard",))
+
+
+def _optimizer(
+    module: nn.Module, settings: EngineSettings, optim: Any, schedule: Schedule | None
+) -> MasterAdamW | None:
+    if optim is None or schedule is None:
+        return None
+    return MasterAdamW(
+        [(name, param) for name, param in module.named_parameters() if param.requires_grad],
+        schedule=schedule,
+        weight_decay=float(optim.weight_decay),
+        betas=(float(optim.betas[0]), float(optim.betas[1])),
+        eps=float(optim.eps),
+        grad_clip=settings.grad_clip,
+        moments=optim.moments,
+        stochastic_rounding=bool(optim.stochastic_rounding),
+        seed=settings.seed,
+        scale_loss=settings.dtype == torch.float16,
+    )
+
+
+def _try_compiled(passes: Passes, layers: list[nn.Module]) -> None:
+    """One small pass forward and backward; where it fails, the model goes on uncompiled."""
+    from verl.models.compiling import undo
+
+    try:
+        passes.try_once()
+    except (
+        Exception
+    ) as error:  # compilers fail with anything: missing toolchain, unsupported op, internal error
+        undo(layers)
+        log.warning(
+            "use_torch_compile: compiling failed, training goes on without it (%s: %s)",
+            type(error).__name__,
+            str(error).strip().split("\n")[0][:200],
+        )
+
+
+def _tell_padded(module: nn.Module, reason: str) -> None:
+    log.warning(
+        "%s cannot be packed (%s): micro-batches are padded instead, which is slower; "
+        "model.use_remove_padding=false says so without this notice",
+        type(module).__name__,
+        reason,
+    )
+
+
+def _notice_what_has_no_effect(settings: EngineSettings, ranks: Ranks) -> None:
+    if ranks.device.type != "cpu":
+        return
+    chosen = {
+        "fsdp_config.offload_policy": settings.sharding.offload_policy,
+        "fsdp_config.param_offload": settings.sharding.param_offload,
+        "fsdp_config.optimizer_offload": settings.sharding.optimizer_offload,
+        "model.enable_activation_offload": settings.activation_offload,
+    }
+    for key, value in chosen.items():
+        if value:
+            log.warning(
+                "%s: %s has no effect on a CPU, where everything is in host memory", settings.kind, key
+            )

@@ -1,13 +1,14 @@
-"""The training engine on PyTorch's own means: packed micro-batches, fused head, float32 master weights.
+"""The training engine on PyTorch's own means: packed micro-batches, fused head, FSDP2 over any number of ranks.
 
-What always holds: outputs and gradients do not depend on the cut into micro-batches; with one rank the module's
-parameters are plain tensors that others may share, and they are only ever written in place.
+What always holds: outputs and gradients do not depend on the cut into micro-batches or ranks; with one rank
+nothing is sharded or copied, the module's parameters are plain tensors that others may share, and they are only
+ever written in place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,90 +18,52 @@ from torch import nn
 
 from verl.algorithms.aggregation import batch_counts
 from verl.data.proto import DataProto
-from verl.engines.base import LossFn, ModelOutput, TrainEngine
-from verl.engines.micro_batches import CutRule, cut
+from verl.engines.base import LossFn, TrainEngine
+from verl.engines.export import save_folder, whole_weights
+from verl.engines.guard import NonFiniteGuard
+from verl.engines.offload import move_model
 from verl.engines.optim import MasterAdamW
+from verl.engines.passes import Passes
+from verl.engines.ranks import Ranks
 from verl.engines.settings import EngineSettings
+from verl.engines.sharding import gathered
 from verl.errors import ConfigError, ModelError
-from verl.models.attention import use_verl_attention
-from verl.models.forward import FORWARD_METHOD, attach
-from verl.models.fused_linear import HeadOptions, HeadOutput
-from verl.models.packing import Pack, check_batch, pack, pad, sequence_lengths
+from verl.models.fused_linear import HeadOptions
+from verl.models.lora import adapters_off, has_lora, save_adapter
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric, reduce_metrics
 
 log = logging.getLogger(__name__)
 
-MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], MasterAdamW]
-
 
 class FSDPEngine(TrainEngine):
-    """A model and its optimiser on one rank; without `make_optimizer` a frozen one (the reference policy)."""
+    """A model and its optimiser on one rank; without an optimiser a frozen model (the reference policy).
+
+    `verl.engines.build` prepares the parts; this class gives them the engine's verbs."""
 
     def __init__(
         self,
         model: Any,
         settings: EngineSettings,
+        ranks: Ranks,
+        passes: Passes,
+        optimizer: MasterAdamW | None,
         *,
-        device: torch.device,
-        make_optimizer: MakeOptimizer | None = None,
+        sharded: bool,
     ) -> None:
-        self.model: Any = model
+        self.model = model
         self.settings = settings
-        self.device = device
-        self.packed = settings.packed and use_verl_attention(model)
-        if settings.packed and not self.packed:
-            log.warning("%s cannot be packed: micro-batches are padded instead", type(model).__name__)
-        self._prepare(trained=make_optimizer is not None)
-        attach(model)
-        self.optimizer = make_optimizer(self._trained()) if make_optimizer else None
-
-    def _prepare(self, trained: bool) -> None:
-        self.model.requires_grad_(trained)
-        if self.settings.freeze_embeddings:
-            self.model.get_input_embeddings().requires_grad_(False)
-        if self.settings.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.model.eval()
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.ranks = ranks
+        self.rank, self.world_size, self.device = ranks.rank, ranks.world_size, ranks.device
+        self.passes = passes
+        self.optimizer = optimizer
+        self.sharded = sharded
+        self.guard = NonFiniteGuard(
+            settings.kind, settings.max_skipped_steps, settings.bad_batch_dir, ranks.rank
+        )
+        self._away: set[str] = set()
 
     # -- passes -------------------------------------------------------------------------------------------------
-
-    def _describe(self, batch: DataProto) -> Pack:
-        make = pack if self.packed else pad
-        tensors = batch.batch
-        return make(
-            tensors["input_ids"], tensors["attention_mask"], tensors["response_mask"], device=self.device
-        )
-
-    def _run(self, described: Pack, options: HeadOptions | None) -> HeadOutput | torch.Tensor:
-        return getattr(self.model, FORWARD_METHOD)(described, options)  # type: ignore[no-any-return]
-
-    def _cut(self, batch: DataProto, rule: CutRule) -> list[list[int]]:
-        return cut(sequence_lengths(batch.batch["attention_mask"]), rule)
-
-    @staticmethod
-    def _checked(batch: DataProto) -> DataProto:
-        batch = batch.to("cpu")
-        check_batch(batch.batch["input_ids"], batch.batch["attention_mask"], batch.batch["response_mask"])
-        return batch
-
-    @torch.no_grad()
-    def _without_gradient(self, batch: DataProto, options: HeadOptions | None) -> dict[str, torch.Tensor]:
-        batch = self._checked(batch).select(
-            batch_keys=["input_ids", "attention_mask", "response_mask"], non_tensor_keys=[]
-        )
-        self.model.eval()
-        answers: dict[str, torch.Tensor] = {}
-        for rows in self._cut(batch, self.settings.forward_cut):
-            described = self._describe(batch[rows])
-            for name, values in _by_name(self._run(described, options)).items():
-                if name not in answers:
-                    answers[name] = torch.zeros(len(batch), described.width, device=self.device)
-                answers[name][torch.tensor(rows, device=self.device)] = described.unpack(values)
-        return {name: values.cpu() for name, values in answers.items()}
 
     def log_probs(
         self,
@@ -114,17 +77,64 @@ class FSDPEngine(TrainEngine):
         options = HeadOptions(
             temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
         )
-        return self._without_gradient(batch, options)
+        self._bring("model")
+        with self.ranks.watching():
+            return self.passes.answers(batch, options)
 
     def values(self, batch: DataProto) -> torch.Tensor:
         self._need(policy=False)
-        return self._without_gradient(batch, None)["values"]
+        self._bring("model")
+        with self.ranks.watching():
+            return self.passes.answers(batch, None)["values"]
 
     def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
-        raise ConfigError(
-            "the reference policy is the actor without adapters only when there are adapters; set model.lora_rank, "
-            "or build an engine of kind 'ref'"
-        )
+        if not has_lora(self.model):
+            raise ConfigError(
+                "the reference policy is the actor without adapters only when there are adapters; set "
+                "model.lora_rank, or build an engine of kind 'ref'"
+            )
+        with adapters_off(self.model):
+            return self.log_probs(batch, temperature=temperature)["log_probs"]
+
+    def forward_backward(
+        self, batch: DataProto, loss_fn: LossFn, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> dict[str, Metric]:
+        optimizer = self._trained()
+        self._bring("model")
+        batch = self.passes.checked(batch)
+        with self.ranks.watching():
+            batch.meta_info = self._with_counts(batch)
+            before = optimizer.gradient_snapshot()
+            self.guard.remember(batch)
+            parts = self.passes.train(
+                batch,
+                loss_fn,
+                HeadOptions(temperature=temperature, with_entropy=with_entropy),
+                loss_scale=optimizer.loss_scale,
+                start_over=lambda: optimizer.restore_gradients(before),
+            )
+        return reduce_metrics(parts)
+
+    def optimizer_step(self) -> dict[str, float]:
+        optimizer = self._trained()
+        self._bring("model", "optimizer")
+        at = optimizer.step_count
+        scale = optimizer.loss_scale
+        with self.ranks.watching():
+            result = optimizer.step()
+        self.guard.after_step(result["skipped"] > 0, at, expected=optimizer.loss_scale < scale)
+        return result
+
+    def _with_counts(self, batch: DataProto) -> dict[str, Any]:
+        """The denominators of the whole mini-batch over all ranks, unless the caller gave them."""
+        given = batch.meta_info
+        counts: dict[str, Any] = {"dp_size": self.world_size}
+        if "batch_num_tokens" not in given or "global_batch_size" not in given:
+            own = batch_counts(batch.batch["response_mask"])
+            names = ("batch_num_tokens", "global_batch_size")
+            totals = self.ranks.total([int(own[name]) for name in names])
+            counts.update(zip(names, totals, strict=True))
+        return {**counts, **given}
 
     def _need(self, policy: bool) -> None:
         if isinstance(self.model, ValueModel) == policy:
@@ -132,47 +142,44 @@ class FSDPEngine(TrainEngine):
             asked = "log-probabilities" if policy else "values"
             raise ModelError(f"this engine holds {held} and cannot give {asked}")
 
-    def forward_backward(
-        self, batch: DataProto, loss_fn: LossFn, *, temperature: float = 1.0, with_entropy: bool = False
-    ) -> dict[str, Metric]:
+    def _trained(self) -> MasterAdamW:
         if self.optimizer is None:
             raise ConfigError("an engine of kind 'ref' is frozen and cannot train")
-        batch = self._checked(batch)
-        batch.meta_info = self._with_counts(batch)
-        options = HeadOptions(temperature=temperature, with_entropy=with_entropy)
-        self.model.train()
-        parts = []
-        for rows in self._cut(batch, self.settings.train_cut):
-            micro = batch[rows]
-            described = self._describe(micro)
-            output = _model_output(self._run(described, options), described)
-            loss, metrics = loss_fn(output, micro.to(self.device))
-            loss.backward()
-            parts.append(metrics)
-        return reduce_metrics(parts)
-
-    def _with_counts(self, batch: DataProto) -> dict[str, Any]:
-        return {**batch_counts(batch.batch["response_mask"]), "dp_size": self.world_size, **batch.meta_info}
-
-    def optimizer_step(self) -> dict[str, float]:
-        if self.optimizer is None:
-            raise ConfigError("an engine of kind 'ref' is frozen and cannot train")
-        return self.optimizer.step()
+        return self.optimizer
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
+        self._bring("model")
         self.model.eval()
-        yield self.model
+        if not self.sharded:
+            yield self.model
+            return
+        with self.ranks.watching(), gathered(self.model, self.settings.sharding):
+            yield self.model
 
     def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            yield name, value.detach()
+        return whole_weights(self.model, self.settings.dtype)
+
+    def save_hf(self, folder: Path) -> None:
+        with self.ranks.watching():
+            save_folder(self.model, Path(folder), self.settings.dtype, write=self.rank == 0)
+            self.ranks.barrier()
+
+    def save_adapter(self, folder: Path) -> None:
+        """The LoRA adapter alone, as peft opens it (rank 0 writes)."""
+        if not has_lora(self.model):
+            raise ConfigError("there is no adapter to save; set model.lora_rank")
+        with self.ranks.watching():
+            save_adapter(self.model, Path(folder), write=self.rank == 0)
+            self.ranks.barrier()
 
     def _own_weights(self) -> dict[str, torch.Tensor]:
-        """Masters where there are some, tied weights once: what a checkpoint holds."""
+        """What a checkpoint holds: masters where there are some, tied weights once; under LoRA, what is trained."""
         masters = self.optimizer.masters if self.optimizer else {}
+        if has_lora(self.model):
+            return dict(masters)
         seen: set[int] = set()
         own = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -182,49 +189,64 @@ class FSDPEngine(TrainEngine):
         return own
 
     def state_dict(self) -> dict[str, Any]:
-        model = {name: value.detach() for name, value in self._own_weights().items()}
-        state: dict[str, Any] = {"model": model, "optimizer": {}, "scheduler": {}, "extra": {}}
+        state: dict[str, Any] = {
+            "model": {name: value.detach() for name, value in self._own_weights().items()},
+            "optimizer": {},
+            "scheduler": {},
+            "extra": {},
+        }
         if self.optimizer:
             state["optimizer"] = self.optimizer.state_dict()
             state["scheduler"] = {"step": self.optimizer.step_count}
+            state["extra"] = {
+                "skipped_in_a_row": self.guard.in_a_row,
+                "loss_scale": self.optimizer.loss_scale,
+            }
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in self._own_weights().items():
+            if name not in state["model"]:
+                raise ModelError(f"the checkpoint has no weight {name!r}, which this model needs")
             value.copy_(state["model"][name])
-        if self.optimizer:
-            self.optimizer.write_back()
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.optimizer.step_count = int(state["scheduler"]["step"])
-
-    def save_hf(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(self.model, ValueModel):
-            from safetensors.torch import save_file
-
-            weights = {name: value.contiguous() for name, value in self.model.state_dict().items()}
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-            self.model.save_config(folder)
+        if self.optimizer is None:
             return
-        self.model.save_pretrained(folder)
+        self.optimizer.write_back()
+        if state.get("optimizer"):
+            self.optimizer.load_state_dict(state["optimizer"])
+        if state.get("scheduler"):
+            self.optimizer.step_count = int(state["scheduler"]["step"])
+        if state.get("extra"):
+            self.guard.in_a_row = int(state["extra"]["skipped_in_a_row"])
+            self.optimizer.loss_scale = float(state["extra"]["loss_scale"])
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def offload(self, model: bool = True, optimizer: bool = True) -> None:
+        host = torch.device("cpu")
+        if model and "model" not in self._away:
+            move_model(self.model, host, self.sharded)
+            self._away.add("model")
+        if optimizer and self.optimizer and "optimizer" not in self._away:
+            self.optimizer.move(host)
+            self._away.add("optimizer")
+
+    def onload(self, model: bool = True, optimizer: bool = True) -> None:
+        if model:
+            self._bring("model")
+        if optimizer:
+            self._bring("optimizer")
+
+    def _bring(self, *parts: str) -> None:
+        """Make sure that what a verb works with is on the device."""
+        for part in self._away.intersection(parts):
+            if part == "model":
+                move_model(self.model, self.device, self.sharded)
+            elif self.optimizer:
+                self.optimizer.move(self.device)
+            self._away.discard(part)
 
     def close(self) -> None:
         if self.optimizer:
             self.optimizer.close()
-
-
-def _by_name(answer: HeadOutput | torch.Tensor) -> dict[str, torch.Tensor]:
-    if isinstance(answer, torch.Tensor):
-        return {"values": answer}
-    named = {
-        "log_probs": answer.log_probs,
-        "entropy": answer.entropy,
-        "sum_pi_squared": answer.sum_pi_squared,
-    }
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def _model_output(answer: HeadOutput | torch.Tensor, described: Pack) -> ModelOutput:
-    unpacked = {name: described.unpack(value) for name, value in _by_name(answer).items()}
-    return ModelOutput(unpacked.get("log_probs"), unpacked.get("entropy"), unpacked.get("values"))

@@ -3,30 +3,83 @@
 What always holds: the update, its moments and the sum of gradients over micro-batches are float32; a float32
 parameter is its own master, so nothing is copied; a half-precision parameter gets a float32 master and is
 overwritten in place after each step, so that whoever shares the tensor (the rollout engine) sees the new weights.
-A step whose gradient is not finite changes nothing.
+A step whose gradient is not finite changes nothing. (`moments` and `stochastic_rounding` trade some of this for
+memory, and only when asked to.)
 
 Matrices decay, vectors (norms, biases) do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from verl.engines.low_memory_adamw import LowMemoryAdamW
 from verl.engines.schedule import Schedule
 
+FIRST_LOSS_SCALE = 2.0**12
+GROW_EVERY = 1000
 
-def _local(x: torch.Tensor) -> torch.Tensor:
+
+def local(x: torch.Tensor) -> torch.Tensor:
     """A sharded tensor's own part, or the tensor itself."""
     return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return]
 
 
+class TorchAdamW:
+    """torch's AdamW over the masters, with its state reachable by parameter name."""
+
+    def __init__(self, masters: Mapping[str, torch.Tensor], weight_decay: float, **options: Any) -> None:
+        self.masters = masters
+        groups = [
+            {"params": [m for m in masters.values() if m.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [m for m in masters.values() if m.ndim < 2], "weight_decay": 0.0},
+        ]
+        on_cuda = any(master.is_cuda for master in masters.values())
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, fused=on_cuda or None, **options
+        )
+
+    def step(self, gradients: Mapping[str, torch.Tensor], lr: float) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        for name, master in self.masters.items():
+            master.grad = gradients.get(name)
+        self.adamw.step()
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """AdamW makes its state at the first step; a checkpoint needs it to exist before."""
+        master = self.masters[name]
+        state: dict[str, Any] = self.adamw.state[master]
+        if not state:
+            on_device = bool(self.adamw.param_groups[0].get("fused"))
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
+            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+        return state
+
+    @torch.no_grad()
+    def load(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        for key, value in self.state(name).items():
+            value.copy_(state[key])
+
+    def move(self, device: torch.device) -> None:
+        for state in self.adamw.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    state[key] = value.to(device)
+
+
 class MasterAdamW:
     """The optimiser of one rank: its parameters (or shards), their masters, the schedule."""
+
+    loss_scale: float = 1.0
+    """What the loss is multiplied by before the backward pass: above 1 only for float16, whose gradients vanish."""
 
     def __init__(
         self,
@@ -37,114 +90,151 @@ class MasterAdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         grad_clip: float = 0.0,
+        moments: str = "float32",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        scale_loss: bool = False,
     ) -> None:
         self.schedule = schedule
         self.grad_clip = grad_clip
         self.step_count = 0
         self.params: dict[str, nn.Parameter] = dict(named_parameters)
         self.masters: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = []
+        self._good_steps = 0
         for name, param in self.params.items():
-            if param.dtype in (torch.float32, torch.float64):
-                self.masters[name] = param
-            else:
-                self.masters[name] = param.detach().float()
-                self._hooks.append(
-                    param.register_post_accumulate_grad_hook(self._collector(self.masters[name]))
-                )
-        groups = [
-            {"params": [m for m in self.masters.values() if m.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [m for m in self.masters.values() if m.ndim < 2], "weight_decay": 0.0},
-        ]
-        on_cuda = any(master.is_cuda for master in self.masters.values())
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or [{"params": [torch.zeros(0)]}],
-            lr=schedule.at(0),
-            betas=betas,
-            eps=eps,
-            fused=on_cuda or None,
-        )
+            half = param.dtype not in (torch.float32, torch.float64)
+            self.masters[name] = param.detach().float() if half and not stochastic_rounding else param
+            if half:
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._collector(name)))
+        if scale_loss:
+            self.loss_scale = FIRST_LOSS_SCALE
+        self.rule: TorchAdamW | LowMemoryAdamW
+        if moments == "float32" and not stochastic_rounding:
+            self.rule = TorchAdamW(self.masters, weight_decay, betas=betas, eps=eps)
+        else:
+            self.rule = LowMemoryAdamW(
+                self.masters, weight_decay, betas=betas, eps=eps, int8=moments == "int8", seed=seed
+            )
 
-    @staticmethod
-    def _collector(master: torch.Tensor) -> Any:
-        """Move a half-precision gradient into the master's float32 sum as soon as autograd has made it."""
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def _collector(self, name: str) -> Any:
+        """Move a half-precision gradient into its float32 sum as soon as autograd has made it."""
 
         def collect(param: torch.Tensor) -> None:
             if param.grad is None:
                 return
-            if master.grad is None:
-                master.grad = param.grad.float()
+            if name in self._sums:
+                self._sums[name].add_(param.grad)
             else:
-                master.grad.add_(param.grad)
+                self._sums[name] = param.grad.float()
             param.grad = None
 
         return collect
 
+    def named_gradients(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, param in self.params.items():
+            gradient = self._sums.get(name, param.grad)
+            if gradient is not None:
+                found[name] = gradient
+        return found
+
     def gradients(self) -> list[torch.Tensor]:
-        return [master.grad for master in self.masters.values() if master.grad is not None]
+        return list(self.named_gradients().values())
 
     def gradient_norm(self) -> torch.Tensor:
-        """Over all shards; a zero-dimensional tensor on the device."""
+        """Over all shards, with the loss scale taken out; a zero-dimensional tensor on the device."""
         grads = self.gradients()
         if not grads:
             return torch.zeros(())
         norm = torch.nn.utils.get_total_norm(grads)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return norm / self.loss_scale
+
+    def gradient_snapshot(self) -> dict[str, torch.Tensor]:
+        """Copies of the gradients there are, on the host; none where nothing was added since the last step."""
+        return {
+            name: local(gradient).to("cpu", copy=True) for name, gradient in self.named_gradients().items()
+        }
+
+    @torch.no_grad()
+    def restore_gradients(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """Back to a snapshot: what was added since is forgotten."""
+        for name, gradient in self.named_gradients().items():
+            if name in snapshot:
+                local(gradient).copy_(snapshot[name])
+            else:
+                self._sums.pop(name, None)
+                self.params[name].grad = None
+
+    def zero_grad(self) -> None:
+        self._sums.clear()
+        for name, param in self.params.items():
+            param.grad = None
+            self.masters[name].grad = None
+
+    # -- the step -----------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
         """Clip, check, update, clear gradients. The one wait for the device is reading the norm."""
         lr = self.schedule.at(self.step_count)
         norm = float(self.gradient_norm())
-        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        finite = math.isfinite(norm)
         if finite:
+            gradients = self.named_gradients()
+            factor = 1.0 / self.loss_scale
             if self.grad_clip > 0 and norm > self.grad_clip:
-                torch._foreach_mul_([_local(g) for g in self.gradients()], self.grad_clip / (norm + 1e-6))
-            for group in self.adamw.param_groups:
-                group["lr"] = lr
-            self.adamw.step()
+                factor *= self.grad_clip / (norm + 1e-6)
+            if factor != 1.0 and gradients:
+                torch._foreach_mul_([local(gradient) for gradient in gradients.values()], factor)
+            self.rule.step(gradients, lr)
             self.write_back()
             self.step_count += 1
+        self._adapt_loss_scale(finite)
         self.zero_grad()
         return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+
+    def _adapt_loss_scale(self, finite: bool) -> None:
+        if type(self).loss_scale == self.loss_scale:
+            return
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.loss_scale = max(self.loss_scale / 2, 1.0)
+        elif self._good_steps % GROW_EVERY == 0:
+            self.loss_scale *= 2
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the half-precision parameters, in place."""
         pairs = [(p, self.masters[n]) for n, p in self.params.items() if self.masters[n] is not p]
         if pairs:
-            torch._foreach_copy_([_local(p.data) for p, _ in pairs], [_local(m) for _, m in pairs])
+            torch._foreach_copy_([local(p.data) for p, _ in pairs], [local(m) for _, m in pairs])
 
-    def zero_grad(self) -> None:
-        for name, param in self.params.items():
-            param.grad = None
-            self.masters[name].grad = None
-
-    def _state_of(self, master: torch.Tensor) -> dict[str, Any]:
-        """AdamW makes its state at the first step; a checkpoint needs it to exist before."""
-        state: dict[str, Any] = self.adamw.state[master]
-        if not state:
-            on_device = bool(self.adamw.param_groups[0].get("fused"))
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
-            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-        return state
+    # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Moments by parameter name; the masters are the engine's `model` entry."""
-        moments = {name: self._state_of(master) for name, master in self.masters.items()}
-        return {
-            "exp_avg": {name: state["exp_avg"].detach() for name, state in moments.items()},
-            "exp_avg_sq": {name: state["exp_avg_sq"].detach() for name, state in moments.items()},
-            "updates": {name: state["step"].detach() for name, state in moments.items()},
-        }
+        states = {name: self.rule.state(name) for name in self.masters}
+        keys = ("exp_avg", "exp_avg_sq", "step")
+        return {key: {name: state[key].detach() for name, state in states.items()} for key in keys}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.masters:
+            self.rule.load(name, {key: values[name] for key, values in state.items()})
+
+    def reserved_bytes(self) -> int:
+        """What a first step will still allocate: moments and float32 gradients."""
+        return sum(12 * local(master).numel() for master in self.masters.values())
+
+    def move(self, device: torch.device) -> None:
+        """Moments, and masters that are not the parameters themselves, to `device`."""
         for name, master in self.masters.items():
-            own = self._state_of(master)
-            own["exp_avg"].copy_(state["exp_avg"][name])
-            own["exp_avg_sq"].copy_(state["exp_avg_sq"][name])
-            own["step"].copy_(state["updates"][name])
+            if master is not self.params[name]:
+                master.data = master.data.to(device)
+        self.rule.move(device)
 
     def close(self) -> None:
         for hook in self._hooks:

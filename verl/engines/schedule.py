@@ -54,6 +54,10 @@ class Schedule:
             min_lr_ratio=float(optim.min_lr_ratio),
         )
 
+    @classmethod
+    def constant(cls, lr: float) -> Schedule:
+        return cls(lr=lr)
+
     def at(self, step: int) -> float:
         """The rate of optimiser step `step` (the first is 0). Warm-up ends at the full rate, never starts at 0."""
         if step < self.warmup_steps:

@@ -71,11 +71,15 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def register_attention() -> None:
-    """Make "verl" known to transformers; calling it again changes nothing."""
+def register_attention(outside_graphs: bool = False) -> None:
+    """Make "verl" known to transformers. `outside_graphs`: torch.compile shall call it, never trace it; that
+    holds for the process from then on and costs nothing where nothing is compiled."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attention)
+    if outside_graphs:
+        AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))
+    elif ATTENTION_NAME not in AttentionInterface().valid_keys():
+        AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 

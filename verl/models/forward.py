@@ -7,7 +7,7 @@ hooks on the module see it (`attach`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from verl.errors import ModelError
-from verl.models.fused_linear import HeadOptions, HeadOutput, fused_head
+from verl.models.fused_linear import HeadOptions, fused_head
 from verl.models.packing import Pack
 from verl.models.value_model import ValueModel
 
@@ -35,7 +35,7 @@ class OutputHead:
 def output_head(model: Any) -> OutputHead:
     """Read at every call: under sharding the weight is another tensor while the module runs."""
     layer = model.get_output_embeddings()
-    if type(layer) is not nn.Linear and not (isinstance(layer, nn.Linear) and hasattr(layer, "unshard")):
+    if not isinstance(layer, nn.Linear) or hasattr(layer, "base_layer"):
         raise ModelError(
             f"the output layer of {type(model).__name__} is a {type(layer).__name__}, not a plain linear layer; "
             "with LoRA, leave the output layer out of model.target_modules"
@@ -66,34 +66,35 @@ def hidden_states(model: Any, pack: Pack) -> torch.Tensor:
     return hidden.flatten(0, 1).index_select(0, pack.source)
 
 
-def packed_log_probs(model: Any, pack: Pack, options: HeadOptions) -> HeadOutput:
-    """[M] each, float32."""
+def packed_log_probs(model: Any, pack: Pack, options: HeadOptions) -> dict[str, torch.Tensor]:
+    """`log_probs` and, where asked, `entropy` and `sum_pi_squared`; [M] each, float32."""
     head = output_head(model)
-    if head.softcap is not None or head.scale != 1.0:
-        options = HeadOptions(
-            temperature=options.temperature,
-            softcap=head.softcap,
-            scale=head.scale,
-            with_entropy=options.with_entropy,
-            with_sum_pi_squared=options.with_sum_pi_squared,
-            chunk_rows=options.chunk_rows,
-        )
-    return fused_head(hidden_states(model, pack), head.weight, pack.target, bias=head.bias, options=options)
+    options = replace(options, softcap=head.softcap, scale=head.scale)
+    answer = fused_head(hidden_states(model, pack), head.weight, pack.target, bias=head.bias, options=options)
+    named = {
+        "log_probs": answer.log_probs,
+        "entropy": answer.entropy,
+        "sum_pi_squared": answer.sum_pi_squared,
+    }
+    return {name: value for name, value in named.items() if value is not None}
 
 
-def packed_values(model: ValueModel, pack: Pack) -> torch.Tensor:
-    """[M], float32: the value before each wanted token."""
+def packed_values(model: ValueModel, pack: Pack) -> dict[str, torch.Tensor]:
+    """`values` [M], float32: the value before each wanted token."""
     score = model.score
     hidden = hidden_states(model, pack)
-    return torch.nn.functional.linear(hidden.float(), score.weight.float(), score.bias.float()).squeeze(-1)
+    values = torch.nn.functional.linear(hidden.float(), score.weight.float(), score.bias.float())
+    return {"values": values.squeeze(-1)}
 
 
-def _forward(model: nn.Module, pack: Pack, options: HeadOptions | None) -> HeadOutput | torch.Tensor:
+def _forward(model: nn.Module, pack: Pack, options: HeadOptions | None) -> dict[str, torch.Tensor]:
     if isinstance(model, ValueModel):
         return packed_values(model, pack)
     return packed_log_probs(model, pack, options or HeadOptions())
 
 
 def attach(model: nn.Module) -> None:
-    """Give the module the method `verl_forward(pack, options)`; FSDP2 can then hook it like a forward."""
+    """Give the module the method `verl_forward(pack, options)`; FSDP2 can then hook it like a forward.
+
+    It answers with a dictionary of tensors, because the sharding hooks look for tensors in what it returns."""
     setattr(model, FORWARD_METHOD, MethodType(_forward, model))

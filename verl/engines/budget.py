@@ -1,0 +1,89 @@
+"""How many tokens fit into one micro-batch, found by measuring a small pass.
+
+What always holds: the answer is a power of two between `SMALLEST` and a cap, so that small differences in free
+memory do not change how a run is cut; the probe leaves neither gradients nor memory behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SMALLEST = 256
+CAP_CUDA = 65536
+CAP_CPU = 8192
+SAFETY = 0.8
+
+
+def power_of_two_below(tokens: float) -> int:
+    return 1 << max(int(tokens), 1).bit_length() - 1
+
+
+def fitting_tokens(free_bytes: float, fixed_bytes: float, bytes_per_token: float, cap: int) -> int:
+    """The largest power of two whose estimated memory stays within `SAFETY` of what is free."""
+    room = max(free_bytes * SAFETY - fixed_bytes, 0.0)
+    tokens = room / max(bytes_per_token, 1.0)
+    return min(max(power_of_two_below(tokens), SMALLEST), cap)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory a pass may take: on CUDA what the driver has left plus what torch's cache holds unused."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(
+    probe: Callable[[int], None], device: torch.device, *, reserve_bytes: int = 0, label: str = ""
+) -> int:
+    """Tokens per micro-batch. `probe(n)` runs one pass over n tokens; `reserve_bytes` will be needed elsewhere."""
+    if device.type == "cuda":
+        fixed, slope = _cuda_cost(probe, device)
+        cap = CAP_CUDA
+    else:
+        fixed, slope = 0.0, _saved_bytes(probe, 128) / 128
+        cap = CAP_CPU
+    tokens = fitting_tokens(free_bytes(device) - reserve_bytes, fixed, slope, cap)
+    log.info(
+        "%s: micro-batches of up to %d tokens (measured: %.1f KiB per token, %.2f GiB free)",
+        label,
+        tokens,
+        slope / 1024,
+        (free_bytes(device) - reserve_bytes) / 2**30,
+    )
+    return tokens
+
+
+def _cuda_cost(probe: Callable[[int], None], device: torch.device) -> tuple[float, float]:
+    """Peak memory as a line over tokens: (fixed, per token). The first run warms kernels and workspaces up."""
+    few, many = 512, 2048
+    probe(few)
+    peaks = []
+    for tokens in (few, many):
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        probe(tokens)
+        torch.cuda.synchronize(device)
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    slope = max(peaks[1] - peaks[0], 1) / (many - few)
+    return max(peaks[0] - slope * few, 0.0), slope
+
+
+def _saved_bytes(probe: Callable[[int], None], tokens: int) -> float:
+    """What autograd keeps for the backward pass, each storage once."""
+    seen: dict[int, int] = {}
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        probe(tokens)
+    return float(sum(seen.values()))

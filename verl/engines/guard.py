@@ -1,0 +1,77 @@
+"""What happens when a gradient is not finite: the batch is kept for inspection, and a run that cannot recover stops.
+
+What always holds: the weights were not touched (the optimiser saw to that); tensors are written as safetensors
+and everything else as JSON, so that looking at the file runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.data.proto import DataProto
+from verl.errors import TrainingHalted
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteGuard:
+    """Counts skipped steps in a row; `limit` of them halt the run."""
+
+    def __init__(self, name: str, limit: int, folder: Path | None, rank: int = 0) -> None:
+        self.name, self.limit, self.folder, self.rank = name, limit, folder, rank
+        self.in_a_row = 0
+        self._batches: list[DataProto] = []
+
+    def remember(self, batch: DataProto) -> None:
+        """A batch whose gradient is in the step to come."""
+        self._batches.append(batch)
+
+    def after_step(self, skipped: bool, step: int, expected: bool = False) -> None:
+        """`expected`: the skip is the search for a loss scale, which is no reason to worry."""
+        batches, self._batches = self._batches, []
+        if not skipped:
+            self.in_a_row = 0
+            return
+        if expected:
+            return
+        self.in_a_row += 1
+        saved = [str(self._save(batch, step, at)) for at, batch in enumerate(batches)] if self.folder else []
+        where = f"the batch is saved as {', '.join(saved)}" if saved else "the batch was not saved"
+        log.warning(
+            "%s: the gradient of optimiser step %d is not finite, the update is skipped; %s",
+            self.name,
+            step,
+            where,
+        )
+        if self.in_a_row >= self.limit:
+            raise TrainingHalted(
+                f"{self.name}: {self.in_a_row} optimiser steps in a row had a gradient that is not finite "
+                f"(trainer.health.max_skipped_steps={self.limit}); {where}. Look there for extreme advantages or "
+                "log-probabilities; a lower optim.lr or grad_clip often helps"
+            )
+
+    def _save(self, batch: DataProto, step: int, at: int) -> Path:
+        from safetensors.torch import save_file
+
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = f"nonfinite_{self.name}_step{step}_rank{self.rank}_{self.in_a_row}_{at}"
+        file = self.folder / f"{stem}.safetensors"
+        save_file({name: value.contiguous().cpu() for name, value in batch.batch.items()}, file)
+        rest = {
+            "meta_info": batch.meta_info,
+            "rows": {name: list(values) for name, values in batch.non_tensor_batch.items()},
+        }
+        (self.folder / f"{stem}.json").write_text(json.dumps(rest, default=_plain))
+        return file
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) or hasattr(value, "tolist"):
+        return value.tolist()
+    return repr(value)

@@ -1,0 +1,139 @@
+"""LoRA adapters through peft, placed inside the model so that it stays the Hugging Face class it was.
+
+What always holds: only adapters (and a critic's head) are trained; with the adapters off the model is the one
+that was loaded, so it is its own reference policy; merged weights carry the names the model had before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.errors import ConfigError, missing_package
+
+ADAPTER = "default"
+_BASE = ".base_layer."
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise missing_package("peft", "peft", "model.lora_rank > 0") from error
+    return peft
+
+
+def _linear_names(model: Any) -> list[str]:
+    """Last name parts of all linear layers but the output matrix and the value head."""
+    skipped = {id(getattr(model, "score", None))}
+    if hasattr(model, "get_output_embeddings"):
+        skipped.add(id(model.get_output_embeddings()))
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) not in skipped
+    }
+    return sorted(names)
+
+
+def add_lora(
+    model: Any, *, rank: int, alpha: int, target_modules: Sequence[str], base_path: str = ""
+) -> None:
+    """Put an adapter on every target module and freeze the rest."""
+    peft = _peft()
+    wanted = list(target_modules)
+    if "all-linear" in wanted:
+        wanted = _linear_names(model)
+    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    unknown = [name for name in wanted if name.rpartition(".")[2] not in present]
+    if unknown or not wanted:
+        raise ConfigError(
+            f"model.target_modules has {', '.join(unknown) or 'no entry'}, which {type(model).__name__} does not "
+            f"have; its linear layers are: {', '.join(_linear_names(model))} (or 'all-linear')"
+        )
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=wanted,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="TOKEN_CLS" if hasattr(model, "score") else "CAUSAL_LM",
+        base_model_name_or_path=base_path or None,
+    )
+    model.requires_grad_(False)
+    peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    if hasattr(model, "score"):
+        model.score.requires_grad_(True)
+    model.verl_lora_config = config
+
+
+def has_lora(model: Any) -> bool:
+    return getattr(model, "verl_lora_config", None) is not None
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
+            yield name, module
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was loaded, while the context lasts."""
+    modules = [module for _, module in _adapted(model)]
+    for module in modules:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._disable_adapters = False
+
+
+def plain_name(name: str) -> str | None:
+    """The name a weight had before adapters were added; None for an adapter's own weight."""
+    if ".lora_A." in name or ".lora_B." in name:
+        return None
+    return name.replace(_BASE, ".")
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight, whole, under the name it had before adapters, with the adapter's product added."""
+    deltas = {f"{name}.base_layer.weight": module for name, module in _adapted(model)}
+    for name, value in model.state_dict(keep_vars=True).items():
+        plain = plain_name(name)
+        if plain is None:
+            continue
+        weight = _whole(value.detach())
+        if name in deltas:
+            module = deltas[name]
+            a, b = (_whole(part[ADAPTER].weight.detach()).float() for part in (module.lora_A, module.lora_B))
+            weight = (weight.float() + module.scaling[ADAPTER] * (b @ a)).to(weight.dtype)
+        yield plain, weight
+
+
+def save_adapter(model: Any, folder: Path, write: bool = True) -> None:
+    """adapter_config.json and adapter_model.safetensors, as `peft.PeftModel.from_pretrained` opens them.
+
+    Every rank calls it (shards are gathered); only one has `write`."""
+    from safetensors.torch import save_file
+
+    weights = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        trained_head = name.startswith("score.")
+        if plain_name(name) is None or trained_head:
+            key = name.replace(f".{ADAPTER}.", ".")
+            weights[f"base_model.model.{key}"] = _whole(value.detach()).cpu().contiguous()
+    if write:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        model.verl_lora_config.save_pretrained(folder)
