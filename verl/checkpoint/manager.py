@@ -1,0 +1,408 @@
+"""Save, resume, retain: the part of checkpointing a training loop talks to.
+
+The order of a save: files into a hidden folder, each on the disk before it counts; the manifest; a rename to
+`global_step_N`; `latest_checkpointed_iteration.txt`; only then are old checkpoints deleted.
+
+What always holds: at every moment the newest complete checkpoint is whole and loadable, however the process
+ends; a save that fails for lack of space or rights leaves the earlier ones alone and the run going; loading
+changes nothing on the disk. Every rank of a job makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from verl.checkpoint import rng
+from verl.checkpoint.collect import Records
+from verl.checkpoint.files import FileRecord, files_below, record_of, sync_file, sync_folder
+from verl.checkpoint.hf_folder import write_hf_folder
+from verl.checkpoint.manifest import Manifest, installed_versions, read_manifest, verify, write_manifest
+from verl.checkpoint.parts import Snapshot, load_part, load_tree, save_tree, snapshot, write_snapshot
+from verl.checkpoint.ranks import Ranks
+from verl.checkpoint.retention import Limits, apply
+from verl.checkpoint.staging import Staging
+from verl.checkpoint.steps import (
+    in_use,
+    newest_complete,
+    put_in_place,
+    recover,
+    step_name,
+    work_folder,
+    write_tracker,
+)
+from verl.engines.base import TrainEngine
+from verl.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+TRAINER_STATE = "trainer_state"
+RANDOM_STATE = "random/rank_{}"
+HF_BY_DEFAULT_BELOW = 10_000_000_000
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """What to save and load of one part (None: the default, everything)."""
+
+    save_contents: Sequence[str] | None = None
+    load_contents: Sequence[str] | None = None
+    async_save: bool = False
+
+
+@dataclass
+class _Job:
+    """One save under way on this rank."""
+
+    step: int
+    work: Path
+    final: Path
+    snapshots: dict[str, Snapshot]
+    contents: dict[str, list[str]]
+    trainer_state: Any
+    random_state: Any
+    metrics: dict[str, float]
+    records: dict[str, FileRecord] = field(default_factory=dict)
+
+
+class CheckpointManager:
+    """The checkpoints of one run folder."""
+
+    def __init__(
+        self,
+        run_folder: Path | str,
+        settings: Mapping[str, PartSettings] | None = None,
+        *,
+        max_actor_to_keep: int | None = None,
+        max_critic_to_keep: int | None = None,
+        keep_best: str | None = None,
+        keep_best_mode: str = "max",
+        resume_mode: str = "auto",
+        resume_from_path: Path | str | None = None,
+        peer_timeout_s: float = 600.0,
+    ) -> None:
+        self.run_folder = Path(run_folder)
+        self.settings = dict(settings or {})
+        self.limits = Limits(
+            {"actor": max_actor_to_keep, "critic": max_critic_to_keep}, keep_best, keep_best_mode
+        )
+        self.resume_mode = resume_mode
+        self.resume_from_path = resume_from_path
+        self._peer_timeout_s = peer_timeout_s
+        self._ranks = Ranks()
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._outcome: Path | None = None
+        self._error: BaseException | None = None
+        self._tidied = False
+        self._told_about_best = False
+
+    @classmethod
+    def from_config(cls, config: Any, run_folder: Path | str) -> CheckpointManager:
+        """From the resolved configuration of reinforcement learning or of supervised fine-tuning."""
+        trainer = config.trainer
+        if hasattr(config, "actor_rollout_ref"):
+            sections = {
+                "actor": config.actor_rollout_ref.actor.checkpoint,
+                "critic": config.critic.checkpoint,
+            }
+        else:
+            sections = {"actor": config.checkpoint}
+        return cls(
+            run_folder,
+            {
+                name: PartSettings(section.save_contents, section.load_contents, section.async_save)
+                for name, section in sections.items()
+            },
+            max_actor_to_keep=trainer.max_actor_ckpt_to_keep,
+            max_critic_to_keep=getattr(trainer, "max_critic_ckpt_to_keep", None),
+            keep_best=trainer.keep_best,
+            keep_best_mode=trainer.keep_best_mode,
+            resume_mode=trainer.resume_mode,
+            resume_from_path=trainer.resume_from_path,
+            peer_timeout_s=trainer.watchdog_s,
+        )
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, TrainEngine | None],
+        trainer_state: Mapping[str, Any],
+        *,
+        tokenizer: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> Path | None:
+        """Save a step. Returns its folder, or None when saving failed (the reason is logged as a warning) or goes
+        on in the background (`wait` returns the folder then)."""
+        self.wait()
+        engines = {name: engine for name, engine in parts.items() if engine is not None}
+        background = any(self._of(name).async_save for name in engines)
+        job = self._start(step, engines, trainer_state, metrics or {}, copy=background)
+        steps = (
+            lambda: self._open(job),
+            lambda: self._write_states(job),
+            lambda: self._write_hf(job, engines, tokenizer),
+        )
+        # After each, all ranks agree whether to go on: one that failed alone would leave the others waiting.
+        if not all(self._ranks.all_true(self._guarded(action, job)) for action in steps):
+            self._discard(job)
+            return None
+        if background:
+            self._thread = threading.Thread(target=self._background, args=(job,), name="checkpoint")
+            self._thread.start()
+            return None
+        done = self._finish(job)
+        return job.final if self._ranks.from_first(int(done is not None)) else None
+
+    def wait(self) -> Path | None:
+        """Until a save in the background is done; the folder it made, or None."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._outcome
+
+    def _start(
+        self,
+        step: int,
+        engines: Mapping[str, TrainEngine],
+        trainer_state: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+        copy: bool,
+    ) -> _Job:
+        contents, snapshots = {}, {}
+        for name, engine in engines.items():
+            contents[name] = self._contents(name, engine)
+            taken = snapshot(engine, contents[name])
+            snapshots[name] = self._staging.copy(name, taken) if copy else taken
+        return _Job(
+            step=step,
+            work=work_folder(self.run_folder, step),
+            final=self.run_folder / step_name(step),
+            snapshots=snapshots,
+            contents=contents,
+            trainer_state=dict(trainer_state),
+            random_state=rng.capture(),
+            metrics=self._kept_metrics(metrics),
+        )
+
+    def _open(self, job: _Job) -> None:
+        if self._ranks.first:
+            self._tidy()
+            shutil.rmtree(job.work, ignore_errors=True)
+            (job.work / "random").mkdir(parents=True)
+            for name in job.snapshots:
+                (job.work / name).mkdir()
+
+    def _write_states(self, job: _Job) -> None:
+        """In the foreground always: they are small, and move on while a background save is under way."""
+        if self._ranks.first:
+            job.records |= save_tree(job.work, TRAINER_STATE, job.trainer_state)
+        job.records |= save_tree(job.work, RANDOM_STATE.format(self._ranks.rank), job.random_state)
+
+    def _write_hf(self, job: _Job, engines: Mapping[str, TrainEngine], tokenizer: Any) -> None:
+        for name, engine in engines.items():
+            weights = "hf_model" in job.contents[name]
+            write_hf_folder(job.work / name, engine, tokenizer, weights=weights, writer=self._ranks.first)
+
+    def _write(self, job: _Job) -> None:
+        for name, taken in job.snapshots.items():
+            written = write_snapshot(job.work / name, taken, self._ranks.rank, self._ranks.world_size)
+            job.records |= {f"{name}/{file}": record for file, record in written.items()}
+
+    def _finish(self, job: _Job) -> Path | None:
+        """Write the tensors, wait for the other ranks' files, commit. Needs no collective, so that it may run
+        beside training."""
+        peers = Records(job.work, self._ranks.rank, self._ranks.world_size, self._peer_timeout_s)
+        written = self._guarded(lambda: self._write(job), job)
+        written = self._guarded(lambda: peers.post(job.records if written else None), job) and written
+        if not self._ranks.first:
+            return job.final if written else None
+        if not self._guarded(lambda: self._commit(job, peers), job):
+            self._discard(job)
+            return None
+        return job.final
+
+    def _commit(self, job: _Job, peers: Records) -> None:
+        records = peers.collect()
+        for path in files_below(job.work):
+            name = path.relative_to(job.work).as_posix()
+            if name not in records and not path.name.startswith("."):
+                sync_file(path)
+                records[name] = record_of(path)
+        peers.clear()
+        manifest = Manifest(
+            step=job.step,
+            world_size=self._ranks.world_size,
+            parts=job.contents,
+            files=records,
+            metrics=job.metrics,
+            versions=installed_versions(),
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+        write_manifest(job.work, manifest)
+        for folder in sorted({job.work / name for name in records}, key=str):
+            sync_folder(folder.parent)
+        put_in_place(job.work, job.final)
+        write_tracker(self.run_folder, job.step)
+        apply(self.run_folder, self.limits)
+
+    def _background(self, job: _Job) -> None:
+        try:
+            self._outcome = self._finish(job)
+        except BaseException as error:  # handed to the training thread by `wait`
+            self._error = error
+
+    def _guarded(self, action: Any, job: _Job) -> bool:
+        """Run it; what the disk may do to us is a warning, not the end of the run."""
+        try:
+            action()
+        except (OSError, SafetensorError, TimeoutError) as error:
+            logger.warning(
+                "the checkpoint of step %d could not be saved: %s. The run goes on; the last complete checkpoint "
+                "stays valid. Free some space or set trainer.default_local_dir to another disk",
+                job.step,
+                error,
+            )
+            return False
+        return True
+
+    def _discard(self, job: _Job) -> None:
+        if self._ranks.first:
+            shutil.rmtree(job.work, ignore_errors=True)
+
+    def _contents(self, name: str, engine: TrainEngine) -> list[str]:
+        chosen = self._of(name).save_contents
+        if chosen is not None:
+            return list(chosen)
+        weights = engine.state_dict()["model"].values()
+        small = sum(tensor.numel() for tensor in weights) < HF_BY_DEFAULT_BELOW
+        return ["model", "optimizer", "extra", *(["hf_model"] if small else [])]
+
+    def _kept_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Validation results and whatever `keep_best` asks for; a manifest is not a log."""
+        best = self.limits.best
+        kept = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, (int, float)) and (name == best or name.startswith("val-core/"))
+        }
+        if best is not None and best not in kept and metrics and not self._told_about_best:
+            self._told_about_best = True
+            known = ", ".join(sorted(n for n in metrics if n.startswith(("val", "reward")))[:8])
+            logger.warning(
+                "trainer.keep_best=%s was not measured at this step, so this checkpoint cannot be the best one. "
+                "Measured: %s. Set trainer.test_freq so that each saved step is validated",
+                best,
+                known or "no validation",
+            )
+        return kept
+
+    def _of(self, part: str) -> PartSettings:
+        return self.settings.get(part, PartSettings())
+
+    def _tidy(self) -> None:
+        if not self._tidied:
+            recover(self.run_folder)
+            self._tidied = True
+
+    # -- resuming -----------------------------------------------------------------------------------------------
+
+    def latest(self, parts: Sequence[str] = ()) -> Path | None:
+        """The newest complete checkpoint; damaged and incomplete ones are named in the log and skipped."""
+        chosen = -1
+        if self._ranks.first:
+            self._tidy()
+            found = newest_complete(self.run_folder, parts)
+            chosen = found.step if found is not None else -1
+        chosen = self._ranks.from_first(chosen)
+        return None if chosen < 0 else self.run_folder / step_name(chosen)
+
+    def resolve(
+        self,
+        resume_mode: str | None = None,
+        resume_from_path: Path | str | None = None,
+        parts: Sequence[str] = (),
+    ) -> Path | None:
+        """The checkpoint to resume from, or None to start afresh."""
+        mode = resume_mode or self.resume_mode
+        given = resume_from_path or self.resume_from_path
+        if mode == "disable":
+            return None
+        if mode == "auto":
+            return self.latest(parts)
+        if mode != "resume_path":
+            raise ConfigError(
+                f"trainer.resume_mode={mode!r} is not known; allowed: auto, disable, resume_path"
+            )
+        if not given:
+            raise ConfigError(
+                "trainer.resume_mode=resume_path needs trainer.resume_from_path: a global_step_N folder or a run folder"
+            )
+        return checked_path(Path(given).expanduser(), parts)
+
+    def load(self, path: Path | str, parts: Mapping[str, TrainEngine | None]) -> Any:
+        """Load a checkpoint into the engines, put the random states back, return the trainer's state."""
+        path = Path(path)
+        with in_use(path):
+            manifest = read_manifest(path)
+            for name, engine in parts.items():
+                if engine is not None:
+                    load_part(path, manifest, name, engine, self._of(name).load_contents)
+            if manifest.world_size != self._ranks.world_size:
+                logger.warning(
+                    "checkpoint %s was saved by %d processes and is loaded by %d: weights and optimiser are equal, "
+                    "random draws will differ from those of an uninterrupted run",
+                    path.name,
+                    manifest.world_size,
+                    self._ranks.world_size,
+                )
+            else:
+                rng.restore(load_tree(path, manifest, RANDOM_STATE.format(self._ranks.rank)))
+            return load_tree(path, manifest, TRAINER_STATE)
+
+    def resume(self, parts: Mapping[str, TrainEngine | None]) -> Any | None:
+        """Find and load what `resume_mode` asks for; the trainer's state, or None for a fresh start."""
+        path = self.resolve(parts=[name for name, engine in parts.items() if engine is not None])
+        if path is None:
+            return None
+        state = self.load(path, parts)
+        logger.info("resumed from %s", path)
+        return state
+
+
+def checked_path(path: Path, parts: Sequence[str] = ()) -> Path:
+    """A checkpoint named by the user: a step folder (or the part inside it), or a run folder (its newest step)."""
+    if path.name in ("actor", "critic") and not (path / "ckpt_contents.json").exists():
+        path = path.parent
+    if path.is_dir() and not (path / "ckpt_contents.json").exists():
+        found = newest_complete(path, parts)
+        if found is not None:
+            return found.path
+    manifest = read_manifest(path)
+    missing = [part for part in parts if part not in manifest.parts]
+    if missing:
+        raise CheckpointError(
+            f"{path} holds no '{missing[0]}' (it holds: {', '.join(manifest.parts)}): "
+            "set trainer.resume_from_path to another checkpoint"
+        )
+    damage = verify(path, manifest)
+    if damage:
+        raise CheckpointError(
+            f"{path} is damaged: {damage[0]}. Set trainer.resume_from_path to another checkpoint, or "
+            "trainer.resume_mode=auto to take the newest complete one"
+        )
+    return path

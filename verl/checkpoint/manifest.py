@@ -1,0 +1,142 @@
+"""`ckpt_contents.json`: what a checkpoint consists of. It is written last, so its presence means "complete".
+
+What always holds: the manifest protects itself (its own checksum is inside), so damage in any file of a
+checkpoint, the manifest included, is found by `verify`; only files it lists are ever read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.files import FileRecord, inside, record_of, replace_file, write_file
+from verl.errors import CheckpointError
+
+MANIFEST = "ckpt_contents.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of one `global_step_N` folder."""
+
+    step: int
+    world_size: int
+    parts: dict[str, list[str]]
+    """What was saved of each part: {"actor": ["model", "optimizer", "extra", "hf_model"], ...}."""
+    files: dict[str, FileRecord]
+    metrics: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    created: str = ""
+
+    def to_json(self) -> str:
+        document = {
+            "format": FORMAT,
+            "step": self.step,
+            "world_size": self.world_size,
+            "parts": self.parts,
+            "metrics": self.metrics,
+            "versions": self.versions,
+            "created": self.created,
+            "files": {name: record.as_json() for name, record in sorted(self.files.items())},
+        }
+        return json.dumps({**document, "crc32": _crc(document)}, indent=1, sort_keys=True) + "\n"
+
+    @property
+    def size(self) -> int:
+        return sum(record.size for record in self.files.values())
+
+    def files_of(self, folder: Path, prefix: str) -> list[Path]:
+        """The listed files whose name begins with `prefix`, checked to lie inside the folder."""
+        return [inside(folder, name) for name in sorted(self.files) if name.startswith(prefix)]
+
+
+def installed_versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("verl", "torch", "transformers", "safetensors"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_manifest(folder: Path, manifest: Manifest, *, replace: bool = False) -> None:
+    if replace:
+        replace_file(folder / MANIFEST, manifest.to_json())
+    else:
+        write_file(folder / MANIFEST, manifest.to_json())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, if it is there and undamaged; CheckpointError with the reason otherwise."""
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict):
+            raise ValueError("not an object")
+        stated = document.pop("crc32")
+        if stated != _crc(document):
+            raise ValueError("its checksum is wrong")
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']!r} is not known here; known: {FORMAT}")
+        return Manifest(
+            step=int(document["step"]),
+            world_size=int(document["world_size"]),
+            parts={str(name): [str(c) for c in contents] for name, contents in document["parts"].items()},
+            files={
+                str(name): FileRecord(int(entry["size"]), str(entry["crc32"]))
+                for name, entry in document["files"].items()
+            },
+            metrics={str(name): float(value) for name, value in document["metrics"].items()},
+            versions=dict(document["versions"]),
+            created=str(document["created"]),
+        )
+    except FileNotFoundError:
+        why = "has no" if folder.is_dir() else "is not there, nor its"
+        raise CheckpointError(
+            f"{folder} {why} {MANIFEST}: the save was not finished, or it is not a checkpoint"
+        ) from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{folder} is not a folder") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def verify(folder: Path, manifest: Manifest | None = None, *, checksums: bool = True) -> list[str]:
+    """What is wrong with the files of a checkpoint; empty when nothing is. Without `checksums` only sizes count."""
+    if manifest is None:
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            return [str(error)]
+
+    def problem(item: tuple[str, FileRecord]) -> str | None:
+        name, expected = item
+        try:
+            path = inside(folder, name)
+            size = path.stat().st_size
+            if size != expected.size:
+                return f"{name} has {size} bytes instead of {expected.size}"
+            if checksums and (found := record_of(path)) != expected:
+                return f"{name} has checksum {found.crc32} instead of {expected.crc32}"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except (OSError, CheckpointError) as error:
+            return f"{name} cannot be read: {error}"
+        return None
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return [found for found in pool.map(problem, manifest.files.items()) if found]
+
+
+def _crc(document: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(document, sort_keys=True).encode('utf-8')):08x}"

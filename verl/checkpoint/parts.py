@@ -1,0 +1,169 @@
+"""One trained model in a checkpoint: an engine's state on disk and back.
+
+    model/model_world_size_{W}_rank_{R}.safetensors          the master weights, under their own names
+    optimizer/optimizer_world_size_{W}_rank_{R}.safetensors  moments and counts
+    {model,optimizer,extra}/{...}_rank_{R}.json              what is not a tensor, such as the schedule
+
+What always holds: `snapshot` is the only moment at which the engine must stand still; writing a snapshot needs no
+other rank; loading takes any sharding into any other and refuses, by name, what does not fit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.checkpoint.files import FileRecord, write_file
+from verl.checkpoint.manifest import Manifest
+from verl.checkpoint.plain import decode, encode
+from verl.checkpoint.tensors import Chunk, local_chunks, read_into, read_whole, write_chunks
+from verl.engines.base import TrainEngine
+from verl.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+# Which entries of an engine's state belong to which word of `checkpoint.save_contents`.
+SECTIONS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("scheduler", "extra")}
+
+
+@dataclass
+class Snapshot:
+    """A rank's share of an engine's state, by section."""
+
+    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, Chunk]]:
+        for section, chunks in self.chunks.items():
+            for chunk in chunks:
+                yield section, chunk
+
+
+def snapshot(engine: TrainEngine, contents: Sequence[str]) -> Snapshot:
+    """This rank's share of what `contents` asks for. Tensors are the engine's own, not copies."""
+    state = engine.state_dict()
+    taken = Snapshot()
+    for section, entries in SECTIONS.items():
+        if section not in contents:
+            continue
+        tree = {entry: state.get(entry, {}) for entry in entries}
+        tensors = dict(_tensor_leaves(tree if section == "extra" else tree[section]))
+        taken.chunks[section] = local_chunks(tensors, engine.rank)
+        taken.plain[section] = _without_tensors(tree if section == "extra" else tree[section])
+    return taken
+
+
+def write_snapshot(
+    folder: Path, taken: Snapshot, rank: int = 0, world_size: int = 1
+) -> dict[str, FileRecord]:
+    """Write this rank's files below `folder`; returns their records by name relative to it."""
+    records = {}
+    for section, chunks in taken.chunks.items():
+        (folder / section).mkdir(parents=True, exist_ok=True)
+        stem = f"{section}/{section}_world_size_{world_size}_rank_{rank}"
+        if chunks:
+            records[f"{stem}.safetensors"] = write_chunks(folder / f"{stem}.safetensors", chunks)
+        if taken.plain[section]:
+            text, _ = encode(taken.plain[section])
+            records[f"{stem}.json"] = write_file(folder / f"{stem}.json", text)
+    return records
+
+
+def load_part(
+    folder: Path, manifest: Manifest, part: str, engine: TrainEngine, contents: Sequence[str] | None = None
+) -> None:
+    """Give the engine what the checkpoint `folder` holds of `part`; `contents` limits it (None: all of it)."""
+    saved = [section for section in manifest.parts.get(part, []) if section in SECTIONS]
+    wanted = list(SECTIONS) if contents is None else [c for c in contents if c in SECTIONS]
+    for section in wanted:
+        if section not in saved:
+            logger.warning(
+                "checkpoint %s holds no '%s' of the %s: the engine keeps its own (saved: %s)",
+                folder.name,
+                section,
+                part,
+                ", ".join(saved),
+            )
+    state = engine.state_dict()
+    for section in wanted:
+        if section not in saved:
+            continue
+        tree = {entry: state.get(entry, {}) for entry in SECTIONS[section]}
+        target = tree if section == "extra" else tree[section]
+        files = manifest.files_of(folder, f"{part}/{section}/")
+        shards = [file for file in files if file.suffix == ".safetensors"]
+        leaves = dict(_tensor_leaves(target))
+        if leaves or shards:
+            read_into(shards, leaves, f"{folder.name}/{part}/{section}")
+        plain = _own_plain(files, engine.rank)
+        merged = _with_plain(target, plain)
+        state.update(merged if section == "extra" else {section: merged})
+    engine.load_state_dict(state)
+
+
+def _own_plain(files: Sequence[Path], rank: int) -> Any:
+    """This rank's plain values; a rank the checkpoint does not know takes those of the first."""
+    by_rank = {int(file.stem.rpartition("_")[2]): file for file in files if file.suffix == ".json"}
+    if not by_rank:
+        return {}
+    return decode(by_rank.get(rank, by_rank[min(by_rank)]).read_text(encoding="utf-8"), {})
+
+
+def save_tree(folder: Path, name: str, tree: Any) -> dict[str, FileRecord]:
+    """A tree of plain values and tensors as `{name}.json` and, where there are tensors, `{name}.safetensors`."""
+    text, tensors = encode(tree)
+    records = {f"{name}.json": write_file(folder / f"{name}.json", text)}
+    if tensors:
+        chunks = [Chunk(key, (0,) * tensor.ndim, tensor) for key, tensor in tensors.items()]
+        records[f"{name}.safetensors"] = write_chunks(folder / f"{name}.safetensors", chunks)
+    return records
+
+
+def load_tree(folder: Path, manifest: Manifest, name: str) -> Any:
+    if f"{name}.json" not in manifest.files:
+        raise CheckpointError(f"{folder} holds no {name}.json")
+    tensors = read_whole(manifest.files_of(folder, f"{name}.safetensors"))
+    return decode((folder / f"{name}.json").read_text(encoding="utf-8"), tensors)
+
+
+def _tensor_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensor_leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from _tensor_leaves(value, f"{path}.{index}" if path else str(index))
+
+
+def _without_tensors(tree: Any) -> Any:
+    """The same tree with an empty place where a tensor was."""
+    if isinstance(tree, torch.Tensor):
+        return None
+    if isinstance(tree, Mapping):
+        kept = {key: _without_tensors(v) for key, v in tree.items() if not isinstance(v, torch.Tensor)}
+        return {key: value for key, value in kept.items() if value != {} or tree[key] == {}}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_without_tensors(value) for value in tree)
+    return tree
+
+
+_ABSENT = object()
+
+
+def _with_plain(target: Any, plain: Any) -> Any:
+    """`target`'s tensors with the saved plain values around them; what was not saved stays as it is."""
+    if plain is _ABSENT or isinstance(target, torch.Tensor):
+        return target
+    if isinstance(target, Mapping) and isinstance(plain, Mapping):
+        merged = {key: _with_plain(value, plain.get(key, _ABSENT)) for key, value in target.items()}
+        return merged | {key: value for key, value in plain.items() if key not in target}
+    if isinstance(target, (list, tuple)) and isinstance(plain, (list, tuple)) and len(target) == len(plain):
+        return type(target)(_with_plain(t, p) for t, p in zip(target, plain, strict=True))
+    return plain

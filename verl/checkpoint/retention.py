@@ -1,0 +1,104 @@
+"""Which checkpoints stay. Deciding is pure; deleting comes last and one at a time.
+
+What always holds: the newest complete checkpoint stays, the best one stays, what is in use stays; limits count
+what is on the disk, so they hold across restarts. With different limits for actor and critic, the part beyond its
+limit goes and the other stays: such a step can be merged, but not resumed from.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from verl.checkpoint.files import remove_folder
+from verl.checkpoint.manifest import Manifest, write_manifest
+from verl.checkpoint.steps import StepFolder, alone, delete, list_steps
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many newest steps keep each part (None: all), and the metric whose best step always stays."""
+
+    keep: Mapping[str, int | None]
+    best: str | None = None
+    best_mode: str = "max"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Steps to delete whole, and parts to delete from steps that stay."""
+
+    steps: tuple[StepFolder, ...] = ()
+    parts: tuple[tuple[StepFolder, str], ...] = ()
+
+
+def best_step(entries: Sequence[StepFolder], metric: str | None, mode: str = "max") -> StepFolder | None:
+    """The step whose metric is best; of equals the newest."""
+    if metric is None:
+        return None
+    scored = [
+        (e.manifest.metrics[metric], e.step, e)
+        for e in entries
+        if e.manifest is not None and not math.isnan(e.manifest.metrics.get(metric, math.nan))
+    ]
+    sign = 1.0 if mode == "max" else -1.0
+    return max(scored, key=lambda item: (sign * item[0], item[1]))[2] if scored else None
+
+
+def decide(entries: Sequence[StepFolder], limits: Limits) -> Decision:
+    """What is beyond the limits. `entries` newest first; folders without a manifest are not ours to judge."""
+    whole = [e for e in entries if e.manifest is not None]
+    protected = {whole[0].step} if whole else set()
+    best = best_step(whole, limits.best, limits.best_mode)
+    if best is not None:
+        protected.add(best.step)
+    steps: list[StepFolder] = []
+    parts: list[tuple[StepFolder, str]] = []
+    seen: dict[str, int] = {}
+    for entry in whole:
+        assert entry.manifest is not None
+        beyond = []
+        for part in entry.manifest.parts:
+            seen[part] = seen.get(part, 0) + 1
+            limit = limits.keep.get(part)
+            if limit is not None and seen[part] > limit:
+                beyond.append(part)
+        if entry.step in protected or not beyond:
+            continue
+        if len(beyond) == len(entry.manifest.parts):
+            steps.append(entry)
+        else:
+            parts += [(entry, part) for part in beyond]
+    return Decision(tuple(steps), tuple(parts))
+
+
+def apply(run_folder: Path, limits: Limits) -> list[str]:
+    """Delete what is beyond the limits; returns the names of what went."""
+    decision = decide(list_steps(run_folder), limits)
+    gone = [entry.path.name for entry in decision.steps if delete(entry.path)]
+    for entry, part in decision.parts:
+        if _delete_part(entry, part):
+            gone.append(f"{entry.path.name}/{part}")
+    if gone:
+        logger.info("deleted by the limits on checkpoints: %s", ", ".join(gone))
+    return gone
+
+
+def _delete_part(entry: StepFolder, part: str) -> bool:
+    """The manifest first: from then on the part's files are no longer part of the checkpoint."""
+    assert entry.manifest is not None
+    manifest: Manifest = replace(
+        entry.manifest,
+        parts={name: contents for name, contents in entry.manifest.parts.items() if name != part},
+        files={name: r for name, r in entry.manifest.files.items() if not name.startswith(f"{part}/")},
+    )
+    with alone(entry.path) as unused:
+        if unused:
+            write_manifest(entry.path, manifest, replace=True)
+            remove_folder(entry.path / part)
+        return unused

@@ -1,0 +1,156 @@
+"""The `global_step_N` folders of a run: which there are, which are whole, which is in use.
+
+What always holds: a name without a leading dot was renamed into place after everything in it was on the disk;
+names with a leading dot are work in progress or on the way out and are never loaded; nothing here trusts
+`latest_checkpointed_iteration.txt`, which is there for people and other programs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.checkpoint.files import remove_folder, replace_file, sync_folder
+from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
+from verl.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_NAME = re.compile(r"global_steps?_(\d+)")
+
+
+def step_name(step: int) -> str:
+    return f"global_step_{step}"
+
+
+def step_of(folder: Path) -> int | None:
+    match = _NAME.fullmatch(folder.name)
+    return int(match.group(1)) if match else None
+
+
+@dataclass(frozen=True)
+class StepFolder:
+    """A folder that looks like a checkpoint; `manifest` is None, with the reason, when it is not one."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    problem: str = ""
+
+
+def list_steps(run_folder: Path) -> list[StepFolder]:
+    """All step folders, newest first. Reads manifests only."""
+    found = []
+    for path in run_folder.iterdir() if run_folder.is_dir() else ():
+        step = step_of(path)
+        if step is None or not path.is_dir():
+            continue
+        try:
+            found.append(StepFolder(path, step, read_manifest(path)))
+        except CheckpointError as error:
+            found.append(StepFolder(path, step, None, str(error)))
+    return sorted(found, key=lambda entry: -entry.step)
+
+
+def problems(entry: StepFolder, parts: Collection[str] = (), *, checksums: bool = True) -> list[str]:
+    """Why this folder cannot be resumed from; empty when it can."""
+    if entry.manifest is None:
+        return [entry.problem]
+    absent = [f"it holds no '{part}'" for part in parts if part not in entry.manifest.parts]
+    return absent or verify(entry.path, entry.manifest, checksums=checksums)
+
+
+def newest_complete(run_folder: Path, parts: Collection[str] = ()) -> StepFolder | None:
+    """The newest step that is whole; those that are not are named with the reason."""
+    for entry in list_steps(run_folder):
+        found = problems(entry, parts)
+        if not found:
+            return entry
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        logger.warning("checkpoint %s is skipped: %s%s", entry.path.name, found[0], more)
+    return None
+
+
+def work_folder(run_folder: Path, step: int) -> Path:
+    return run_folder / f".{step_name(step)}.tmp"
+
+
+def put_in_place(work: Path, final: Path) -> None:
+    """Give a finished folder its name. A folder of that name (an older save of the step) makes way."""
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(final, old)
+    os.rename(work, final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_tracker(run_folder: Path, step: int) -> None:
+    replace_file(run_folder / TRACKER, f"{step}\n")
+
+
+def recover(run_folder: Path) -> None:
+    """Tidy up after a run that was killed: unfinished work goes, a checkpoint that was making way comes back."""
+    if not run_folder.is_dir():
+        return
+    for path in run_folder.iterdir():
+        if not path.name.startswith(".global_step_") or not path.is_dir():
+            continue
+        name, _, kind = path.name[1:].rpartition(".")
+        if kind == "old" and not (run_folder / name).exists():
+            os.rename(path, run_folder / name)
+        elif kind in ("tmp", "old", "deleting"):
+            logger.info("removing %s, left by a run that was stopped in the middle", path.name)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """While this lasts, no other process deletes the checkpoint."""
+    try:
+        descriptor = os.open(folder / MANIFEST, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be opened as a checkpoint: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[bool]:
+    """Whether nobody uses the checkpoint, and keeps it so."""
+    try:
+        descriptor = os.open(folder / MANIFEST, os.O_RDONLY)
+    except FileNotFoundError:
+        yield True  # not a checkpoint that anyone could be using
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def delete(folder: Path) -> bool:
+    """Delete a checkpoint unless someone is reading it; says whether it went."""
+    with alone(folder) as unused:
+        if unused:
+            remove_folder(folder)
+        else:
+            logger.info("checkpoint %s is in use and stays for now", folder.name)
+        return unused
