@@ -137,7 +137,7 @@ def rows(plan: BatchPlan) -> list[tuple[str, str, str]]:
         (
             "optimiser steps",
             f"{plan.optimiser_steps:,}",
-            f"{plan.mini_batches} mini-batches x {plan.epochs} epochs",
+            f"mini-batches x {plan.epochs} epoch{'s' if plan.epochs > 1 else ''}",
         ),
         ("sequences per rank", f"{plan.rank_sequences:,}", f"of each mini-batch, on {ranks}{padded}"),
         (

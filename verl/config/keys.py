@@ -36,9 +36,9 @@ def field_types(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def sections(kind: Any) -> dict[str, tuple[type, str]]:
+def sections(kind: Any) -> dict[str, tuple[Any, str]]:
     """Every section of a config by its full name: its dataclass and its documentation."""
-    found: dict[str, tuple[type, str]] = {}
+    found: dict[str, tuple[Any, str]] = {}
 
     def walk(kind: Any, prefix: str) -> None:
         for field in fields(kind):

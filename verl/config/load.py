@@ -81,7 +81,7 @@ def _command(kind: type[Config], argv: list[str], command: str) -> Config | None
             draft.remove(override.name)
         else:
             draft.add(plant({}, override.name, override.value))
-    config = draft.finish(checked=True)
+    config = draft.finish(checked=True, quiet=line.check)
     if line.show_job:
         sys.stdout.write(to_yaml(config))
         return None
@@ -122,7 +122,8 @@ class _Draft(Generic[Config]):
             )
         uproot(self.tree, ours)
 
-    def finish(self, checked: bool) -> Config:
+    def finish(self, checked: bool, quiet: bool = False) -> Config:
+        """The config; warnings are logged unless `quiet` (the plan shows them)."""
         tree = resolve(self.tree, (to_dict(self.kind()), self.as_typed))
         problems: list[str] = []
         config: Config = build(self.kind, tree, problems, self.typed)
@@ -132,7 +133,8 @@ class _Draft(Generic[Config]):
         finalize(config)
         if checked:
             import_plugins(config)
-            for warning in check(config):
+            warnings = check(config)
+            for warning in [] if quiet else warnings:
                 log.warning("%s", warning)
         return config
 

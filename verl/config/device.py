@@ -1,0 +1,73 @@
+"""The memory of the device at hand, without torch: nvidia-smi for a GPU, /proc/meminfo for a CPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on."""
+
+    kind: str
+    """cuda or cpu."""
+    name: str
+    memory: int | None
+    """Bytes one rank may use; None where the machine does not say."""
+    count: int = 1
+    """Such devices on this machine; for a CPU the processes that share its memory."""
+
+
+def device_at_hand(wanted: str, processes: int = 1) -> Device:
+    """The device `trainer.device` means here, for `processes` ranks per node."""
+    gpus = _gpus() if wanted in ("auto", "cuda") else []
+    if gpus:
+        name, memory = gpus[0]
+        return Device("cuda", name, memory, len(gpus))
+    if wanted == "cuda":
+        return Device("cuda", "GPU (none seen here)", None, 0)
+    total = _host_memory()
+    return Device("cpu", "CPU", total // processes if total is not None else None, processes)
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Name and bytes of each GPU the process may use."""
+    command = shutil.which("nvidia-smi")
+    if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return []
+    query = [command, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return parse_gpus(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(answer: str, visible: str | None) -> list[tuple[str, int]]:
+    """The GPUs nvidia-smi lists, in the order of CUDA_VISIBLE_DEVICES where that names them by number."""
+    found: dict[str, tuple[str, int]] = {}
+    for line in answer.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 3 and parts[2].isdigit():
+            found[parts[0]] = (parts[1], int(parts[2]) * 2**20)
+    if visible is None:
+        return list(found.values())
+    chosen = [number.strip() for number in visible.split(",")]
+    if all(number in found for number in chosen):
+        return [found[number] for number in chosen]
+    return list(found.values())[: len(chosen)]  # named by UUID: as many as are named
+
+
+def _host_memory() -> int | None:
+    """Bytes a process can still get."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
