@@ -192,7 +192,8 @@ def offpolicy_metrics(
     old, roll = keep(old_log_prob, mask), keep(rollout_log_prob, mask)
     log_ratio = (old - roll).clamp(-LOG_BOUND, LOG_BOUND)
     rows = mask.any(-1)
-    old_mean, roll_mean = sequence_mean(old, mask), sequence_mean(roll, mask)
+    # In float64: the perplexity of an unlikely response is past the range of float32.
+    old_mean, roll_mean = sequence_mean(old.double(), mask), sequence_mean(roll.double(), mask)
     sequence = keep(log_ratio, mask).sum(-1).clamp(-LOG_BOUND, LOG_BOUND)
     return {
         "rollout_corr/kl": _mean(-log_ratio, mask),
