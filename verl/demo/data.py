@@ -1,0 +1,68 @@
+"""The demo's files: problems to train on, problems to be tested with, and demonstrations to imitate first.
+
+The demonstrations are written by a pupil who calculates without a mistake and writes the form that is wanted, but
+mostly just adds the numbers up: he reads the question one time in four. Fine-tuning on them teaches the form and
+the arithmetic, and the pupil's habit. What the question asks for is left to reinforcement learning.
+
+What always holds: no pair of numbers of a held-out problem occurs in any demonstration or training problem.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.data.tasks.base import Split, split_of
+from verl.data.tasks.files import write_parquet
+from verl.data.tasks.word_problems import PLANS, Plan, Story, WordProblems
+
+DIFFICULTY = 2
+READS_THE_QUESTION = 0.25
+HABIT: dict[Plan, float] = {"add": 0.8, "subtract": 0.1, "first": 0.05, "second": 0.05}
+
+
+@dataclass(frozen=True)
+class Files:
+    """Paths of the demo's data."""
+
+    demonstrations: Path
+    demonstrations_val: Path
+    train: Path
+    held_out: Path
+
+
+def write_files(
+    folder: Path, seed: int, *, demonstrations: int = 6000, train: int = 4000, held_out: int = 300
+) -> Files:
+    """All files of one demo run. The held-out problems are the same for every seed."""
+    files = Files(*(folder / f"{name}.parquet" for name in ("sft_train", "sft_val", "train", "held_out")))
+    task = WordProblems()
+    pupil = random.Random(f"pupil/{seed}")
+    write_parquet(
+        [demonstrate(s, pupil) for s in _stories("train", seed, demonstrations)], files.demonstrations
+    )
+    write_parquet([demonstrate(s, pupil) for s in _stories("test", seed, 200)], files.demonstrations_val)
+    write_parquet(task.rows(train, seed, DIFFICULTY, "train"), files.train)
+    write_parquet(task.rows(held_out, 0, DIFFICULTY, "test"), files.held_out)
+    return files
+
+
+def demonstrate(story: Story, pupil: random.Random) -> dict[str, Any]:
+    """One row for fine-tuning, as the pupil writes it."""
+    if pupil.random() < READS_THE_QUESTION:
+        plan = story.plan
+    else:
+        plan = pupil.choices(PLANS, [HABIT[plan] for plan in PLANS])[0]
+    return {"prompt": [{"role": "user", "content": story.text}], "response": story.worked(plan)}
+
+
+def _stories(split: Split, seed: int, count: int) -> Iterator[Story]:
+    task, rng = WordProblems(), random.Random(f"stories/{split}/{seed}")
+    while count:
+        story = task.story(rng, DIFFICULTY)
+        if split_of(f"{task.name}/{task.problem(story).group}") == split:
+            count -= 1
+            yield story

@@ -1,0 +1,97 @@
+"""A tiny language model as an ordinary Hugging Face folder: Llama, random weights, a tokenizer with chat template.
+
+What always holds: the tokenizer reads and writes every text of the demo without loss; each digit is a token of its
+own, so a number the model has never seen is made of digits it knows.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl.data.tasks import word_problems as stories
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+# A word with the space before it, one digit, one sign with the space before it, or a space on its own.
+PIECES = r" ?[A-Za-z]+|[0-9]| ?[^A-Za-z0-9 ]+| "
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+HIDDEN, LAYERS, HEADS = 96, 2, 4
+LONGEST = 96
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per word of the stories, per digit and per sign."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [PAD, END, UNKNOWN, *ROLES]
+    vocabulary = {token: number for number, token in enumerate([*special, *_pieces()])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=LONGEST,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _pieces() -> list[str]:
+    """Every piece that a story or an answer can be cut into."""
+    parts = [
+        template.format(who=who, other=who, they=they, things=things, a=10, b=1)
+        for templates in stories.TEMPLATES.values()
+        for template in templates
+        for who, they in stories.PEOPLE.items()
+        for things in stories.THINGS
+    ]
+    parts += [
+        stories.Story("", things, 47, 5, plan).worked() for things in stories.THINGS for plan in stories.PLANS
+    ]
+    found = {piece for part in parts for piece in re.findall(PIECES, part)}
+    return sorted(found | set("0123456789"))
+
+
+def build_model_folder(folder: Path, seed: int) -> int:
+    """Write config, random weights, generation config and tokenizer; the number of parameters."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=LONGEST,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, do_sample=False
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
