@@ -1,0 +1,14 @@
+"""Programming problems with tests (MBPP, HumanEval, APPS, TACO, CodeContests) as training files.
+
+python examples/data_preprocess/code.py --local_dir ~/data/code [--source FILES]
+"""
+
+import sys
+
+# Beside this file lie math.py and code.py, which must not hide the standard library's modules of those names.
+sys.path[:] = [entry for entry in sys.path if not entry.endswith("data_preprocess")]
+
+from verl.data.prepare.cli import script  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(script("code", __doc__))

@@ -1,0 +1,14 @@
+"""Countdown as training files: reach a target from given numbers; made on the spot unless --source is given.
+
+python examples/data_preprocess/countdown.py --local_dir ~/data/countdown --count 5000 --difficulty 2
+"""
+
+import sys
+
+# Beside this file lie math.py and code.py, which must not hide the standard library's modules of those names.
+sys.path[:] = [entry for entry in sys.path if not entry.endswith("data_preprocess")]
+
+from verl.data.prepare.cli import script  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(script("countdown", __doc__))

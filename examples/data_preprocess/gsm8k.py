@@ -1,0 +1,14 @@
+"""GSM8K word problems as training files: the answer is the number after ####.
+
+python examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k [--source train.jsonl test.jsonl]
+"""
+
+import sys
+
+# Beside this file lie math.py and code.py, which must not hide the standard library's modules of those names.
+sys.path[:] = [entry for entry in sys.path if not entry.endswith("data_preprocess")]
+
+from verl.data.prepare.cli import script  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(script("gsm8k", __doc__))

@@ -1,0 +1,14 @@
+"""Competition mathematics as training files: the answer is the last boxed expression.
+
+python examples/data_preprocess/math.py --local_dir ~/data/math [--source FILES]
+"""
+
+import sys
+
+# Beside this file lie math.py and code.py, which must not hide the standard library's modules of those names.
+sys.path[:] = [entry for entry in sys.path if not entry.endswith("data_preprocess")]
+
+from verl.data.prepare.cli import script  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(script("math", __doc__))

@@ -1,0 +1,14 @@
+"""Pairs of a better and a worse answer as training files for reward models and preference training.
+
+python examples/data_preprocess/preference.py --local_dir ~/data/preference --source FILES
+"""
+
+import sys
+
+# Beside this file lie math.py and code.py, which must not hide the standard library's modules of those names.
+sys.path[:] = [entry for entry in sys.path if not entry.endswith("data_preprocess")]
+
+from verl.data.prepare.cli import script  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(script("preference", __doc__))

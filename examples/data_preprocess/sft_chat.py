@@ -1,0 +1,14 @@
+"""Conversations (ShareGPT, Alpaca, messages, question and answer) as training files for fine-tuning.
+
+python examples/data_preprocess/sft_chat.py --local_dir ~/data/chat --source FILES
+"""
+
+import sys
+
+# Beside this file lie math.py and code.py, which must not hide the standard library's modules of those names.
+sys.path[:] = [entry for entry in sys.path if not entry.endswith("data_preprocess")]
+
+from verl.data.prepare.cli import script  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(script("sft_chat", __doc__))
