@@ -1,50 +1,95 @@
-"""The Hugging Face side of a checkpoint: config, tokenizer, chat template, whole weights, LoRA adapter."""
+"""The Hugging Face side of a checkpoint: config, tokenizer, chat template, whole weights, LoRA adapter.
+
+Whole weights are streamed out of the shards that were just written, so the live engine is not held up for them;
+only where that cannot be done (LoRA, whose base weights are not in the checkpoint; an architecture transformers
+cannot build from its configuration alone) does the engine write them itself, in the foreground.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from verl.checkpoint.files import FileRecord
+from verl.checkpoint.hf_weights import default_dtype, empty_model, is_value_config, read_config, write_weights
+from verl.checkpoint.source import WeightSource
 from verl.engines.base import TrainEngine
+from verl.errors import CheckpointError
 
 HF_FOLDER = "huggingface"
 ADAPTER_FOLDER = "lora_adapter"
 
 
-def write_hf_folder(
-    part_folder: Path, engine: TrainEngine, tokenizer: Any, *, weights: bool, writer: bool
-) -> None:
-    """`huggingface/` of a part, and `lora_adapter/` where there are adapters. Every rank calls it (weights are
-    gathered); one is the `writer`."""
-    folder = part_folder / HF_FOLDER
-    model = getattr(engine, "model", None)
-    if weights:
-        engine.save_hf(folder)
-    elif writer and model is not None:
-        write_config(model, folder)
-    if writer and tokenizer is not None and folder.is_dir():
-        tokenizer.save_pretrained(folder)
+def write_hf_folder(part: Path, engine: TrainEngine, tokenizer: Any, *, weights: bool, writer: bool) -> bool:
+    """`huggingface/` of a part, and `lora_adapter/` where there are adapters. Every rank calls it; one is the
+    `writer`. Returns whether whole weights are still to be streamed from the shards (`stream_weights`)."""
     from verl.models.lora import has_lora, save_adapter
 
-    if model is not None and has_lora(model):
-        save_adapter(model, part_folder / ADAPTER_FOLDER, write=writer)
+    folder = part / HF_FOLDER
+    model = getattr(engine, "model", None)
+    adapters = model is not None and has_lora(model)
+    stream = weights and model is not None and not adapters and _can_build(model)
+    if writer and model is not None:
+        write_config(model, folder, dtype_of(engine))
+    if weights and not stream:
+        engine.save_hf(folder)
+    if writer and tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if adapters:
+        save_adapter(model, part / ADAPTER_FOLDER, write=writer)
+    return stream
 
 
-def write_config(model: Any, folder: Path) -> None:
+def stream_weights(part: Path, shards: Iterable[Path]) -> dict[str, FileRecord]:
+    """Whole weights into `huggingface/`, from the part's model files; records by name relative to the part."""
+    folder = part / HF_FOLDER
+    config = read_config(folder)
+    model = empty_model(config, value_model=is_value_config(config))
+    with WeightSource(shards) as source:
+        written = write_weights(folder, source, model, default_dtype(config, source))
+    return {f"{HF_FOLDER}/{name}": record for name, record in written.items()}
+
+
+def write_config(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
     """config.json and generation_config.json of a live model, without touching it."""
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_config"):  # a value model knows its own
         model.save_config(folder)
-        return
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = None
-    if not config.architectures:
+    else:
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = None
         config.architectures = [_class_name(model)]
-    config.save_pretrained(folder)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(folder)
+        config.save_pretrained(folder)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(folder)
+    if dtype is not None:
+        set_in_config(folder, dtype=str(dtype).removeprefix("torch."))
+
+
+def set_in_config(folder: Path, **entries: Any) -> None:
+    path = folder / "config.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(document | entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def dtype_of(engine: TrainEngine) -> torch.dtype | None:
+    """The precision the model computes with; its master weights may have another."""
+    dtype = getattr(getattr(engine, "settings", None), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _can_build(model: Any) -> bool:
+    try:
+        empty_model(model.config, value_model=hasattr(model, "save_config"))
+    except CheckpointError:
+        return False
+    return True
 
 
 def _class_name(model: Any) -> str:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from verl.checkpoint import rng
 from verl.checkpoint.collect import Records
 from verl.checkpoint.files import FileRecord, files_below, record_of, sync_file, sync_folder
-from verl.checkpoint.hf_folder import write_hf_folder
+from verl.checkpoint.hf_folder import stream_weights, write_hf_folder
 from verl.checkpoint.manifest import Manifest, installed_versions, read_manifest, verify, write_manifest
 from verl.checkpoint.parts import Snapshot, load_part, load_tree, save_tree, snapshot, write_snapshot
 from verl.checkpoint.ranks import Ranks
@@ -71,6 +71,8 @@ class _Job:
     random_state: Any
     metrics: dict[str, float]
     records: dict[str, FileRecord] = field(default_factory=dict)
+    to_stream: list[str] = field(default_factory=list)
+    """Parts whose whole weights are made from their shards once those are written."""
 
 
 class CheckpointManager:
@@ -216,7 +218,8 @@ class CheckpointManager:
     def _write_hf(self, job: _Job, engines: Mapping[str, TrainEngine], tokenizer: Any) -> None:
         for name, engine in engines.items():
             weights = "hf_model" in job.contents[name]
-            write_hf_folder(job.work / name, engine, tokenizer, weights=weights, writer=self._ranks.first)
+            if write_hf_folder(job.work / name, engine, tokenizer, weights=weights, writer=self._ranks.first):
+                job.to_stream.append(name)
 
     def _write(self, job: _Job) -> None:
         for name, taken in job.snapshots.items():
@@ -238,6 +241,9 @@ class CheckpointManager:
 
     def _commit(self, job: _Job, peers: Records) -> None:
         records = peers.collect()
+        for name in job.to_stream:
+            shards = (job.work / name / "model").glob("*.safetensors")
+            records |= {f"{name}/{k}": r for k, r in stream_weights(job.work / name, shards).items()}
         for path in files_below(job.work):
             name = path.relative_to(job.work).as_posix()
             if name not in records and not path.name.startswith("."):

@@ -10,6 +10,7 @@ chunk in host memory beside the source; reading maps files into memory and copie
 from __future__ import annotations
 
 import json
+import math
 import struct
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,34 +91,49 @@ def _is_writer(tensor: torch.Tensor, rank: int) -> bool:
 
 
 def write_chunks(path: Path, chunks: Sequence[Chunk]) -> FileRecord:
-    """One safetensors file, streamed chunk by chunk."""
+    """The chunks of a rank as one file that says where each belongs."""
     # Larger elements first keeps every tensor aligned without padding, which the format does not allow.
     ordered = sorted(chunks, key=lambda chunk: -chunk.tensor.element_size())
+    sharding = {chunk.key: {"saved_offsets": list(chunk.offsets)} for chunk in ordered}
+    return write_stream(
+        path,
+        [(chunk.key, chunk.tensor.dtype, tuple(chunk.tensor.shape)) for chunk in ordered],
+        (chunk.tensor for chunk in ordered),
+        {"format": "pt", "DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)},
+    )
+
+
+def write_stream(
+    path: Path,
+    entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str],
+) -> FileRecord:
+    """One safetensors file. `tensors` come one at a time, in the order and of the kind that `entries` announce."""
     header: dict[str, Any] = {}
     offset = 0
-    for chunk in ordered:
-        size = chunk.tensor.numel() * chunk.tensor.element_size()
-        if chunk.tensor.dtype not in _DTYPES:
+    for key, dtype, shape in entries:
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"tensor {key!r} has type {dtype}, which cannot be saved")
+        if key in header:
             raise CheckpointError(
-                f"tensor {chunk.key!r} has type {chunk.tensor.dtype}, which cannot be saved"
+                f"tensor {key!r} would be in the file {path.name} twice, which cannot be saved"
             )
-        if chunk.key in header:
-            raise CheckpointError(f"tensor {chunk.key!r} has two chunks on one rank, which cannot be saved")
-        header[chunk.key] = {
-            "dtype": _DTYPES[chunk.tensor.dtype],
-            "shape": list(chunk.tensor.shape),
-            "data_offsets": [offset, offset + size],
-        }
+        size = math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
-    sharding = {chunk.key: {"saved_offsets": list(chunk.offsets)} for chunk in ordered}
-    header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}
+    header["__metadata__"] = dict(metadata)
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     with ChecksumFile(path) as file:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
-        for chunk in ordered:
-            file.write(_bytes_of(chunk.tensor))
+        for (key, dtype, shape), tensor in zip(entries, tensors, strict=True):
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"tensor {key!r} is {tensor.dtype} {list(tensor.shape)}, announced were {dtype} {list(shape)}"
+                )
+            file.write(_bytes_of(tensor))
     return file.record
 
 
