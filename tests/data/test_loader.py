@@ -95,7 +95,8 @@ def test_the_state_counts_batches_handed_out_not_those_prepared() -> None:
     source = loader(workers=3, seed=1)
     running = iter(source)
     next(running)
-    assert source.state_dict() == {"epoch": 0, "position": 3, "rows": 10}
+    state = source.state_dict()
+    assert (state["epoch"], state["position"], state["rows"]) == (0, 3, 10)
     running.close()  # type: ignore[attr-defined]
 
 
@@ -109,6 +110,15 @@ def test_another_batch_size_goes_on_at_the_same_row() -> None:
     nothing_left = loader(batch=7, seed=1)
     nothing_left.load_state_dict({"epoch": 0, "position": 8, "rows": 10})
     assert (nothing_left.epoch, nothing_left.position) == (1, 0)
+
+
+def test_another_order_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    first = loader(seed=1)
+    next(iter(first))
+    loader(seed=1).load_state_dict(first.state_dict())
+    assert not caplog.text
+    loader(seed=2).load_state_dict(first.state_dict())
+    assert "another order" in caplog.text
 
 
 def test_errors_name_the_value_that_works() -> None:

@@ -8,6 +8,7 @@ go on, and nothing has to be copied to another process.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,9 @@ import numpy as np
 from verl.data.order import EpochOrder
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError, ConfigError, DataError
+
+
+logger = logging.getLogger(__name__)
 
 
 class BatchSource(Protocol):
@@ -124,8 +128,13 @@ class Loader:
         self.epoch, self.position = (epoch + 1, 0) if done else (epoch, end)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch starts; plain numbers only."""
-        return {"epoch": self.epoch, "position": self.position, "rows": len(self.dataset)}
+        """Where the next batch starts; plain values only."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "rows": len(self.dataset),
+            "order": self._order.fingerprint(self.epoch),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Another batch size is fine; other data is not."""
@@ -142,5 +151,11 @@ class Loader:
         if epoch < 0 or not 0 <= position <= len(self._order):
             raise CheckpointError(f"The saved loader position is outside the data: {state!r}.")
         self.epoch, self.position = epoch, position
+        if position and state.get("order", "") != self._order.fingerprint(epoch):
+            logger.warning(
+                "the rows of epoch %d come in another order than when the position was saved (data.seed, data.shuffle, "
+                "data.mixture or data.curriculum_key changed): some rows come again in it, some not at all",
+                epoch,
+            )
         if not self.remaining:
             self.epoch, self.position = epoch + 1, 0

@@ -6,6 +6,7 @@ again at any time, and a position in it is all that must be saved to go on exact
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,10 @@ class EpochOrder:
         if self._difficulty is not None:
             rows = rows[np.argsort(self._difficulty[rows], kind="stable")]
         return rows
+
+    def fingerprint(self, epoch: int) -> str:
+        """Changes with the order of this epoch."""
+        return f"{zlib.crc32(np.ascontiguousarray(self.positions(epoch), dtype=np.int64).tobytes()):08x}"
 
     def positions(self, epoch: int) -> np.ndarray:
         """What this epoch visits, in order."""

@@ -1,0 +1,131 @@
+"""What `verl data inspect` says about files, good and bad."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.data import inspect
+from verl.data.histogram import bar, histogram, nice_edges
+from verl.errors import DataError
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str]]:
+    def call(*arguments: str) -> tuple[int, str]:
+        parser = argparse.ArgumentParser()
+        inspect.add_arguments(parser)
+        status = inspect.run(parser.parse_args(arguments))
+        return status, capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def model(new_tokenizer: Callable, tmp_path: Path) -> str:
+    new_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_prompts_with_a_tokenizer(run: Callable, model: str, tmp_path: Path, write_jsonl: Callable) -> None:
+    rows = [{"prompt": user("x" * n), "data_source": "d", "answer": n} for n in (5, 6, 50)]
+    status, text = run(write_jsonl(tmp_path / "t.jsonl", rows), "--model", model, "--max_length", "60")
+    assert status == 0
+    assert "3 rows, columns:" in text and "prompt       messages" in text and "answer       int" in text
+    assert "prompts for reinforcement learning" in text
+    assert "longest 69" in text and "longer than 60: 1 of 3 rows (33.3%)" in text
+    assert "truth: answer (3)" in text and "data_source: d (3)" in text
+    assert "  | <|im_start|>user\n  | xxxxx<|im_end|>\n  | <|im_start|>assistant" in text
+
+
+def test_token_lengths_are_the_trainers(
+    run: Callable, model: str, tokenizer: Any, tmp_path: Path, write_jsonl: Callable
+) -> None:
+    length = len(tokenizer.apply_chat_template(user("abab"), add_generation_prompt=True, return_dict=False))
+    _, text = run(write_jsonl(tmp_path / "t.jsonl", [{"prompt": user("abab")}]), "--model", model)
+    assert f"prompt length in tokens: mean {length}, median {length}" in text and f"longest {length}" in text
+    assert "truth: nowhere (1)" in text and "data_source: (none) (1)" in text
+
+
+def test_without_a_tokenizer_lengths_are_characters(
+    run: Callable, tmp_path: Path, write_jsonl: Callable
+) -> None:
+    status, text = run(write_jsonl(tmp_path / "t.jsonl", [{"prompt": "abc"}, {"prompt": user("abcde")}]))
+    assert status == 0 and "characters (give --model for tokens): mean 4" in text and "longest 5" in text
+
+
+def test_fine_tuning_rows(run: Callable, model: str, tmp_path: Path, write_jsonl: Callable) -> None:
+    _, text = run(write_jsonl(tmp_path / "p.jsonl", [{"prompt": "q", "response": "rr"}]), "--model", model)
+    assert "prompts with responses for fine-tuning" in text
+    assert "whole length in tokens: mean 4" in text and "learned from length in tokens: mean 3" in text
+    talk = [*user("hi"), {"role": "assistant", "content": "yo"}]
+    status, text = run(write_jsonl(tmp_path / "c.jsonl", [{"messages": talk}]), "--model", model)
+    assert (
+        status == 0
+        and "conversations for fine-tuning" in text
+        and "learned from length in tokens: mean 3" in text
+    )
+    pair = {"prompt": "p", "chosen": "c", "rejected": "r"}
+    assert "preference pairs" in run(write_jsonl(tmp_path / "f.jsonl", [pair]), "--model", model)[1]
+
+
+def test_refused_rows_are_listed_and_counted(
+    run: Callable, model: str, tmp_path: Path, write_jsonl: Callable
+) -> None:
+    rows = [{"prompt": "ok"}, {"prompt": None}, {"prompt": ""}, {"prompt": [{"role": "user"}]}]
+    for extra in ([], ["--model", model]):
+        status, text = run(write_jsonl(tmp_path / "t.jsonl", rows), *extra)
+        assert status == 1 and "refused: 3 of 4 rows" in text
+        assert "row 1 of" in text and "row 2 of" in text and "is empty" in text
+        assert "prompt  str | list of {role}, 1 missing" in text
+
+
+def test_a_file_without_a_prompt_column(run: Callable, tmp_path: Path, write_jsonl: Callable) -> None:
+    file = write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "answer": "a"}])
+    status, text = run(file)
+    assert status == 1 and "set data.prompt_key=question" in text
+    assert run(file, "--prompt_key", "question")[0] == 0
+
+
+def test_a_missing_template_is_a_reason(
+    run: Callable, new_tokenizer: Callable, tmp_path: Path, write_jsonl: Callable
+) -> None:
+    new_tokenizer(template=None).save_pretrained(tmp_path / "m")
+    file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": user("x")}])
+    status, text = run(file, "--model", str(tmp_path / "m"))
+    assert status == 1 and "has no chat template" in text
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
+    assert run(file, "--model", str(tmp_path / "m"), "--chat_template", str(tmp_path / "t.jinja"))[0] == 0
+
+
+def test_files_that_cannot_be_read(run: Callable, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        run(str(tmp_path / "none.parquet"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.integers(0, 100_000), min_size=1, max_size=50))
+def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
+    lines = histogram(values).splitlines()
+    assert sum(int(line.split()[-1]) for line in lines) == len(values) and len(lines) <= 14
+    edges = nice_edges(min(values), max(values), 12)
+    assert edges[0] <= min(values) and edges[-1] > max(values)
+    assert len({b - a for a, b in pairwise(edges)}) == 1
+
+
+def test_bars() -> None:
+    assert bar(1.0, 4) == "████" and bar(0.0, 4) == "" and bar(0.5, 4) == "██" and bar(1e-9, 4) == "▏"
+    assert histogram(np.array([], dtype=int)) == "  (nothing)"
+    assert "over the limit" in histogram([1, 50], limit=10).splitlines()[-1]
