@@ -12,7 +12,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from verl.errors import DataError
@@ -34,6 +34,8 @@ class Problem:
     group: str = ""
     """Problems of one group stay in one split, so that a test problem has no near relative in training; default:
     the key, which keeps only the very same problem apart."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Goes into the row's `extra_info`; the same names for every problem of a task."""
 
 
 class Task(ABC):
@@ -105,6 +107,7 @@ class Task(ABC):
                 "split": split,
                 "difficulty": difficulty,
                 "reference": f"{_MARK} {problem.answer}",
+                **problem.extra,
             },
         }
 

@@ -107,7 +107,14 @@ class WordProblems(Task):
 
     def problem(self, story: Story) -> Problem:
         answer = str(story.answer)
-        return Problem(story.text, answer, answer, story.text, group=f"{story.first} {story.second}")
+        return Problem(
+            story.text,
+            answer,
+            answer,
+            story.text,
+            group=f"{story.first} {story.second}",
+            extra={"plan": story.plan},
+        )
 
     def generate(self, rng: random.Random, difficulty: int) -> Problem:
         return self.problem(self.story(rng, difficulty))

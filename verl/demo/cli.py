@@ -1,0 +1,80 @@
+"""`verl demo`: build a tiny model, let it imitate a careless pupil, then let it learn from rewards."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from verl.errors import ConfigError, VerlError
+
+HOME = Path("checkpoints") / "demo"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, data, shuffling and sampling (default 0)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"a new or empty folder; default: the next free {HOME}/run-N"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The whole demo. Its last line is `demo: held-out accuracy A -> B`."""
+    started = time.monotonic()
+    out = choose_folder(args.out)
+
+    from verl.demo import show
+    from verl.demo.answers import accuracy, answer_with_transformers, read_validation
+    from verl.demo.data import write_files
+    from verl.demo.model import build_model_folder
+    from verl.demo.stages import rl_arguments, run_rl, run_sft, sft_arguments, trained_model
+
+    show.headline("1  a tiny model and its data")
+    parameters = build_model_folder(out / "model", args.seed)
+    files = write_files(out / "data", args.seed)
+    show.line(
+        f"{parameters:,} random weights in {out / 'model'}; problems and demonstrations in {out / 'data'}"
+    )
+
+    show.headline("2  imitation: fine-tuning on demonstrations that calculate well and read badly")
+    arguments = sft_arguments(out / "model", files, out / "sft", args.seed)
+    show.command("verl sft", arguments)
+    sft = run_sft(arguments)
+
+    show.headline("3  reinforcement learning: GRPO, a reward of 1 for a right answer")
+    arguments = rl_arguments(trained_model(sft), files, out / "grpo", args.seed)
+    show.command("verl train", arguments)
+    rl = run_rl(arguments)
+
+    show.headline("4  what it learned")
+    before = read_validation(rl.folder, 0, files.held_out)
+    after = read_validation(rl.folder, rl.steps, files.held_out)
+    show.samples(before, after)
+    show.results(before, after)
+    saved = answer_with_transformers(trained_model(rl), [answer.prompt for answer in after])
+    different = sum(text != answer.response for text, answer in zip(saved, after, strict=True))
+    if different:
+        raise VerlError(
+            f"the saved model in {trained_model(rl)} answers {different} of {len(after)} held-out problems "
+            "differently from the model that was trained: the save or the load is broken"
+        )
+    show.line(f"the saved model, loaded with transformers, gives the same {len(after)} answers")
+    show.places(out, sft.folder, rl.folder, trained_model(rl))
+    show.line(f"took {time.monotonic() - started:.0f} s")
+    show.line(f"demo: held-out accuracy {accuracy(before):.2f} -> {accuracy(after):.2f}")
+    return 0
+
+
+def choose_folder(wanted: Path | None) -> Path:
+    """A folder with nothing in it, so that no earlier run is resumed or overwritten."""
+    if wanted is None:
+        number = 1
+        while (HOME / f"run-{number}").exists():
+            number += 1
+        return HOME / f"run-{number}"
+    wanted = wanted.expanduser()
+    if wanted.exists() and (not wanted.is_dir() or any(wanted.iterdir())):
+        raise ConfigError(f"--out {wanted} is not an empty folder; give a new or empty one")
+    return wanted
