@@ -54,7 +54,7 @@ def _section(
                     f"'{prefix.partition('[')[0]}': {_listed(list(known))}"
                 )
             else:
-                problems.append(_unknown(root, full, value, typed))
+                problems += [_unknown(root, each, below, typed) for each, below in _leaves(full, value)]
             continue
         wanted = field_types(kind)[name]
         if is_dataclass(wanted):
@@ -87,6 +87,8 @@ def convert(
         options = get_args(wanted)
         if type(None) in options and (value is None or value == "None"):
             return None
+        if isinstance(value, str) and "_" in value and str in options:
+            return value  # Python would read the bounds 0.5_2 as the number 0.52
         for option in options:
             if option is type(None):
                 continue
@@ -162,7 +164,7 @@ def type_name(wanted: Any) -> str:
 def _unknown(root: type, name: str, value: Any, typed: Mapping[str, str]) -> str:
     said = _as_typed(name, typed)
     became = f" (that is '{name}')" if said != name else ""
-    shown = "" if isinstance(value, Mapping) else f" (value {value!r})"
+    shown = f" (value {value!r})"
     close = nearest(root, name)
     first = schema_keys(root)[close[0]]
     where = f"section '{first.section}'" if first.section else "the top level"
@@ -172,6 +174,13 @@ def _unknown(root: type, name: str, value: Any, typed: Mapping[str, str]) -> str
     return (
         f"unknown key '{said}'{became}{shown}{missing}. Nearest known key: '{first.name}' in {where}{others}"
     )
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The keys below a name, or the name itself."""
+    if not isinstance(value, Mapping) or not value:
+        return [(name, value)]
+    return [leaf for each, below in value.items() for leaf in _leaves(f"{name}.{each}", below)]
 
 
 def _as_typed(name: str, typed: Mapping[str, str]) -> str:

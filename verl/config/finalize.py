@@ -5,15 +5,13 @@ Only keys the user did not set are changed here. Afterwards no consumer has to k
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 from verl.config.keys import Key, get, put, schema_keys
 from verl.config.known import CRITIC_ESTIMATORS
+from verl.config.ranks import divisors
 from verl.config.schema import PPOConfig, SFTConfig
-
-log = logging.getLogger(__name__)
 
 _CRITIC_MODEL_FOLLOWS = (
     "path",
@@ -28,12 +26,13 @@ _CRITIC_MODEL_FOLLOWS = (
 """What the critic's model takes from the actor's while its path is not given: it is then the same model."""
 
 
-def finalize(config: PPOConfig | SFTConfig) -> None:
-    """Fill in, in place, what the user left open."""
+def finalize(config: PPOConfig | SFTConfig) -> list[str]:
+    """Fill in, in place, what the user left open; returns what is worth telling about it."""
+    notices: list[str] = []
     keys = schema_keys(type(config))
     _expand_home(config, keys.values())
     if isinstance(config, PPOConfig):
-        _mini_batch(config)
+        notices += _mini_batch(config)
     _follow(config, keys)
     if isinstance(config, PPOConfig):
         _ppo(config)
@@ -42,6 +41,7 @@ def finalize(config: PPOConfig | SFTConfig) -> None:
         trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
     if trainer.resume_from_path and "trainer.resume_mode" not in config.user_set:
         trainer.resume_mode = "resume_path"
+    return notices
 
 
 def _expand_home(config: Any, keys: Any) -> None:
@@ -76,19 +76,17 @@ def _follow(config: PPOConfig | SFTConfig, keys: Any) -> None:
         settle(key)
 
 
-def _mini_batch(config: PPOConfig) -> None:
+def _mini_batch(config: PPOConfig) -> list[str]:
     """A mini-batch the user did not choose fits the batch they did choose."""
     name = "actor_rollout_ref.actor.ppo_mini_batch_size"
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
-    if name in config.user_set or prompts < 1 or prompts % actor.ppo_mini_batch_size == 0:
-        return
-    fitting = max(
-        size for size in range(1, min(prompts, actor.ppo_mini_batch_size) + 1) if prompts % size == 0
-    )
-    log.info(
-        "%s=%d (default %d, but data.train_batch_size=%d)", name, fitting, actor.ppo_mini_batch_size, prompts
-    )
-    actor.ppo_mini_batch_size = fitting
+    default = actor.ppo_mini_batch_size
+    if name in config.user_set or prompts < 1 or prompts % default == 0:
+        return []
+    actor.ppo_mini_batch_size = max(size for size in divisors(prompts) if size <= default)
+    return [
+        f"{name}={actor.ppo_mini_batch_size} (the default {default} does not fit data.train_batch_size={prompts})"
+    ]
 
 
 def _ppo(config: PPOConfig) -> None:

@@ -105,7 +105,8 @@ def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
     found = [beside[match] for match in difflib.get_close_matches(last, beside, limit, cutoff=0.7)]
     same_last = [other for other in keys if other.rpartition(".")[2] == last]
     found += sorted(same_last, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
-    found += difflib.get_close_matches(name, keys, limit, cutoff=0.75)
+    if not found:
+        found += difflib.get_close_matches(name, keys, limit, cutoff=0.75)
     if not found:
         lasts = {other.rpartition(".")[2]: other for other in reversed(keys)}
         found += [lasts[match] for match in difflib.get_close_matches(last, lasts, limit, cutoff=0.6)]

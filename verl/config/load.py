@@ -130,7 +130,8 @@ class _Draft(Generic[Config]):
         if problems:
             raise ConfigError("\n".join(problems))
         config.user_set = frozenset(_given(self.kind, tree, ""))
-        finalize(config)
+        for notice in finalize(config):
+            log.info("%s", notice)
         if checked:
             import_plugins(config)
             warnings = check(config)

@@ -54,21 +54,18 @@ class RoleMemory:
 
 def activation_bytes(shape: ModelShape, element: int, *, checkpointing: bool, offload: bool) -> int:
     """Kept per token from the forward to the backward pass, with the working set of one layer's backward."""
-    # Each norm keeps its input in float32 and two results; attention its four projections; a gated MLP four
-    # tensors of its width.
-    norms = norms_per_layer(shape) * shape.hidden * (2 * element + 4)
+    # Each norm keeps its input in float32 and two results; attention its four projections, with norms on queries
+    # and keys in float32 once more; a gated MLP four tensors of its width.
+    norms = shape.norms * shape.hidden * (2 * element + 4)
     attention = (2 * shape.query + 2 * shape.key_value) * element
+    if shape.qk_norm:
+        attention += (shape.query + shape.key_value) * (element + 4)
     layer = norms + attention + 4 * shape.intermediate * element
     if offload:
         return 2 * layer
     if checkpointing:
         return shape.layers * shape.hidden * element + 2 * layer
     return (shape.layers + 1) * layer
-
-
-def norms_per_layer(shape: ModelShape) -> int:
-    """Norms over the hidden size per layer."""
-    return max(round(shape.other / shape.hidden / shape.layers), 1)
 
 
 def trained_role(

@@ -106,13 +106,16 @@ class ModelShape:
     """Key-value heads x head size."""
     vocab: int
     tied: bool
+    norms: int
+    """Norms over the hidden size per layer."""
+    qk_norm: bool
     linears: tuple[Linear, ...]
     experts: int
     """Parameters of all experts."""
     other: int
     """Norms and positions."""
     head: int
-    """Parameters of the output matrix; 0 when tied."""
+    """Parameters of the output matrix that are not the embedding's."""
 
     @property
     def embedding(self) -> int:
@@ -210,8 +213,6 @@ def shape_of(values: Mapping[str, Any], where: str = "config.json") -> ModelShap
         other += 2 * head_size * layers
     if family.learned_positions:
         other += size("max_position_embeddings") * hidden
-    if family.head_bias:
-        other += vocab
     return ModelShape(
         model_type=kind or "unknown",
         exact=kind in FAMILIES,
@@ -222,10 +223,12 @@ def shape_of(values: Mapping[str, Any], where: str = "config.json") -> ModelShap
         key_value=key_value,
         vocab=vocab,
         tied=tied,
+        norms=family.layer_norms,
+        qk_norm=family.qk_norm,
         linears=tuple(linears),
         experts=experts,
         other=other,
-        head=0 if tied else vocab * hidden,
+        head=(0 if tied else vocab * hidden) + (vocab if family.head_bias else 0),
     )
 
 

@@ -1,20 +1,25 @@
 """Reading what the user gave: a command line and a YAML file become one plain nested dict.
 
-Hydra's own grammar parses the overrides and OmegaConf reads the YAML (so `1e-6` is a number) and resolves
-interpolations; composing is ours, because only the schema knows which keys exist. A later source wins.
+Hydra's own grammar parses the overrides and OmegaConf resolves interpolations; composing is ours, because only
+the schema knows which keys exist. A later source wins.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.config.yaml_file import load_yaml
 from verl.errors import ConfigError
 
 BUILT_IN = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "_self_")
 """Names in a `defaults:` list that mean the schema's defaults, which are always there."""
+
+
+_UNDERSCORED = re.compile(r"^[0-9.]+_[0-9_.]*$")
 
 
 @dataclass
@@ -111,18 +116,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(
             f"'{path}' is in its own defaults list: {' -> '.join(str(p) for p in (*parents, path))}"
         )
-    import yaml
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        loaded = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"cannot read '{path}': {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"'{path}' must hold keys and values at its top level, not a list")
-    tree: dict[str, Any] = OmegaConf.to_container(loaded, resolve=False)  # type: ignore[assignment]
-    own = _plain(tree, str(path))
+    own = _plain(load_yaml(path), str(path))
     own.pop("hydra", None)  # settings of Hydra itself (run folder, sweeps), not of the training
     defaults = own.pop("defaults", None) or []
     if not isinstance(defaults, list):
@@ -246,7 +240,9 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
                 f"'{text}' gives several values; one run takes one. A list is written {name}=[a,b]"
             )
         elif override.type in (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD):
-            parsed.append(Override(name, _unquote(value)))
+            raw = text.partition("=")[2]
+            # Hydra reads 0.5_2 as 0.52; here it is a pair of bounds, or a number the schema asks for.
+            parsed.append(Override(name, raw if _UNDERSCORED.match(raw) else _unquote(value)))
         else:
             raise ConfigError(f"'{text}' extends a list, which is not supported; give the whole list")
     return parsed

@@ -1,15 +1,17 @@
 """Keys the user set that have no effect with the other settings, each with the reason; and advice.
 
-A key whose value is its default is never reported: it changes nothing either way.
+A key that has the value it would have anyway is never reported: it changes nothing either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 from verl.config import known
-from verl.config.keys import get, schema_keys
+from verl.config.finalize import finalize
+from verl.config.keys import get, put, schema_keys
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.unused_rules import PPO_RULES, SFT_RULES
 
@@ -25,7 +27,7 @@ def unused_keys(config: PPOConfig | SFTConfig) -> list[str]:
         if rule.unless(config):
             continue
         for name in _set_keys(config, rule.keys):
-            if get(config, name) != keys[name].default:
+            if get(config, name) != keys[name].default and not _would_be(config, name):
                 lines.setdefault(name, f"'{name}'={_shown(get(config, name))} has no effect: {rule.why}")
     return [*lines.values(), *(_ppo_advice(config) if isinstance(config, PPOConfig) else [])]
 
@@ -34,6 +36,15 @@ def _set_keys(config: PPOConfig | SFTConfig, names: Iterable[str]) -> list[str]:
     return sorted(
         given for given in config.user_set for name in names if given == name or given.startswith(f"{name}.")
     )
+
+
+def _would_be(config: PPOConfig | SFTConfig, name: str) -> bool:
+    """Whether the key would have this value anyway, because it follows another."""
+    without = deepcopy(config)
+    without.user_set = config.user_set - {name}
+    put(without, name, schema_keys(type(config))[name].default)
+    finalize(without)
+    return bool(get(without, name) == get(config, name))
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,125 @@
+"""A key that has no effect with the other settings is named, with the reason; one that has is not."""
+
+# ruff: noqa: E501 - one case per line reads better than short lines
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verl.config.checks import check
+from verl.config.keys import schema_keys, sections
+from verl.config.load import from_dict, load_ppo_config, to_dict
+from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.unused_rules import PPO_RULES, SFT_RULES
+
+BASE = {"actor_rollout_ref.model.path": "m", "data.train_files": "a"}
+GRPO = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}
+VAL = {"data.val_files": "v"}
+
+# (what is set, the key named, words of the reason, what makes it matter)
+CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    ({"algorithm.kl_ctrl.kl_coef": 0.05}, "algorithm.kl_ctrl.kl_coef", "use_kl_in_reward", {"algorithm.use_kl_in_reward": True}),
+    ({"algorithm.kl_ctrl.target_kl": 0.5, "algorithm.use_kl_in_reward": True}, "algorithm.kl_ctrl.target_kl", "fixed", {"algorithm.kl_ctrl.type": "adaptive"}),
+    ({"actor_rollout_ref.actor.kl_loss_coef": 0.5}, "actor_rollout_ref.actor.kl_loss_coef", "use_kl_loss", {"actor_rollout_ref.actor.use_kl_loss": True}),
+    ({"actor_rollout_ref.ref.fsdp_config.param_offload": True}, "actor_rollout_ref.ref.fsdp_config.param_offload", "no reference policy", {"actor_rollout_ref.actor.use_kl_loss": True}),
+    ({**GRPO, "critic.optim.lr": 1e-4}, "critic.optim.lr", "no critic", {"algorithm.adv_estimator": "gae"}),
+    ({**GRPO, "algorithm.lam": 0.9}, "algorithm.lam", "gae", {"algorithm.adv_estimator": "gae"}),
+    ({**GRPO, "algorithm.gamma": 0.9}, "algorithm.gamma", "discount", {"algorithm.adv_estimator": "reinforce_plus_plus"}),
+    ({"algorithm.norm_adv_by_std_in_grpo": False}, "algorithm.norm_adv_by_std_in_grpo", "grpo", GRPO),
+    ({"actor_rollout_ref.actor.policy_loss.tau_pos": 2.0}, "actor_rollout_ref.actor.policy_loss.tau_pos", "sapo", {"actor_rollout_ref.actor.policy_loss.loss_mode": "sapo"}),
+    ({"actor_rollout_ref.actor.policy_loss.loss_mode": "dro", "actor_rollout_ref.actor.clip_ratio": 0.1}, "actor_rollout_ref.actor.clip_ratio", "does not clip", {"actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla"}),
+    ({"actor_rollout_ref.actor.clip_ratio": 0.1, "actor_rollout_ref.actor.clip_ratio_low": 0.2, "actor_rollout_ref.actor.clip_ratio_high": 0.3}, "actor_rollout_ref.actor.clip_ratio", "both set", {"actor_rollout_ref.actor.clip_ratio_high": None}),
+    ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo", "actor_rollout_ref.actor.loss_agg_mode": "token-sum"}, "actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-mean", {"actor_rollout_ref.actor.use_kl_loss": True}),
+    ({"actor_rollout_ref.actor.loss_scale_factor": 7}, "actor_rollout_ref.actor.loss_scale_factor", "token-sum-norm", {"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
+    ({"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4096}, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "use_dynamic_bsz", {"actor_rollout_ref.actor.use_dynamic_bsz": True}),
+    ({"actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4}, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "by tokens", {"actor_rollout_ref.actor.use_dynamic_bsz": False}),
+    ({"actor_rollout_ref.rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "one whole copy", {"actor_rollout_ref.rollout.name": "vllm"}),
+    ({"actor_rollout_ref.rollout.engine_kwargs.vllm": {"a": 1}}, "actor_rollout_ref.rollout.engine_kwargs.vllm", "not vllm", {"actor_rollout_ref.rollout.name": "vllm"}),
+    ({"actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3}, "actor_rollout_ref.rollout.gpu_memory_utilization", "paged", {"actor_rollout_ref.rollout.name": "native"}),
+    ({"actor_rollout_ref.rollout.multi_turn.max_turns": 3}, "actor_rollout_ref.rollout.multi_turn.max_turns", "enable is False", {"actor_rollout_ref.rollout.multi_turn.enable": True}),
+    ({**VAL, "actor_rollout_ref.rollout.val_kwargs.top_p": 0.9}, "actor_rollout_ref.rollout.val_kwargs.top_p", "greedy", {"actor_rollout_ref.rollout.val_kwargs.do_sample": True}),
+    ({"actor_rollout_ref.rollout.val_kwargs.n": 4, "actor_rollout_ref.rollout.val_kwargs.do_sample": True}, "actor_rollout_ref.rollout.val_kwargs.n", "data.val_files", VAL),
+    ({"actor_rollout_ref.model.lora_alpha": 32}, "actor_rollout_ref.model.lora_alpha", "lora_rank", {"actor_rollout_ref.model.lora_rank": 8}),
+    ({"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.freeze_embeddings": True}, "actor_rollout_ref.model.freeze_embeddings", "adapters only", {"actor_rollout_ref.model.lora_rank": 0}),
+    ({"actor_rollout_ref.actor.megatron.context_parallel_size": 1, "actor_rollout_ref.actor.megatron.sequence_parallel": True}, "actor_rollout_ref.actor.megatron.sequence_parallel", "not megatron", {"actor_rollout_ref.actor.strategy": "megatron"}),
+    ({"actor_rollout_ref.actor.fsdp_config.offload_policy": True, "actor_rollout_ref.actor.fsdp_config.param_offload": True}, "actor_rollout_ref.actor.fsdp_config.param_offload", "already", {"actor_rollout_ref.actor.fsdp_config.offload_policy": False}),
+    ({"actor_rollout_ref.actor.optim.min_lr_ratio": 0.1}, "actor_rollout_ref.actor.optim.min_lr_ratio", "constant", {"actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine"}),
+    ({"algorithm.filter_groups.max_num_gen_batches": 3}, "algorithm.filter_groups.max_num_gen_batches", "enable is False", {"algorithm.filter_groups.enable": True, "actor_rollout_ref.rollout.n": 4}),
+    ({"algorithm.pf_ppo.weight_pow": 3.0}, "algorithm.pf_ppo.weight_pow", "use_pf_ppo", {"algorithm.use_pf_ppo": True}),
+    ({"algorithm.rollout_correction.rollout_is_threshold": 5.0}, "algorithm.rollout_correction.rollout_is_threshold", "rollout_is is not set", {"algorithm.rollout_correction.rollout_is": "token"}),
+    ({"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.bypass_mode": True}, "algorithm.rollout_correction.rollout_is", "nothing to correct", {"algorithm.rollout_correction.bypass_mode": False}),
+    ({"reward.custom_reward_function.name": "f"}, "reward.custom_reward_function.name", "path is not set", {"reward.custom_reward_function.path": "a.py"}),
+    ({"reward.overlong_buffer.len": 64}, "reward.overlong_buffer.len", "enable is False", {"reward.overlong_buffer.enable": True}),
+    ({"reward.reward_model.model_path": "m"}, "reward.reward_model.model_path", "enable is False", {"reward.reward_model.enable": True}),
+    ({"reward.judge.model": "m"}, "reward.judge.model", "base_url", {"reward.judge.base_url": "http://x/v1"}),
+    ({"reward.in_process": True, "reward.num_workers": 3}, "reward.num_workers", "in_process", {"reward.in_process": False}),
+    ({"data.truncation": "left", "data.filter_overlong_prompts": True}, "data.truncation", "drops", {"data.filter_overlong_prompts": False}),
+    ({"trainer.test_freq": 5}, "trainer.test_freq", "data.val_files", VAL),
+    ({"trainer.prometheus.port": 1234}, "trainer.prometheus.port", "enable is False", {"trainer.prometheus.enable": True}),
+    ({"trainer.wandb_proxy": "http://x"}, "trainer.wandb_proxy", "wandb", {"trainer.logger": ["wandb"]}),
+    ({"trainer.keep_best_mode": "min"}, "trainer.keep_best_mode", "keep_best", {"trainer.keep_best": "val"}),
+    ({"ray_kwargs.ray_init.num_cpus": 4}, "ray_kwargs.ray_init.num_cpus", "one process", {"trainer.nnodes": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "key", "reason", "remedy"), CASES, ids=[case[1] for case in CASES])
+def test_a_key_without_effect_is_named_and_one_with_effect_is_not(
+    given: dict[str, Any], key: str, reason: str, remedy: dict[str, Any]
+) -> None:
+    lines = [
+        line for line in check(from_dict(PPOConfig, {**BASE, **given}, checked=False)) if f"'{key}'=" in line
+    ]
+    assert len(lines) == 1 and reason in lines[0], lines
+    better = check(from_dict(PPOConfig, {**BASE, **given, **remedy}, checked=False))
+    assert not [line for line in better if f"'{key}'=" in line]
+
+
+def test_plain_defaults_have_no_warnings() -> None:
+    assert check(from_dict(PPOConfig, BASE, checked=False)) == []
+    assert check(from_dict(SFTConfig, {"model.path": "m", "data.train_files": "a"}, checked=False)) == []
+
+
+def test_a_resolved_config_given_back_has_no_new_warnings() -> None:
+    """Values equal to their defaults change nothing and are not worth a line."""
+    config = from_dict(PPOConfig, {**BASE, **GRPO})
+    assert check(from_dict(PPOConfig, to_dict(config), checked=False)) == []
+
+
+def test_every_rule_names_keys_that_exist() -> None:
+    for kind, rules in ((PPOConfig, PPO_RULES), (SFTConfig, SFT_RULES)):
+        names = set(schema_keys(kind)) | set(sections(kind))
+        for rule in rules:
+            assert set(rule.keys) <= names, rule
+
+
+ADVICE = [
+    ({**VAL, "actor_rollout_ref.rollout.val_kwargs.n": 4}, "greedy responses are all the same"),
+    ({"actor_rollout_ref.rollout.temperature": 1.8}, "degenerate"),
+    ({"actor_rollout_ref.actor.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "counts twice"),
+    ({**GRPO, "critic.enable": True}, "never asks"),
+    ({"actor_rollout_ref.rollout.multi_turn.enable": True}, "tool_config_path"),
+    ({"data.return_raw_input_ids": True}, "always kept"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), ADVICE, ids=[case[1] for case in ADVICE])
+def test_advice(given: dict[str, Any], words: str) -> None:
+    assert any(words in line for line in check(from_dict(PPOConfig, {**BASE, **given}, checked=False)))
+
+
+def test_warnings_are_logged_when_loading(caplog: pytest.LogCaptureFixture) -> None:
+    load_ppo_config([*(f"{name}={value}" for name, value in BASE.items()), "trainer.test_freq=5"])
+    assert [
+        record.levelname for record in caplog.records if "'trainer.test_freq'=5" in record.getMessage()
+    ] == ["WARNING"]
+
+
+def test_a_users_own_loss_may_read_any_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.algorithms.registry import register_policy_loss
+
+    register_policy_loss("mine_for_unused")(lambda **kwargs: None)
+    given = {"actor_rollout_ref.actor.policy_loss.loss_mode": "mine_for_unused"}
+    given["actor_rollout_ref.actor.policy_loss.tau_pos"] = 2.0  # type: ignore[assignment]
+    assert check(from_dict(PPOConfig, {**BASE, **given}, checked=False)) == []
