@@ -20,7 +20,6 @@ from verl.data.order import EpochOrder
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError, ConfigError, DataError
 
-
 logger = logging.getLogger(__name__)
 
 
