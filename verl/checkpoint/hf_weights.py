@@ -109,8 +109,8 @@ def write_weights(
     used = 0
     total = 0
     for name in check_names(source, model):
-        kind = _out_dtype(source.dtype(name), dtype)
-        outputs = _on_disk(model, name, torch.empty(source.shape(name), dtype=kind, device="meta"))
+        kind = out_dtype(source.dtype(name), dtype)
+        outputs = on_disk(model, name, torch.empty(source.shape(name), dtype=kind, device="meta"))
         announced = [(key, value.dtype, tuple(value.shape)) for key, value in outputs.items()]
         size = sum(value.numel() * value.element_size() for value in outputs.values())
         if shards[-1] and used + size > shard_bytes:
@@ -142,14 +142,14 @@ def write_weights(
 def _stream(source: WeightSource, model: Any, names: list[str], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for name in names:
         weight = source.get(name)
-        yield from _on_disk(model, name, weight.to(_out_dtype(weight.dtype, dtype))).values()
+        yield from on_disk(model, name, weight.to(out_dtype(weight.dtype, dtype))).values()
 
 
-def _out_dtype(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+def out_dtype(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     return wanted if own.is_floating_point else own
 
 
-def _on_disk(model: Any, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def on_disk(model: Any, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """A weight as Hugging Face stores it: some architectures fuse weights in memory that are apart on the disk."""
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -62,6 +62,8 @@ class WeightSource:
         self._known: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata  # type: ignore[assignment]
         self._places: Any = metadata.storage_data
         self._lora = lora if merge_lora else None
+        self.computed_in: torch.dtype | None = None
+        """The precision the base weights had while the adapter was trained; None: as they are in the files."""
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
         adapters = [key for key in self._known if key.endswith((_A, _B))]
@@ -97,6 +99,7 @@ class WeightSource:
         weight = self._whole(self.names[name])
         stem = name.removesuffix(".weight")
         if self._lora is not None and stem + _A in self._known:
+            weight = weight.to(self.computed_in or weight.dtype)
             product = self._whole(stem + _B).float() @ self._whole(stem + _A).float()
             weight = (weight.float() + self._lora.scale * product).to(weight.dtype)
         return weight
@@ -105,6 +108,15 @@ class WeightSource:
         """The LoRA weights under the names peft gives them on the disk."""
         keys = [key for key in self._known if key.endswith((_A, _B))]
         return {_PEFT_PREFIX + key.replace(".default.", "."): self._whole(key) for key in keys}
+
+    @property
+    def keys(self) -> list[str]:
+        """The names in the files, adapters included."""
+        return list(self._known)
+
+    def raw(self, key: str) -> torch.Tensor:
+        """A tensor under its name in the files, as it is there."""
+        return self._whole(key)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self.names:

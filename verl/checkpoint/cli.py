@@ -1,0 +1,149 @@
+"""`verl ckpt ls|verify|diff|prune`: checkpoints for people."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl.errors import CheckpointError
+from verl.observe.logs import shared_console
+
+if TYPE_CHECKING:
+    from verl.checkpoint.steps import StepFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    words = parser.add_subparsers(dest="word", required=True, metavar="ls|verify|diff|prune")
+    ls = words.add_parser("ls", help="list the checkpoints of a run folder")
+    ls.add_argument("folder", type=Path, metavar="DIR", help="run folder, or one global_step_N")
+    check = words.add_parser("verify", help="read every file and compare checksums; exit code 1 when damaged")
+    check.add_argument("folder", type=Path, metavar="DIR", help="run folder, or one global_step_N")
+    diff = words.add_parser(
+        "diff", help="what differs between two checkpoints; exit code 1 when anything does"
+    )
+    diff.add_argument("first", type=Path)
+    diff.add_argument("second", type=Path)
+    prune = words.add_parser("prune", help="delete old checkpoints")
+    prune.add_argument("folder", type=Path, metavar="DIR", help="run folder")
+    prune.add_argument("--keep", type=int, default=1, help="how many of the newest stay (default 1)")
+    prune.add_argument(
+        "--keep-best", metavar="METRIC", help="the one that is best by this metric stays as well"
+    )
+    prune.add_argument("--mode", choices=("max", "min"), default="max", help="whether more of it is better")
+    prune.add_argument(
+        "--damaged", action="store_true", help="also delete those that are damaged or incomplete"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+
+
+def run(args: argparse.Namespace) -> int:
+    words = {"ls": _ls, "verify": _verify, "diff": _diff, "prune": _prune}
+    return words[args.word](args)
+
+
+def _entries(folder: Path) -> list[StepFolder]:
+    from verl.checkpoint.steps import list_steps, step_of
+
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give a run folder or a global_step_N folder")
+    step = step_of(folder.absolute())
+    found = list_steps(folder.absolute().parent) if step is not None else list_steps(folder)
+    if step is not None:
+        found = [entry for entry in found if entry.path.name == folder.absolute().name]
+    if not found:
+        raise CheckpointError(f"there is no checkpoint (global_step_N) in {folder}")
+    return found
+
+
+def _ls(args: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from verl.checkpoint.manifest import verify
+
+    table = Table("step", "state", "size", "saved", "processes", "parts", "metrics")
+    for entry in _entries(args.folder):
+        manifest = entry.manifest
+        if manifest is None:
+            table.add_row(str(entry.step), "incomplete", "", "", "", "", "")
+            continue
+        # Sizes only: checksums would read everything, which `verify` is for.
+        wrong = verify(entry.path, manifest, checksums=False)
+        parts = "; ".join(f"{name}: {', '.join(contents)}" for name, contents in manifest.parts.items())
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items())
+        state = f"damaged: {wrong[0]}" if wrong else "complete"
+        table.add_row(
+            str(entry.step),
+            state,
+            _size(manifest.size),
+            manifest.created,
+            str(manifest.world_size),
+            parts,
+            metrics,
+        )
+    shared_console().print(table)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from verl.checkpoint.steps import problems
+
+    damaged = 0
+    for entry in _entries(args.folder):
+        found = problems(entry)
+        damaged += bool(found)
+        count = len(entry.manifest.files) if entry.manifest is not None else 0
+        _say(f"{entry.path.name}: " + ("; ".join(found) if found else f"{count} files, all as written"))
+    return 1 if damaged else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from verl.checkpoint.compare import compare_checkpoints
+
+    lines = compare_checkpoints(args.first.expanduser(), args.second.expanduser())
+    for line in lines:
+        _say(line)
+    if not lines:
+        _say("no difference")
+    return 1 if lines else 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    from verl.checkpoint.retention import Limits, decide
+    from verl.checkpoint.steps import delete, problems
+
+    if args.keep < 1:
+        raise CheckpointError(f"--keep {args.keep} would leave no checkpoint; it must be at least 1")
+    entries = _entries(args.folder)
+    bad = [entry for entry in entries if problems(entry)]
+    good = [entry for entry in entries if entry not in bad]
+    # Damaged ones do not count: the newest of the whole ones always stays.
+    limits = Limits(
+        {p: args.keep for e in good if e.manifest for p in e.manifest.parts}, args.keep_best, args.mode
+    )
+    doomed = [*decide(good, limits).steps, *(bad if args.damaged else [])]
+    for entry in doomed:
+        if args.dry_run:
+            _say(f"would delete {entry.path.name}")
+        elif delete(entry.path):
+            _say(f"deleted {entry.path.name}")
+        else:
+            _say(f"{entry.path.name} is in use and stays")
+    if not doomed:
+        _say("nothing to delete")
+    return 0
+
+
+def _say(text: str) -> None:
+    from rich.text import Text
+
+    shared_console().print(Text(text))
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

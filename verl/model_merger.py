@@ -1,0 +1,110 @@
+"""`python -m verl.model_merger merge|test`: a checkpoint as a Hugging Face folder, and a comparison of the two.
+
+python -m verl.model_merger merge --backend fsdp --local_dir RUN/global_step_N/actor --target_dir OUT
+python -m verl.model_merger test --local_dir RUN/global_step_N/actor --test_hf_dir OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.model_merger", description="Checkpoint to Hugging Face folder, verified."
+    )
+    words = parser.add_subparsers(dest="word", required=True, metavar="merge|test")
+    merge = words.add_parser("merge", help="make a Hugging Face folder and verify it")
+    test = words.add_parser(
+        "test", help="compare a checkpoint, or a Hugging Face folder, with another folder"
+    )
+    for word in (merge, test):
+        word.add_argument(
+            "--backend",
+            choices=("fsdp", "megatron"),
+            default="fsdp",
+            help="the strategy that trained it; checkpoints of both have one format, so this is for the record",
+        )
+        word.add_argument(
+            "--local_dir", "--local-dir", type=Path, required=True, help=".../global_step_N/actor"
+        )
+    merge.add_argument("--target_dir", "--target-dir", type=Path, required=True, help="folder to make")
+    merge.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    merge.add_argument(
+        "--tie-word-embedding",
+        "--tie_word_embedding",
+        action="store_true",
+        help="the output matrix is the embedding; refused when the checkpoint has another one",
+    )
+    merge.add_argument(
+        "--lora", choices=("merge", "keep"), default="merge", help="what to do with a LoRA adapter"
+    )
+    merge.add_argument("--base_dir", "--base-dir", type=Path, help="the model below a LoRA adapter")
+    merge.add_argument(
+        "--is-value-model", "--is_value_model", action="store_true", help="insist that it is a critic"
+    )
+    merge.add_argument("--use_cpu_initialization", "--use-cpu-initialization", action="store_true")
+    merge.add_argument("--overwrite", action="store_true", help="replace a target that is there already")
+    merge.add_argument("--no-logits", action="store_true", help="skip the comparison of logits")
+    test.add_argument("--test_hf_dir", "--test-hf-dir", type=Path, required=True, help="Hugging Face folder")
+    return parser
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from verl.checkpoint.merge import MergeOptions, merge
+
+    if args.use_cpu_initialization:
+        logger.info(
+            "--use_cpu_initialization changes nothing: merging never needs a GPU nor the whole model in memory"
+        )
+    target = merge(
+        MergeOptions(
+            local_dir=args.local_dir,
+            target_dir=args.target_dir,
+            dtype=args.dtype,
+            tie_word_embedding=args.tie_word_embedding,
+            lora=args.lora,
+            is_value_model=args.is_value_model,
+            base_dir=args.base_dir,
+            overwrite=args.overwrite,
+            logits=not args.no_logits,
+        )
+    )
+    logger.info("merged and verified: %s", target)
+    return 0
+
+
+def _test(args: argparse.Namespace) -> int:
+    from verl.checkpoint.compare import compare_weights, only_precision, open_weights
+
+    with (
+        open_weights(args.local_dir.expanduser()) as first,
+        open_weights(args.test_hf_dir.expanduser()) as second,
+    ):
+        lines = compare_weights(first, second)
+        count = len(set(first.names) | set(second.names))
+    if lines and not only_precision(lines):
+        for line in lines:
+            logger.error("%s", line)
+        logger.error("%d of %d tensors differ", len(lines), count)
+        return 1
+    note = f"; {lines[0].partition(': ')[2]}" if lines else ""
+    logger.info("%d tensors, all equal%s", count, note)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    from verl.trainer.command import run_command
+
+    return run_command(lambda: {"merge": _merge, "test": _test}[args.word](args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
