@@ -22,10 +22,12 @@ def seed_everything(seed: int) -> None:
 
 
 def quiet_transformers() -> None:
-    """No progress bars for loading and saving weights; they tear the display."""
+    """No progress bars and no reports on loading and saving weights: they tear the display, and what is wrong
+    with a model folder is said by our own errors."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:
