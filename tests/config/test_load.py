@@ -114,11 +114,17 @@ def test_numbers_in_yaml_are_what_they_look_like(tmp_path: Path) -> None:
 def test_home_folders_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     config = load(
-        "actor_rollout_ref.model.path=~/models/a", "data.val_files=['~/v.parquet']", "reward.judge.prompt=~x"
+        "actor_rollout_ref.model.path=~/models/a",
+        "data.val_files=['~/v.parquet']",
+        "reward.judge.prompt=~x",
+        "reward.functions=[{path: '~/r.py'}]",
+        "data.mixture=[{files: '~/m.parquet'}]",
     )
     assert config.actor_rollout_ref.model.path == "/home/someone/models/a"
     assert config.data.val_files == ["/home/someone/v.parquet"]
     assert config.reward.judge.prompt == "~x"  # a text, not a path
+    assert config.reward.functions[0].path == "/home/someone/r.py"
+    assert config.data.mixture[0].files == ["/home/someone/m.parquet"]
 
 
 def test_lists_of_sections() -> None:

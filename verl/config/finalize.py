@@ -5,6 +5,7 @@ Only keys the user did not set are changed here. Afterwards no consumer has to k
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def finalize(config: PPOConfig | SFTConfig) -> list[str]:
     """Fill in, in place, what the user left open; returns what is worth telling about it."""
     notices: list[str] = []
     keys = schema_keys(type(config))
-    _expand_home(config, keys.values())
+    _expand_home(config)
     if isinstance(config, PPOConfig):
         notices += _mini_batch(config)
     _follow(config, keys)
@@ -44,19 +45,22 @@ def finalize(config: PPOConfig | SFTConfig) -> list[str]:
     return notices
 
 
-def _expand_home(config: Any, keys: Any) -> None:
-    for key in keys:
-        if not key.metadata.get("path"):
-            continue
-        value = get(config, key.name)
-        if isinstance(value, str):
-            put(config, key.name, _home(value))
-        elif isinstance(value, list):
-            put(config, key.name, [_home(each) for each in value])
+def _expand_home(section: Any) -> None:
+    """A leading ~ in paths is the user's home folder."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            _expand_home(value)
+        elif isinstance(value, list) and value and is_dataclass(value[0]):
+            for item in value:
+                _expand_home(item)
+        elif field.metadata.get("path"):
+            is_list = isinstance(value, list)
+            setattr(section, field.name, [_home(each) for each in value] if is_list else _home(value))
 
 
-def _home(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+def _home(path: str | None) -> str | None:
+    return str(Path(path).expanduser()) if path and path.startswith("~") else path
 
 
 def _follow(config: PPOConfig | SFTConfig, keys: Any) -> None:

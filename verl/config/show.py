@@ -30,11 +30,9 @@ def to_dict(config: Any) -> Any:
 
 def to_yaml(config: Any) -> str:
     """The resolved config as YAML that loads again with --config-path and --config-name."""
-    import yaml
+    from verl.config.yaml_file import dump_yaml
 
-    return yaml.safe_dump(
-        to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=WIDTH
-    )
+    return dump_yaml(to_dict(config), WIDTH)
 
 
 def help_text(kind: type, command: str, about: list[str]) -> str:

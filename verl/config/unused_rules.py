@@ -152,7 +152,11 @@ _TRAINER_RULES = (
     ),
     Rule(("trainer.test_freq",), lambda c: bool(c.data.val_files), "there are no data.val_files"),
     Rule(("ray_kwargs",), lambda c: world_size(c) > 1, "one process runs without Ray"),
-    Rule(("trainer.max_restarts",), lambda c: world_size(c) > 1, "one process has no workers that could die"),
+    Rule(
+        ("trainer.max_restarts", "trainer.watchdog_s"),
+        lambda c: world_size(c) > 1,
+        "one process has no workers that could die",
+    ),
     Rule(("data.val_max_samples",), lambda c: bool(c.data.val_files), "there are no data.val_files"),
 )
 
@@ -352,6 +356,7 @@ PPO_RULES: tuple[Rule, ...] = (
         lambda c: bool(c.data.val_files),
         "there are no data.val_files",
     ),
+    Rule(("trainer.balance_batch",), lambda c: world_size(c) > 1, "one process has nothing to balance"),
     Rule(("trainer.max_critic_ckpt_to_keep",), lambda c: bool(c.critic.enable), "there is no critic"),
     *_budget_rules(
         _ACTOR,

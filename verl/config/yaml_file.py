@@ -1,4 +1,4 @@
-"""Reading YAML as people write it.
+"""Reading YAML as people write it, and writing it so that it reads back the same.
 
 Plain YAML 1.1 has surprises that cost runs: `1e-6` is a text, `0.5_2.0` and `1:30` are numbers, a key given twice
 keeps the last one, a date becomes an object. Here a number is a decimal number, `1e-6` included; what else looks
@@ -49,6 +49,20 @@ _Loader.add_constructor(
     "tag:yaml.org,2002:float",
     lambda loader, node: float(str(node.value).lower().replace(".inf", "inf").replace(".nan", "nan")),
 )
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes every text our loader, or any other, would take for something else."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def dump_yaml(values: Any, width: int) -> str:
+    """Plain values as YAML, in their order."""
+    return yaml.dump(
+        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=width
+    )
 
 
 def load_yaml(path: Path) -> dict[Any, Any]:
