@@ -22,7 +22,7 @@ from verl.engines.passes import Passes
 from verl.engines.ranks import Ranks
 from verl.engines.schedule import Schedule
 from verl.engines.settings import EngineSettings, Kind, read_settings
-from verl.engines.sharding import decoder_layers, shard
+from verl.engines.sharding import decoder_layers, release, shard
 from verl.errors import ModelError
 from verl.models.attention import use_verl_attention
 from verl.models.forward import attach
@@ -104,6 +104,8 @@ def assemble(
         forward_cut=settings.forward_cut,
         label=settings.kind,
     )
+    if mesh is not None:
+        passes.release = lambda: release(module)
     if settings.torch_compile:
         _try_compiled(passes, layers)
     if packed:
@@ -112,6 +114,7 @@ def assemble(
             passes.packed = False
             module.set_attn_implementation(stock_attention)
             _tell_padded(module, fault)
+        passes.release()
     _notice_what_has_no_effect(settings, ranks)
     if settings.activation_offload and ranks.device.type != "cpu":
         passes.activation_context = ActivationOffload(ranks.device).hooks

@@ -52,6 +52,7 @@ class Passes:
         self.label = label
         self.activation_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.reserve_bytes: Callable[[], int] = lambda: 0
+        self.release: Callable[[], None] = lambda: None
         self.clear_gradients: Callable[[], None] = lambda: None
         self._told = False
 
@@ -111,6 +112,7 @@ class Passes:
         if kind == "forward":
             with torch.no_grad():
                 self.run(described, options)
+            self.release()
             return
         self.model.train()
         with self.activation_context():
@@ -141,6 +143,7 @@ class Passes:
                 parts[:1] = self._split(rows, batch, "forward", error)
                 continue
             parts.pop(0)
+        self.release()
         return {name: values.cpu() for name, values in found.items()}
 
     def _answer_rows(

@@ -1,16 +1,13 @@
 """This process among the ranks that train together: counting, agreeing, and noticing that one has died.
 
 What always holds: with one process nothing here touches torch.distributed; a rank that waits for a dead one stops
-with a message that names the dead one, after at most `GRACE_S` seconds of asking around.
+with a message that names the dead one, a few seconds after its connection breaks.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,16 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl.engines.heartbeat import Heartbeat
 from verl.errors import ConfigError, TrainingHalted
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 8.0
 _TRANSPORT = re.compile(
     r"connection (closed|reset|refused)|broken pipe|gloo|nccl|socket|timed out|timeout|recv|store",
     re.IGNORECASE,
 )
-_counter = 0
 
 
 class Ranks:
@@ -40,9 +36,10 @@ class Ranks:
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         self.mesh: DeviceMesh | None = None
+        self._heartbeat: Heartbeat | None = None
         if self.world_size > 1:
             self.mesh = self._make_mesh(fsdp_size)
-            self._announce()
+            self._heartbeat = Heartbeat.start()
 
     def _make_mesh(self, fsdp_size: int) -> DeviceMesh:
         world = self.world_size
@@ -82,20 +79,10 @@ class Ranks:
 
     # -- noticing a death ---------------------------------------------------------------------------------------
 
-    def _announce(self) -> None:
-        global _counter
-        _counter += 1
-        self._key = f"verl/engine{_counter}"
-        self._store().set(f"{self._key}/who/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
-
-    @staticmethod
-    def _store() -> Any:
-        return dist.distributed_c10d._get_default_store()
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Turn a broken connection to a dead rank into a message that names it."""
-        if self.world_size == 1:
+        if self._heartbeat is None:
             yield
             return
         try:
@@ -103,35 +90,18 @@ class Ranks:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or not _TRANSPORT.search(str(error)):
                 raise
-            raise TrainingHalted(self._who_is_missing(error)) from error
+            raise TrainingHalted(self._who_is_missing(self._heartbeat, error)) from error
 
-    def _who_is_missing(self, error: RuntimeError) -> str:
+    def _who_is_missing(self, heartbeat: Heartbeat, error: RuntimeError) -> str:
         cause = str(error).strip().split("\n")[0][:200]
         try:
-            missing = self._roll_call()
+            missing = heartbeat.missing()
         except (RuntimeError, OSError):
             missing = [0]  # the store lives with rank 0 and does not answer
         if not missing:
             return f"rank {self.rank}: communication failed although every rank still answers: {cause}"
-        names = ", ".join(self._describe(rank) for rank in missing)
+        names = ", ".join(heartbeat.describe(rank) for rank in missing)
         return (
             f"rank {self.rank} stops because {names} died or stopped answering; look at its log for the reason, "
             f"then resume from the last checkpoint (trainer.resume_mode=auto). First sign: {cause}"
         )
-
-    def _describe(self, rank: int) -> str:
-        try:
-            return f"rank {rank} ({self._store().get(f'{self._key}/who/{rank}').decode()})"
-        except (RuntimeError, OSError):
-            return f"rank {rank}"
-
-    def _roll_call(self) -> list[int]:
-        """Ranks that do not report within the grace period. Whoever lives sees the broken connection too."""
-        store = self._store()
-        store.set(f"{self._key}/here/{self.rank}", "1")
-        waiting = [rank for rank in range(self.world_size) if rank != self.rank]
-        deadline = time.monotonic() + GRACE_S
-        while waiting and time.monotonic() < deadline:
-            waiting = [rank for rank in waiting if not store.check([f"{self._key}/here/{rank}"])]
-            time.sleep(0.2)
-        return waiting

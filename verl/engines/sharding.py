@@ -72,6 +72,13 @@ def _trained_to_float32(module: nn.Module) -> None:
             param.data = param.data.float()
 
 
+def release(model: nn.Module) -> None:
+    """Back to shards. A forward pass without a backward leaves the root's parameters gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def gathered(model: nn.Module, options: Sharding) -> Iterator[None]:
     """Every parameter whole on every rank, and staying so through forward passes, until the context ends."""

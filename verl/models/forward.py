@@ -84,7 +84,7 @@ def packed_values(model: ValueModel, pack: Pack) -> dict[str, torch.Tensor]:
     score = model.score
     hidden = hidden_states(model, pack)
     values = torch.nn.functional.linear(hidden.float(), score.weight.float(), score.bias.float())
-    return {"values": values.squeeze(-1)}
+    return {"values": values.sum(dim=-1)}  # not a view: the sharding hooks must survive operations in place
 
 
 def _forward(model: nn.Module, pack: Pack, options: HeadOptions | None) -> dict[str, torch.Tensor]:

@@ -1,0 +1,172 @@
+"""One rank of the multi-process tests: run as `gloo_worker.py RANK WORLD PORT FOLDER SCENARIO...`.
+
+Each scenario trains on this rank's share of the batch and leaves its results in FOLDER for the test to compare
+with the same thing done by one process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+import conftest
+
+STEPS = 3
+ROLE = {"ppo_micro_batch_size_per_gpu": 2, "optim.lr": 0.01, "grad_clip": 0.5}
+
+
+def share(batch: Any, rank: int, world: int) -> Any:
+    """Uneven on purpose: the first rank gets the most rows, so ranks differ in their number of micro-batches."""
+    cuts = {1: [0, 6], 2: [0, 5, 6], 3: [0, 3, 5, 6]}[world]
+    return batch[list(range(cuts[rank], cuts[rank + 1]))]
+
+
+def train(engine: Any, rank: int, world: int, critic: bool = False) -> dict[str, Any]:
+    """Log-probs (or values), three steps, and what came out."""
+    batch = share(conftest.make_batch(holes=True), rank, world)
+    loss = conftest.value_loss if critic else conftest.policy_loss
+    before = engine.values(batch) if critic else engine.log_probs(batch, with_entropy=True)["log_probs"]
+    norms = []
+    for _ in range(STEPS):
+        engine.forward_backward(batch, loss, with_entropy=not critic)
+        norms.append(engine.optimizer_step()["grad_norm"])
+    return {"before": before, "norms": norms, "weights": dict(engine.export_parameters())}
+
+
+def base(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=ROLE)
+    return train(engine, rank, world)
+
+
+def kept_whole_and_recomputed(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    role = {**ROLE, "fsdp_config.reshard_after_forward": False}
+    model = conftest.make_model(tie_word_embeddings=True)
+    engine = conftest.make_engine(model=model, role=role, enable_gradient_checkpointing=True)
+    return train(engine, rank, world)
+
+
+def hybrid(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    role = {**ROLE, "fsdp_config.fsdp_size": 1}
+    engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=role)
+    if world > 1:
+        assert engine.ranks.mesh.mesh_dim_names == ("replicate", "shard")
+    return train(engine, rank, world)
+
+
+def critic(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    engine = conftest.make_engine("critic", model=conftest.make_model("qwen2"), role=ROLE)
+    result = train(engine, rank, world, critic=True)
+    engine.save_hf(folder / f"critic{world}")
+    return result
+
+
+def lora(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    engine = conftest.make_engine(model=conftest.make_model(), role=ROLE, lora_rank=4)
+    result = train(engine, rank, world)
+    batch = share(conftest.make_batch(holes=True), rank, world)
+    result["reference"] = engine.reference_log_probs(batch)
+    engine.save_adapter(folder / f"adapter{world}")
+    return result
+
+
+def generate_and_resume(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Whole weights for generating, sharded again after; a state taken in between comes back bit for bit."""
+    engine = conftest.make_engine(model=conftest.make_model(), role=ROLE)
+    first = train(engine, rank, world)
+    state = engine.state_dict()
+    held = {name: _whole(value).clone() for name, value in state["model"].items()}
+    moments = {name: _whole(value).clone() for name, value in state["optimizer"]["exp_avg"].items()}
+    batch = conftest.make_batch()
+    with engine.full_parameters() as model:
+        for name, param in model.named_parameters():
+            assert torch.equal(param.detach(), first["weights"][name]), name
+        model.set_attn_implementation("sdpa")
+        whole = model(batch.batch["input_ids"][:1, -8:]).logits.detach().clone()
+        model.set_attn_implementation("verl")
+    if world > 1:
+        assert all(hasattr(param, "to_local") for param in engine.model.parameters())
+    copied = _copied(state)
+    train(engine, rank, world)
+    engine.load_state_dict(copied)
+    after = engine.state_dict()
+    assert all(torch.equal(_whole(after["model"][name]), value) for name, value in held.items())
+    assert all(torch.equal(_whole(after["optimizer"]["exp_avg"][name]), v) for name, v in moments.items())
+    assert after["scheduler"] == {"step": STEPS}
+    return {**first, "logits": whole}
+
+
+def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Shards are float32 masters, the gathered copies bfloat16."""
+    engine = conftest.make_engine(model=conftest.make_model(), role=ROLE, dtype="bfloat16")
+    masters = {str(master.dtype) for master in engine.optimizer.masters.values()}
+    assert masters == {"torch.float32"}
+    with engine.full_parameters() as model:
+        assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    return train(engine, rank, world)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _copied(value) for name, value in state.items()}
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def killed(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """The last rank dies in the middle of training; the others must say so."""
+    engine = conftest.make_engine(model=conftest.make_model(), role=ROLE)
+    batch = share(conftest.make_batch(), rank, world)
+    engine.forward_backward(batch, conftest.policy_loss)
+    engine.optimizer_step()
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    from verl.errors import TrainingHalted
+
+    try:
+        for _ in range(100):
+            engine.forward_backward(batch, conftest.policy_loss)
+            engine.optimizer_step()
+    except TrainingHalted as error:
+        (folder / f"halted{rank}.txt").write_text(str(error))
+        os._exit(0)
+    return {}
+
+
+SCENARIOS = {
+    function.__name__: function
+    for function in (
+        base,
+        kept_whole_and_recomputed,
+        hybrid,
+        critic,
+        lora,
+        generate_and_resume,
+        half_precision,
+        killed,
+    )
+}
+
+
+def main() -> None:
+    rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", int(port), world, is_master=rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    for name in sys.argv[5:]:
+        torch.save(SCENARIOS[name](rank, world, folder), folder / f"{name}_{world}_{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

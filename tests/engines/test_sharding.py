@@ -1,0 +1,134 @@
+"""Several real processes over gloo give what one process gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("gloo_worker.py")
+ALL = [
+    "base",
+    "kept_whole_and_recomputed",
+    "hybrid",
+    "critic",
+    "lora",
+    "generate_and_resume",
+    "half_precision",
+]
+LIMIT_S = 200
+
+
+def start(world: int, folder: Path, scenarios: list[str]) -> list[subprocess.Popen[bytes]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(world), str(port), str(folder), *scenarios],
+            env=environment,
+            stderr=(folder / f"stderr{rank}.txt").open("wb"),
+        )
+        for rank in range(world)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[bytes]], folder: Path, expected: list[int]) -> None:
+    try:
+        codes = [process.wait(timeout=LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = "\n".join((folder / f"stderr{rank}.txt").read_text()[-2000:] for rank in range(len(processes)))
+    assert codes == expected, logs
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Every scenario in this process."""
+    spec = importlib.util.spec_from_file_location("gloo_worker", WORKER)
+    assert spec and spec.loader
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: worker.SCENARIOS[name](0, 1, folder) for name in ALL}, folder
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def together(request, tmp_path_factory):
+    world = request.param
+    folder = tmp_path_factory.mktemp(f"world{world}")
+    scenarios = ALL if world == 2 else ["base", "critic"]
+    finish(start(world, folder, scenarios), folder, [0] * world)
+    results = {
+        name: [torch.load(folder / f"{name}_{world}_{rank}.pt", weights_only=True) for rank in range(world)]
+        for name in scenarios
+    }
+    return results, folder, world
+
+
+def test_ranks_agree_with_one_process(alone, together):
+    expected, _ = alone
+    results, _, world = together
+    for name, ranks in results.items():
+        tolerance = 3e-2 if name == "half_precision" else 2e-5
+        want = expected[name]
+        before = torch.cat([rank["before"] for rank in ranks])
+        torch.testing.assert_close(
+            before, want["before"], rtol=tolerance, atol=tolerance, msg=f"{name} before"
+        )
+        for rank in ranks:
+            assert rank["norms"] == pytest.approx(want["norms"], rel=1e-4 if tolerance < 1e-2 else 0.1), name
+            assert rank["weights"].keys() == want["weights"].keys()
+            for weight, value in want["weights"].items():
+                torch.testing.assert_close(
+                    rank["weights"][weight], value, rtol=tolerance, atol=5 * tolerance, msg=f"{name} {weight}"
+                )
+
+
+def test_weights_did_move(alone, tools):
+    """Guards the comparison above against comparing two untouched models."""
+    results, _ = alone
+    start = dict(tools.model(tie_word_embeddings=True).named_parameters())
+    moved = [(results["base"]["weights"][name] - value).abs().max() for name, value in start.items()]
+    assert min(change.item() for change in moved) > 1e-3
+
+
+def test_adapters_and_whole_weights_survive_sharding(alone, together):
+    expected, alone_folder = alone
+    results, folder, world = together
+    if world == 2:
+        reference = torch.cat([rank["reference"] for rank in results["lora"]])
+        torch.testing.assert_close(reference, expected["lora"]["reference"], rtol=1e-5, atol=1e-5)
+        for rank in results["generate_and_resume"]:
+            torch.testing.assert_close(
+                rank["logits"], expected["generate_and_resume"]["logits"], rtol=1e-4, atol=1e-4
+            )
+        _same_file(
+            folder / "adapter2/adapter_model.safetensors", alone_folder / "adapter1/adapter_model.safetensors"
+        )
+    _same_file(folder / f"critic{world}/model.safetensors", alone_folder / "critic1/model.safetensors")
+
+
+def _same_file(first: Path, second: Path) -> None:
+    from safetensors.torch import load_file
+
+    left, right = load_file(first), load_file(second)
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_killed_rank_is_named_by_the_others(tmp_path):
+    finish(start(3, tmp_path, ["killed"]), tmp_path, [0, 0, -9])
+    for rank in (0, 1):
+        message = (tmp_path / f"halted{rank}.txt").read_text()
+        assert message.startswith(f"rank {rank} stops because rank 2 (process ")
+        assert "resume_mode" in message
