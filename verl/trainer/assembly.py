@@ -13,14 +13,16 @@ from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
 from verl.config.load import to_dict
 from verl.data.chat import load_tokenizer
+from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
 from verl.observe.causes import likely_fix
 from verl.observe.health import HealthSettings
 from verl.observe.run_folder import RunFolder
 from verl.observe.trackers import FanOut, build_trackers
-from verl.reward.base import RewardManager
+from verl.reward.base import RewardManager, RewardSample
 from verl.reward.managers import build_reward_manager
 from verl.trainer.available import refuse_unavailable
+from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
 from verl.trainer.setup import open_run_folder, quiet_transformers, seed_everything
 from verl.workers.local import LocalGroup
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
 
 logger = logging.getLogger(__name__)
+
+TRIED_ROWS = 4
+"""Rows every reward is tried on before a model is loaded."""
 
 
 @dataclass
@@ -130,4 +135,16 @@ def check_rewards(rewards: RewardManager, loaders: Sequence[Any]) -> None:
             continue
         used = (dataset.rows[dataset.row_number(position)] for position in range(len(dataset)))
         sources = {str(row.get("data_source") or "") for row in used}
-        rewards.check(sources, dataset.rows.column_names)
+        if hasattr(rewards, "check"):
+            rewards.check(sources, dataset.rows.column_names)
+        if hasattr(rewards, "preflight"):
+            names = [f"try-{number}" for number in range(min(TRIED_ROWS, len(dataset)))]
+            rows = dataset.batch(range(len(names)), names)
+            rewards.preflight([perfect_answer(rows, row) for row in range(len(rows))])
+
+
+def perfect_answer(prompts: DataProto, row: int) -> RewardSample:
+    """The truth as response: whatever a reward function makes of it, it must make something."""
+    truth = prompts.non_tensor_batch["ground_truth"][row]
+    text = "" if truth is None else str(truth)
+    return reward_sample(prompts, row, text=text, length=len(text.split()), truncated=False)
