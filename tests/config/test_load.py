@@ -250,8 +250,9 @@ def test_plugins_are_imported_and_their_names_known(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="mine_for_config"):
         load("algorithm.adv_estimator=mine_for_config")
-    config = load("algorithm.adv_estimator=mine_for_config", "trainer.plugins=[my_plugin_for_config]")
-    assert config.critic.enable is False
+    for key in ("trainer.plugins", "actor_rollout_ref.model.external_lib", "critic.model.external_lib"):
+        config = load("algorithm.adv_estimator=mine_for_config", f"{key}=[my_plugin_for_config]")
+        assert config.critic.enable is False
 
 
 def test_dotted_and_nested_dicts_are_the_same() -> None:
@@ -275,6 +276,8 @@ def test_cfg_job_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) 
     assert shown["actor_rollout_ref"]["rollout"]["n"] == 3
     assert shown["critic"]["model"]["path"] == "org/model"
     assert "user_set" not in shown
+    assert ppo_command(["--cfg", "job"]) is None  # the defaults alone can be looked at
+    assert yaml.safe_load(capsys.readouterr().out)["actor_rollout_ref"]["model"]["path"] == ""
 
 
 def test_help_lists_every_key_with_its_documentation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,7 @@
-"""The memory of the device at hand, without torch: nvidia-smi for a GPU, /proc/meminfo for a CPU."""
+"""The memory of the device at hand: nvidia-smi for a GPU, /proc/meminfo for a CPU.
+
+torch is asked, and so imported, only where there is a GPU but no nvidia-smi.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,26 @@ def device_at_hand(wanted: str, processes: int = 1) -> Device:
 
 def _gpus() -> list[tuple[str, int]]:
     """Name and bytes of each GPU the process may use."""
-    command = shutil.which("nvidia-smi")
-    if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return _gpus_by_torch() if Path("/dev/nvidiactl").exists() else []
     query = [command, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     return parse_gpus(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _gpus_by_torch() -> list[tuple[str, int]]:
+    try:
+        import torch
+    except ImportError:
+        return []
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [(each.name, each.total_memory) for each in properties]
 
 
 def parse_gpus(answer: str, visible: str | None) -> list[tuple[str, int]]:

@@ -16,7 +16,7 @@ from verl.config.aliases import our_name, resolve_aliases
 from verl.config.checks import check
 from verl.config.convert import build
 from verl.config.finalize import finalize
-from verl.config.keys import nearest, schema_keys
+from verl.config.keys import get, nearest, schema_keys
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.show import help_text, to_dict, to_yaml
 from verl.config.sources import (
@@ -81,10 +81,10 @@ def _command(kind: type[Config], argv: list[str], command: str) -> Config | None
             draft.remove(override.name)
         else:
             draft.add(plant({}, override.name, override.value))
-    config = draft.finish(checked=True, quiet=line.check)
     if line.show_job:
-        sys.stdout.write(to_yaml(config))
+        sys.stdout.write(to_yaml(draft.finish(checked=False)))
         return None
+    config = draft.finish(checked=True, quiet=line.check)
     if line.check:
         from verl.config.plan import plan, render
 
@@ -154,10 +154,13 @@ def _given(kind: type, tree: Mapping[str, Any], prefix: str) -> list[str]:
 
 def import_plugins(config: PPOConfig | SFTConfig) -> None:
     """Import the user's modules, so that what they register is known from now on."""
-    model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
-    where = "actor_rollout_ref.model.external_lib" if isinstance(config, PPOConfig) else "model.external_lib"
-    for key, modules in ((where, model.external_lib), ("trainer.plugins", config.trainer.plugins)):
-        for module in modules:
+    names = ["trainer.plugins"]
+    if isinstance(config, PPOConfig):
+        names += ["actor_rollout_ref.model.external_lib", "critic.model.external_lib"]
+    else:
+        names += ["model.external_lib"]
+    for key in names:
+        for module in get(config, key):
             try:
                 importlib.import_module(module)
             except ImportError as error:
