@@ -19,9 +19,9 @@ from verl.reward.functions import RewardFunction, Signature
 from verl.reward.inprocess import InProcessBackend
 from verl.reward.loading import FunctionSpec, check_file, spec_of
 from verl.reward.managers import FunctionRewardManager, Part, register_reward_manager
+from verl.reward.overlong import overlong_shaper
 from verl.reward.pool import WorkerPool, default_workers
-from verl.reward.scorers import registered_scorers
-from verl.reward.shaping import overlong_shaper
+from verl.reward.scorers import registered_scorers, uses_sandbox
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +201,9 @@ def _pool(specs: list[FunctionSpec], reward_cfg: Any, workers: int, scorers: Map
         memory_limit_mb=reward_cfg.memory_limit_mb,
         max_concurrency=reward_cfg.max_concurrency,
         scorers=scorers,
-        sandbox_settings=sandbox.settings(),
+        sandbox_settings=replace(
+            sandbox.settings(), max_concurrent=max(1, sandbox.settings().max_concurrent // workers)
+        ),
     )
 
 
@@ -209,6 +211,8 @@ def _part(backend: Any, number: int, spec: FunctionSpec, signature: Signature) -
     def check(data_sources: Sequence[str], columns: Sequence[str] | None) -> None:
         if spec.path == SCORERS:
             ScorerFunction(spec.kwargs).check(data_sources, columns, spec.key)
+            if any(uses_sandbox(name) for name in data_sources):
+                sandbox.require()
         else:
             signature.check(spec.kwargs, columns, spec.key)
 

@@ -18,8 +18,8 @@ from verl.errors import RewardError
 from verl.reward.base import RewardManager, RewardResult, RewardSample
 from verl.reward.failures import causes
 from verl.reward.functions import Signature
+from verl.reward.overlong import Shaper
 from verl.reward.scorers import check_data_sources
-from verl.reward.shaping import Shaper
 
 _log = logging.getLogger(__name__)
 

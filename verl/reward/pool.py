@@ -60,11 +60,14 @@ class WorkerPool:
         max_concurrency: int = 64,
         scorers: Mapping[str, str] | None = None,
         sandbox_settings: Settings | None = None,
+        quiet: bool = False,
     ) -> None:
+        """`quiet`: deaths are expected, and the caller answers for them; they are logged as details only."""
         self.timeout_s = timeout_s
         self.num_workers = num_workers
         self._names = ", ".join(spec.describe() for spec in specs)
         self.restarts = 0
+        self._death_level = logging.DEBUG if quiet else logging.WARNING
         self._setup = WorkerSetup(
             tuple(specs), timeout_s, memory_limit_mb, dict(scorers or {}), sandbox_settings or Settings()
         )
@@ -341,7 +344,7 @@ class WorkerPool:
             if certain or task.alone:
                 rows = ", ".join(map(str, task.rows[:4])) + (", ..." if len(task.rows) > 4 else "")
                 text = f"Reward function {self.signatures[task.function].name} {what} (row {rows})"
-                _log.warning("%s", text)
+                _log.log(self._death_level, "%s", text)
                 self._answer(task, [RewardResult(None, error=text) for _ in task.rows])
             else:
                 task.alone = True

@@ -19,6 +19,9 @@ class Settings:
     allow_unisolated: bool = False
     url: str | None = None
     max_concurrent: int = 64
+    budget_s: float = 24.0
+    """For all tests of one response together: less than the deadline of a reward call, so that a slow program
+    fails its tests instead of leaving the response without a score."""
 
     @classmethod
     def from_config(cls, reward_cfg: Any) -> Settings:
@@ -32,6 +35,7 @@ class Settings:
             allow_unisolated=local.allow_unisolated,
             url=remote.url,
             max_concurrent=remote.max_concurrent,
+            budget_s=0.8 * reward_cfg.timeout_s,
         )
 
 

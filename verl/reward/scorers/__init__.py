@@ -16,10 +16,32 @@ from verl.errors import RewardError
 
 Scorer = Callable[..., Any]
 
-# data_source -> "module:function" in this package
+# data_source -> "module:function"; a module beginning with a dot is one of this package
 _BUILTIN: dict[str, str] = {
-    "gsm8k": "gsm8k:compute_score",
-    "openai/gsm8k": "gsm8k:compute_score",
+    "gsm8k": ".gsm8k:compute_score",
+    "openai/gsm8k": ".gsm8k:compute_score",
+    "math": ".math:compute_score",
+    "lighteval/MATH": ".math:compute_score",
+    "DigitalLearningGmbH/MATH-lighteval": ".math:compute_score",
+    "HuggingFaceH4/MATH-500": ".math:compute_score",
+    "numina*": ".math:compute_score",
+    "math_dapo": ".math_dapo:compute_score",
+    "aime*": ".math_dapo:compute_score",
+    "multiple_choice": ".choice:compute_score",
+    "mmlu*": ".choice:compute_score",
+    "gpqa*": ".choice:compute_score",
+    "qa_em": ".qa:compute_em",
+    "qa_f1": ".qa:compute_f1",
+    "searchR1_*": ".qa:compute_em",
+    "json_schema": ".json_schema:compute_score",
+    "code": ".code:compute_score",
+    "apps": ".code:compute_score",
+    "taco": ".code:compute_score",
+    "codecontests": ".code:compute_score",
+    "codeforces": ".code:compute_score",
+    "mbpp": ".code:compute_score",
+    "humaneval": ".code:compute_score",
+    "tasks/*": "verl.data.tasks.scoring:compute_score",
 }
 _REGISTERED: dict[str, Scorer] = {}
 
@@ -57,7 +79,13 @@ def get_scorer(data_source: str) -> Scorer:
     if name in _REGISTERED:
         return _REGISTERED[name]
     module, _, function = _BUILTIN[name].partition(":")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    return getattr(importlib.import_module(module, __name__), function)
+
+
+def uses_sandbox(data_source: str) -> bool:
+    """Whether scoring this source runs code a model wrote."""
+    name = find_scorer(data_source)
+    return name is not None and name not in _REGISTERED and _BUILTIN[name].startswith(".code:")
 
 
 def known_scorers() -> list[str]:

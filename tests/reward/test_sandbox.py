@@ -1,0 +1,495 @@
+"""Attacks on the sandbox, for real. Every test first makes sure that the attack would work without it, or
+that the program got as far as to try."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from verl.config.schema import RewardConfig
+from verl.errors import RewardError
+from verl.reward import RewardSample, build_reward_manager, sandbox
+from verl.reward.sandbox import local, remote, seccomp
+from verl.reward.sandbox.program import FunctionCalls, Program
+from verl.reward.sandbox.settings import Settings
+from verl.reward.scorers import code
+
+LIMITS = Settings(timeout_s=20.0, memory_limit_mb=256, max_processes=24, max_file_mb=4)
+UNAVAILABLE = local.why_unavailable()
+isolated = pytest.mark.skipif(
+    UNAVAILABLE is not None, reason=f"the local sandbox cannot work here: {UNAVAILABLE}"
+)
+
+
+def run(source: str, stdin: str = "", **limits):
+    return local.run(Program(source, stdin), Settings(**{**vars(LIMITS), **limits}))
+
+
+def tried(statement: str, **limits) -> str:
+    """What became of one attempt: 'done' or the name of the exception."""
+    body = f"try:\n    {statement}\n    print('done')\nexcept BaseException as e:\n    print(type(e).__name__, e)\n"
+    outcome = run("import ctypes, os, socket, subprocess, sys\n" + body, **limits)
+    assert outcome.end == "ok", outcome
+    return outcome.stdout.strip()
+
+
+@isolated
+def test_a_program_reads_stdin_prints_and_ends():
+    outcome = run("import sys\nprint(sys.stdin.read()[::-1])\nprint('oops', file=sys.stderr)\n", "abc")
+    assert (outcome.end, outcome.stdout, outcome.stderr, outcome.exit_code) == ("ok", "cba\n", "oops\n", 0)
+    assert run("raise SystemExit(3)").end == "error"
+    failing = run("x = 1\n1/0\n")
+    assert failing.end == "error" and 'File "solution.py", line 2' in failing.stderr
+    assert run("import signal, os\nos.kill(os.getpid(), signal.SIGSEGV)").end == "error"
+
+
+@isolated
+def test_reading_a_file_outside(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret")
+    secret.chmod(0o644)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and str(folder).startswith("/tmp/"):
+            folder.chmod(0o755)  # so that only the sandbox stands between the program and the file
+    assert "FileNotFoundError" in tried(f"open({str(secret)!r}).read()")
+    for path in ("/etc/passwd", "/etc/shadow", "/root/.bashrc", str(Path(__file__))):
+        assert tried(f"open({path!r}).read()").split()[0] in ("FileNotFoundError", "PermissionError"), path
+    assert "FileNotFoundError" in tried(f"open('/proc/{os.getpid()}/environ').read()")
+    assert run("import os\nprint(sorted(os.listdir('/')))").stdout.count("home") == 0
+
+
+@isolated
+def test_writing_outside_the_scratch_folder():
+    for path in ("/usr/x", "/x", "/etc/x", "/dev/x", "/solution.py", "/bin/x"):
+        assert tried(f"open({path!r}, 'w')").split()[0] in ("OSError", "PermissionError"), path
+    assert tried("open('/scratch/x', 'w').write('ok')") == "done"
+    assert tried("open('/tmp/x', 'w').write('ok')") == "done"
+    # nothing stays for the next program
+    assert "[]" in run("import os\nprint(os.listdir('/scratch'))").stdout
+
+
+@isolated
+def test_opening_a_socket():
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    socket.create_connection(("127.0.0.1", port)).close()  # outside, it works
+    attempt = f"socket.create_connection(('127.0.0.1', {port}), timeout=5)"
+    assert tried(attempt).split()[0] in ("ConnectionRefusedError", "OSError")
+    assert tried("socket.create_connection(('1.1.1.1', 53), timeout=5)").startswith("OSError")
+    assert "done" not in tried("socket.getaddrinfo('example.com', 80)")
+    server.close()
+
+
+@isolated
+def test_a_unix_socket_of_the_host(tmp_path):
+    path = str(tmp_path / "s")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    assert "FileNotFoundError" in tried(f"socket.socket(socket.AF_UNIX).connect({path!r})")
+    name = f"\\0verl-test-{os.getpid()}"
+    abstract = socket.socket(socket.AF_UNIX)
+    abstract.bind(name.replace("\\0", "\0"))
+    abstract.listen()
+    assert "ConnectionRefusedError" in tried(f"socket.socket(socket.AF_UNIX).connect('{name}')")
+    server.close()
+    abstract.close()
+
+
+@isolated
+def test_a_fork_bomb(tmp_path):
+    began = time.monotonic()
+    outcome = run(
+        """
+import os, sys, time
+count = 0
+while count < 100000:
+    try:
+        if os.fork() == 0:
+            time.sleep(600)
+        count += 1
+    except OSError:
+        print("stopped after", count, flush=True)
+        break
+time.sleep(600)
+""",
+        timeout_s=3.0,
+    )
+    assert outcome.end == "timeout"
+    assert (
+        outcome.stdout.startswith("stopped after") and int(outcome.stdout.split()[-1]) <= LIMITS.max_processes
+    )
+    assert time.monotonic() - began < 120
+    assert run("while True:\n    import os\n    os.fork()\n", timeout_s=2.0).end in ("timeout", "error")
+    assert run("print('alive')").stdout == "alive\n"
+
+
+@isolated
+def test_filling_memory():
+    assert "MemoryError" in tried("bytearray(1 << 30)")
+    hoard = "hoard = []\nwhile True:\n    hoard.append(bytearray(1 << 20))\n"
+    assert run(hoard).end in ("error", "memory")
+    forked = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        hoard = bytearray(os.urandom(1)) * (120 << 20)
+        time.sleep(600)
+time.sleep(600)
+"""
+    assert run(forked).end == "memory"  # no single process is over its limit, together they are
+
+
+@isolated
+def test_filling_the_disk():
+    assert "OSError" in tried("open('/scratch/big', 'wb').write(b'x' * (8 << 20))")  # one file
+    many = """
+written = 0
+try:
+    for number in range(1000):
+        with open(f"/FOLDER/{number}", "wb") as file:
+            written += file.write(b"x" * (1 << 20))
+except OSError as error:
+    print("stopped", written >> 20)
+"""
+    for folder in ("scratch", "dev/shm"):
+        stopped = run(many.replace("FOLDER", folder)).stdout.split()
+        assert stopped[0] == "stopped" and int(stopped[1]) <= 4 * LIMITS.max_file_mb
+
+
+@isolated
+def test_killing_the_parent_and_everybody_else():
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        run("import os, signal\nfor pid in (os.getppid(), -1):\n    os.kill(pid, signal.SIGKILL)\n")
+        run(f"import os, signal\nos.kill({os.getpid()}, signal.SIGKILL)\n")
+        assert "ProcessLookupError" in tried(f"os.kill({bystander.pid}, 9)")
+        assert bystander.poll() is None
+        assert run("print('alive')").stdout == "alive\n"
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@isolated
+def test_reading_the_expected_outputs():
+    hidden = "8675309-expected"
+    spy = """
+import glob, os, sys
+seen = []
+for root in ("/proc/self", "/proc/1", "/proc", "/scratch", "/tmp", "/dev/shm"):
+    for folder, folders, files in os.walk(root):
+        if folder.count("/") > 4:
+            folders.clear()
+        for name in files:
+            if name in ("mem", "kmsg", "pagemap", "kcore", "kpagecount", "kpageflags", "kpagecgroup",
+            "clear_refs"): continue
+            try:
+                with open(os.path.join(folder, name), "rb") as file:
+                    seen.append(file.read(1 << 16))
+            except OSError:
+                pass
+seen += [repr(dict(os.environ)).encode(), repr(sys.argv).encode(), sys.stdin.read().encode()]
+for number in range(3, 64):
+    try:
+        seen.append(os.read(number, 1 << 16))
+    except OSError:
+        pass
+print(len(seen), b"8675309" in b"".join(seen))
+"""
+    outcome = run(spy, "the input", timeout_s=60.0)
+    assert (
+        outcome.end == "ok" and int(outcome.stdout.split()[0]) > 20 and outcome.stdout.split()[1] == "False"
+    )
+    sandbox.configure(Settings(**{**vars(LIMITS), "budget_s": 60.0}))
+    cheat = f"```python\n{spy}\nprint(b'8675309' in b''.join(seen))\n```"
+    assert code.compute_score(cheat, {"inputs": ["x"], "outputs": [hidden]})["score"] == 0.0
+
+
+@isolated
+def test_sleeping_for_ever_and_burning_time():
+    assert run("import time\ntime.sleep(600)", timeout_s=1.0).end == "timeout"
+    assert run("while True: pass", timeout_s=1.0).end == "timeout"
+    assert run("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(600)", timeout_s=1.0).end == "timeout"
+    ignoring = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)"
+    assert run(ignoring, timeout_s=1.0).end == "timeout"
+
+
+@isolated
+def test_writing_gigabytes_to_stdout():
+    for stream in ("stdout", "stderr"):
+        outcome = run(f"import sys\nwhile True: sys.{stream}.write('x' * 65536)\n", timeout_s=5.0)
+        assert outcome.end == ("output" if stream == "stdout" else "timeout")
+        assert len(outcome.stdout) <= local.OUTPUT_LIMIT and len(outcome.stderr) <= 65536
+
+
+@isolated
+def test_escaping_through_a_double_fork(tmp_path):
+    marker = f"verl-escape-{os.getpid()}-{time.monotonic_ns()}"
+    outcome = run(f"""
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.close(0), os.close(1), os.close(2)
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", {marker!r}])
+    os._exit(0)
+time.sleep(0.5)
+print("left")
+""")
+    assert outcome.stdout == "left\n"
+
+    def found() -> bool:
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if marker.encode() in entry.read_bytes():
+                    return True
+            except OSError:
+                continue
+        return False
+
+    for _ in range(300):
+        if not found():
+            return
+        time.sleep(0.01)
+    raise AssertionError("a process outlived its sandbox")
+
+
+@isolated
+def test_becoming_somebody_else():
+    assert "Error" in tried("os.setuid(0)")
+    assert "CapEff:\t0000000000000000" in run("print(open('/proc/self/status').read())").stdout
+    assert "NoNewPrivs:\t1" in run("print(open('/proc/self/status').read())").stdout
+    assert run("import os\nprint(os.getuid())").stdout.strip() == "65534"
+    raised = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 34, 1 << 34))"
+    assert "ValueError" in run(raised).stderr
+
+
+@isolated
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be dropped")
+def test_started_as_root_the_program_is_somebody_unprivileged_also_outside(tmp_path):
+    source = "import time; time.sleep(30)"
+    seen: list[str] = []
+
+    def look() -> None:
+        for _ in range(300):
+            for entry in Path("/proc").glob("[0-9]*"):
+                try:
+                    if (
+                        b'"/solution.py"' in (entry / "cmdline").read_bytes()
+                        and b"bwrap" not in (entry / "comm").read_bytes()
+                    ):
+                        status = (entry / "status").read_text()
+                        seen.append(status.split("Uid:")[1].split()[0])
+                        return
+                except (OSError, IndexError):
+                    continue
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    run(source, timeout_s=3.0)
+    thread.join()
+    assert seen and seen[0] != "0"
+
+
+@isolated
+@pytest.mark.skipif(seccomp.program() is None, reason=f"no filter for {platform.machine()}")
+def test_the_system_call_filter():
+    assert "Seccomp:\t2" in run("print(open('/proc/self/status').read())").stdout
+    libc = "ctypes.CDLL(None, use_errno=True)"
+    call = "r = {libc}.{what}; assert r != -1, os.strerror(ctypes.get_errno())"
+    for what in ("ptrace(0, 0, 0, 0)", "unshare(0x10000000)", "mount(b'a', b'/scratch', b'tmpfs', 0, None)"):
+        assert "Operation not permitted" in tried(call.format(libc=libc, what=what)), what
+    numbers = seccomp._MACHINES[platform.machine()][1]
+    for name in ("keyctl", "bpf", "io_uring_setup", "perf_event_open", "userfaultfd"):
+        what = f"syscall({numbers[name]}, 0, 0, 0, 0)"
+        assert "Operation not permitted" in tried(call.format(libc=libc, what=what)), name
+    for family in ("AF_VSOCK", "AF_NETLINK", "AF_PACKET"):
+        assert tried(f"socket.socket(socket.{family}, socket.SOCK_DGRAM)").startswith("PermissionError"), (
+            family
+        )
+    assert tried("socket.socket(socket.AF_INET)") == "done"
+    assert tried("import threading; t = threading.Thread(target=print); t.start(); t.join()").endswith("done")
+    assert tried("subprocess.run(['/bin/true'], check=True)") == "done"
+
+
+def test_the_filter_is_well_formed_on_both_machines():
+    for machine in ("x86_64", "aarch64"):
+        data = seccomp.program(machine)
+        assert data is not None and len(data) % 8 == 0
+        code_ = [tuple(int.from_bytes(data[i + a : i + b], "little") for a, b in ((0, 2), (2, 3), (3, 4), (4, 8)))
+                 for i in range(0, len(data), 8)]  # fmt: skip
+        for place, (operation, if_true, if_false, _) in enumerate(code_):
+            if operation in (0x15, 0x35, 0x45):
+                assert place + 1 + max(if_true, if_false) < len(code_)  # no jump leaves the program
+        assert code_[-1][0] == 0x06
+    assert seccomp.program("mips") is None
+
+
+@isolated
+def test_function_calls_are_made_inside_and_compared_outside():
+    calls = FunctionCalls(
+        "def f(a, b=1):\n    print('noise')\n    return a / b\n", "f", [([4], {}), ([4, 2], {}), ([1, 0], {})]
+    )
+    assert calls.results(run(calls.program.source, calls.program.stdin)) == {0: 4.0, 1: 2.0}
+    method = FunctionCalls(
+        "class Solution:\n    def f(self, x):\n        return {x, x + 1}\n", "f", [([1], {})]
+    )
+    assert method.results(run(method.program.source, method.program.stdin)) == {0: {"__set__": [1, 2]}}
+    for source in ("import os\nos._exit(0)", "syntax error", "def g(): pass", "import sys\nsys.exit()"):
+        broken = FunctionCalls(source, "f", [([1], {})])
+        assert broken.results(run(broken.program.source, broken.program.stdin)) == {}
+    half = FunctionCalls("def f(x):\n    while x: pass\n    return x\n", "f", [([0], {}), ([1], {})])
+    assert half.results(run(half.program.source, half.program.stdin, timeout_s=1.0)) == {0: 0}
+
+
+def test_without_isolation_nothing_runs_unless_the_user_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(local, "why_unavailable", lambda: "bubblewrap (the program bwrap) is not installed")
+    with pytest.raises(RewardError, match=r"bubblewrap.*sandbox_fusion.url.*allow_unisolated=True"):
+        run("print(1)")
+    cfg = RewardConfig(in_process=True)
+    with pytest.raises(RewardError, match="allow_unisolated"):
+        build_reward_manager(cfg, max_response_length=8).check(["code"], [])
+    assert run("print(1)", allow_unisolated=True).stdout == "1\n"
+    assert run("import time\ntime.sleep(600)", allow_unisolated=True, timeout_s=1.0).end == "timeout"
+    assert run("bytearray(1 << 30)", allow_unisolated=True).end == "error"
+    cfg.sandbox.allow_unisolated = True
+    build_reward_manager(cfg, max_response_length=8).check(["code"], [])
+
+
+@isolated
+def test_a_sandbox_that_does_not_start_is_not_the_models_fault(monkeypatch):
+    monkeypatch.setattr(local, "_mounts", lambda python: iter([["--ro-bind", "/nowhere", "/usr"]]))
+    outcome = run("print(1)")
+    assert outcome.end == "sandbox" and "bwrap" in outcome.stderr
+    fake = run("import sys\nprint('bwrap: no', file=sys.stderr)\nsys.exit(1)")
+    assert fake.end == "sandbox"  # still broken
+    monkeypatch.undo()
+    fake = run("import sys\nprint('bwrap: no', file=sys.stderr)\nsys.exit(1)")
+    assert fake.end == "error"  # a program cannot pretend
+
+
+@isolated
+def test_the_code_scorer_through_worker_processes(no_children_left):
+    cfg = RewardConfig(num_workers=2, timeout_s=60.0)
+    cfg.reward_manager.name = "prime"
+    cfg.sandbox.timeout_s = 2.0
+    manager = build_reward_manager(cfg, max_response_length=8)
+    manager.check(["code"], [])
+    double = {"inputs": ["1\n", "2\n", "5\n"], "outputs": ["2", "4", "10"]}
+    answers = {
+        "print(int(input()) * 2)": 1.0,
+        "n = int(input())\nprint(n * 2 if n < 5 else 'no')": 2 / 3,
+        "while True: pass": 0.0,
+        "import os\nos.kill(os.getppid(), 9)": 0.0,
+    }
+    for index, text in enumerate(answers):
+        manager.submit(
+            RewardSample(index, "", f"Here:\n```python\n{text}\n```", ground_truth=double, data_source="code")
+        )
+    results = manager.collect()
+    assert [results[index].score for index in range(len(answers))] == list(answers.values())
+    assert results[0].extra["acc"] == 1.0 and results[2].extra["code_end"] == "timeout"
+    manager.close()
+
+
+class FusionHandler(BaseHTTPRequestHandler):
+    """A stand-in for the remote service: runs the code in a plain process and speaks its JSON."""
+
+    failures = 0
+    requests: list[dict] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        type(self).requests.append(body)
+        if type(self).failures > 0:
+            type(self).failures -= 1
+            self.send_error(503)
+            return
+        status, code_, out, err = "Finished", 0, "", ""
+        if self.path != "/run_code":
+            self.send_error(404)
+            return
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", body["code"]], input=body["stdin"], capture_output=True, text=True,
+                timeout=body["run_timeout"],
+            )  # fmt: skip
+            out, err, code_ = done.stdout, done.stderr, done.returncode
+            status = "Finished" if code_ == 0 else "Error"
+        except subprocess.TimeoutExpired:
+            status, code_ = "TimeLimitExceeded", None
+        run_result = {
+            "status": status,
+            "return_code": code_,
+            "stdout": out,
+            "stderr": err,
+            "execution_time": 0.1,
+        }
+        answer = {"status": "Success" if code_ == 0 else "Failed", "message": "", "run_result": run_result}
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def fusion(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FusionHandler)
+    FusionHandler.failures, FusionHandler.requests = 0, []
+    monkeypatch.setattr(remote, "_BACKOFF_S", 0.01)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_remote_service_runs_the_code(fusion):
+    sandbox.configure(Settings(url=fusion, timeout_s=10.0, memory_limit_mb=128))
+    good = "```python\nprint(int(input()) + 1)\n```"
+    assert code.compute_score(good, {"inputs": ["1", "2"], "outputs": ["2", "3"]})["score"] == 1.0
+    calls = {"entry_point": "f", "tests": [{"args": [2], "expected": 4}, {"args": [3], "expected": 0}]}
+    assert code.compute_score("```python\ndef f(x): return x * 2\n```", calls)["score"] == 0.5
+    sent = FusionHandler.requests[0]
+    assert sent["language"] == "python" and sent["memory_limit_MB"] == 128 and sent["stdin"] in ("1", "2")
+    assert not any("expected" in json.dumps(request) for request in FusionHandler.requests)
+
+
+def test_a_remote_service_that_fails_is_retried_and_then_leaves_no_score(fusion):
+    FusionHandler.failures = 2
+    assert sandbox.run(Program("print(1)"), Settings(url=fusion)).stdout == "1\n"
+    FusionHandler.failures = 9
+    outcome = sandbox.run(Program("print(1)"), Settings(url=fusion))
+    assert outcome.end == "sandbox" and "503" in outcome.stderr and fusion in outcome.stderr
+    assert sandbox.run(Program("x"), Settings(url="http://127.0.0.1:1")).end == "sandbox"
+    sandbox.configure(Settings(url="http://127.0.0.1:1"))
+    with pytest.raises(RewardError, match="sandbox_fusion.url"):
+        code.compute_score("print(1)", {"inputs": [""], "outputs": ["1"]})
+
+
+def test_remote_addresses():
+    assert remote.address("http://h:1") == remote.address("http://h:1/") == "http://h:1/run_code"
+    assert remote.address("http://h/faas/run_code") == "http://h/faas/run_code"
+
+
+@pytest.fixture(autouse=True)
+def default_settings():
+    yield
+    sandbox.configure(Settings())

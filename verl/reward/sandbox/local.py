@@ -1,0 +1,281 @@
+"""The local sandbox: bubblewrap around one Python process.
+
+What always holds: no network, no file of the host but a read-only /usr and the interpreter, a small scratch
+folder in memory, no view of other processes, limits set before the first line of the program runs, an
+unprivileged user also when we are root. Whatever the program started is gone when `run` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.errors import RewardError
+from verl.reward import processes
+from verl.reward.sandbox import launch, seccomp
+from verl.reward.sandbox.program import End, Outcome, Program
+from verl.reward.sandbox.settings import Settings
+
+OUTPUT_LIMIT = 4 << 20
+_ERROR_LIMIT = 64 << 10
+_NOBODY = 65534
+_WATCH_S = 0.1
+_SOURCE = "/solution.py"
+_SCRATCH = "/scratch"
+
+
+def run(program: Program, settings: Settings) -> Outcome:
+    """Run in isolation; RewardError where the machine does not allow it."""
+    problem = why_unavailable()
+    if problem is None:
+        return _run(program, settings, isolated=True)
+    if settings.allow_unisolated:
+        return _run(program, settings, isolated=False)
+    raise RewardError(refusal(problem))
+
+
+def refusal(problem: str) -> str:
+    return (
+        f"Code written by a model must not run here without isolation: {problem}. Install bubblewrap "
+        f"(Debian, Ubuntu: "
+        f"apt-get install bubblewrap), use a remote sandbox with reward.sandbox_fusion.url=URL, or, only "
+        f"when the "
+        f"machine is expendable, set reward.sandbox.allow_unisolated=True."
+    )
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """Why programs cannot be isolated here; None when they can. Found out once, by doing it."""
+    if sys.platform != "linux":
+        return f"the local sandbox needs Linux namespaces, and this is {sys.platform}"
+    if shutil.which("bwrap") is None:
+        return "bubblewrap (the program bwrap) is not installed"
+    if find_python() is None:
+        return (
+            "no Python that an unprivileged user may run was found (looked in sys.base_prefix and /usr/bin)"
+        )
+    outcome = _run(Program("print('inside')"), Settings(timeout_s=20.0), isolated=True)
+    if outcome.end == "ok" and outcome.stdout == "inside\n":
+        return None
+    return f"bubblewrap does not work on this machine: {outcome.stderr.strip()[-300:] or outcome.end}"
+
+
+@functools.cache
+def find_python() -> str | None:
+    """A Python that the sandbox's user may run: ours, else the system's."""
+    dropping = os.geteuid() == 0
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    candidates = [
+        Path(sys.base_prefix) / "bin" / version,
+        Path("/usr/bin/python3"),
+        Path("/usr/local/bin/python3"),
+    ]
+    for candidate in candidates:
+        real = Path(os.path.realpath(candidate))
+        if real.is_file() and os.access(real, os.X_OK) and (not dropping or _open_to_all(real)):
+            return str(real)
+    return None
+
+
+def _open_to_all(path: Path) -> bool:
+    return all(folder.stat().st_mode & 0o001 for folder in path.parents) and bool(path.stat().st_mode & 0o001)
+
+
+def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
+    with contextlib.ExitStack() as stack:
+        started_here, started_there = os.pipe()
+        stack.callback(os.close, started_here)
+        inner = launch.arguments(
+            _SOURCE if isolated else "solution.py",
+            started_there,
+            settings.timeout_s,
+            settings.memory_limit_mb,
+            settings.max_processes,
+            settings.max_file_mb,
+        )
+        token = secrets.token_hex(16)
+        inherited = os.environ.get(processes.TOKEN_VARIABLE)
+        environment = {processes.TOKEN_VARIABLE: f"{inherited}.{token}" if inherited else token}
+        descriptors = [started_there]
+        if isolated:
+            source_fd = _sealed(stack, program.source)
+            filter_fd = _sealed(stack, seccomp.program() or b"") if seccomp.program() else None
+            descriptors += [source_fd] if filter_fd is None else [source_fd, filter_fd]
+            command = _bubblewrap(settings, source_fd, filter_fd, inner)
+            folder = "/"
+        else:
+            folder = _scratch(stack, program.source)
+            command = [find_python() or sys.executable, *inner]
+            environment |= {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
+        drop = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+        began = time.monotonic()
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=_sealed(stack, program.stdin),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=descriptors,
+                start_new_session=True,
+                cwd=folder,
+                env=environment,
+                **drop,  # type: ignore[call-overload]
+            )
+        except OSError as error:
+            os.close(started_there)
+            return Outcome("sandbox", stderr=f"{type(error).__name__}: {error}")
+        os.close(started_there)
+        try:
+            end, stdout, stderr = _attend(process, settings, began)
+        finally:
+            processes.end_all(process.pid, token)
+            process.wait()
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        started = os.read(started_here, 1) == b"1"
+    if end == "ok" and process.returncode != 0:
+        end = "timeout" if process.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU) else "error"
+    return Outcome(
+        end if started else "sandbox",
+        stdout.decode(errors="replace"),
+        stderr.decode(errors="replace"),
+        process.returncode,
+        time.monotonic() - began,
+    )
+
+
+def _attend(process: subprocess.Popen[bytes], settings: Settings, began: float) -> tuple[End, bytes, bytes]:
+    """Read what it prints until it ends or breaks a limit."""
+    assert process.stdout is not None and process.stderr is not None
+    out, err = bytearray(), bytearray()
+    deadline, next_watch = began + settings.timeout_s, began + _WATCH_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, out)
+        selector.register(process.stderr, selectors.EVENT_READ, err)
+        while selector.get_map():
+            now = time.monotonic()
+            if now >= deadline:
+                return "timeout", bytes(out), bytes(err)
+            if now >= next_watch:
+                tree = processes.trees([process.pid])[process.pid]
+                if tree.resident_bytes > (settings.memory_limit_mb << 20):
+                    return "memory", bytes(out), bytes(err)
+                next_watch = time.monotonic() + max(_WATCH_S, 20 * (time.monotonic() - now))
+            for key, _ in selector.select(max(0.0, min(deadline, next_watch) - now)):
+                data = os.read(key.fd, 1 << 16)
+                if not data:
+                    selector.unregister(key.fileobj)
+                    continue
+                key.data.extend(data)
+                if len(out) > OUTPUT_LIMIT:
+                    return "output", bytes(out[:OUTPUT_LIMIT]), bytes(err)
+                del err[:-_ERROR_LIMIT]
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:  # it closed its output and goes on
+        return "timeout", bytes(out), bytes(err)
+    return "ok", bytes(out), bytes(err)
+
+
+def _bubblewrap(settings: Settings, source_fd: int, filter_fd: int | None, inner: list[str]) -> list[str]:
+    python = find_python()
+    if python is None:
+        raise RewardError(refusal("no usable Python was found"))
+    scratch_bytes = str(4 * settings.max_file_mb << 20)
+    command = [
+        "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+        "--die-with-parent",
+        "--new-session",
+    ]
+    command += ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"]
+    command += ["--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", _SCRATCH]
+    command += ["--setenv", "LANG", "C.UTF-8"]
+    command += [part for mount in _mounts(python) for part in mount]
+    command += ["--proc", "/proc", "--dev", "/dev", "--size", scratch_bytes, "--tmpfs", "/dev/shm"]
+    command += [
+        "--remount-ro",
+        "/dev",
+        "--size",
+        scratch_bytes,
+        "--tmpfs",
+        _SCRATCH,
+        "--symlink",
+        _SCRATCH,
+        "/tmp",
+    ]
+    command += ["--ro-bind-data", str(source_fd), _SOURCE, "--remount-ro", "/", "--chdir", _SCRATCH]
+    if filter_fd is not None:
+        command += ["--seccomp", str(filter_fd)]
+    return [*command, "--", python, *inner]
+
+
+def _mounts(python: str) -> Iterator[list[str]]:
+    """What of the host is visible: the system's programs and libraries, and the interpreter where it is
+    elsewhere."""
+    yield ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        path = Path("/") / name
+        if path.is_symlink():
+            yield ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            yield ["--ro-bind", str(path), str(path)]
+    for extra in ("/etc/ld.so.cache", "/etc/alternatives"):
+        yield ["--ro-bind-try", extra, extra]
+    prefix = Path(python).parent.parent
+    if not prefix.is_relative_to("/usr"):
+        yield ["--ro-bind", str(prefix), str(prefix)]
+
+
+def _sealed(stack: contextlib.ExitStack, content: str | bytes) -> int:
+    """Content as a file descriptor that can be read and not be changed."""
+    data = content.encode(errors="surrogatepass") if isinstance(content, str) else content
+    descriptor = os.memfd_create("sandbox", os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, descriptor)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def _scratch(stack: contextlib.ExitStack, source: str) -> str:
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="verl-code-", ignore_cleanup_errors=True))
+    Path(folder, "solution.py").write_text(source, encoding="utf-8", errors="surrogatepass")
+    if os.geteuid() == 0:
+        os.chown(folder, _NOBODY, _NOBODY)
+        os.chmod(Path(folder, "solution.py"), 0o644)
+    return folder
+
+
+@dataclass(frozen=True)
+class Availability:
+    """For `verl doctor`: whether programs can be isolated, with which interpreter, with which filter."""
+
+    isolated: bool
+    reason: str
+    python: str | None
+    seccomp: bool
+
+
+def availability() -> Availability:
+    problem = why_unavailable()
+    return Availability(problem is None, problem or "", find_python(), seccomp.program() is not None)

@@ -1,0 +1,164 @@
+"""LaTeX answers as comparable text: find the boxed answer, take away what only dresses it.
+
+Pure string work, linear in the length of the text, on whatever a model writes: nothing here evaluates
+anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from verl.reward.scorers.numbers import clean
+
+_BOXES = ("\\boxed", "\\fbox")
+_MAX_BOXES = 50  # looked at, from the end: more is not an answer but an attack
+_WRAPPERS = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|mathsf|bf|rm|operatorname)\b\s*"
+)
+_DROPPED = re.compile(
+    r"(?<!\\)\\(?:left|right|bigl|bigr|Bigl|Bigr|big|Big|displaystyle|limits|mathord|,|;|:|!|>|quad|qquad|thinspace|\s)"
+    r"(?![a-zA-Z])|(?<!\\)~|(?<!\\)\\ "
+)
+_UNITS = (
+    "degrees? celsius|degrees? "
+    "fahrenheit|degrees?|radians?|dollars?|cents?|euros?|pounds?|percent|units?|square units?|"
+    "cubic "
+    "units?|inch(?:es)?|feet|foot|ft|yards?|miles?|mi|mph|km/h|km|kilometers?|meters?|metres?|cm|mm|m|kg|g|grams?|"
+    "kilograms?|lbs?|hours?|hrs?|minutes?|min|seconds?|sec|s|days?|weeks?|months?|years?|square "
+    "inches|square feet|"
+    "square meters|square cm|cubic inches|cubic feet|cubic meters|cubic "
+    "cm|liters?|litres?|points?|people|students?|"
+    "ways?|numbers?|base \\d+|a\\.?m\\.?|p\\.?m\\.?"
+)
+_TRAILING_UNIT = re.compile(
+    rf"(?<=[\d}}\])])\s*(?:{_UNITS})(?:\s*(?:\^|\*\*)\s*\{{?[23]\}}?)?\s*\.?$", re.IGNORECASE
+)
+_PREFIX = re.compile(r"^[a-zA-Z](?:\([a-zA-Z]\))?\s*(?:=|\\in|∈)\s*")
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last complete \\boxed{...} of a text; boxes inside it are opened."""
+    found = None
+    starts = [match.start() for match in re.finditer(r"\\boxed|\\fbox", text)][-_MAX_BOXES:]
+    end = -1
+    for start in starts:
+        if start < end:  # inside the box found last
+            continue
+        content = _content(
+            text, start + len("\\boxed") if text.startswith("\\boxed", start) else start + len("\\fbox")
+        )
+        if content is not None:
+            found, end = content
+    return None if found is None else _open_boxes(found).strip()
+
+
+def _content(text: str, at: int) -> tuple[str, int] | None:
+    while at < len(text) and text[at] in " \t":
+        at += 1
+    if at >= len(text):
+        return None
+    if text[at] != "{":
+        word = re.match(r"[^\s$}]+", text[at:])
+        return (word.group(), at + word.end()) if word else None
+    close = matching_brace(text, at)
+    return None if close is None else (text[at + 1 : close], close + 1)
+
+
+def matching_brace(text: str, at: int) -> int | None:
+    """Where the brace opened at `at` closes."""
+    depth, escaped = 0, False
+    for position in range(at, len(text)):
+        character = text[position]
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return position
+    return None
+
+
+def _open_boxes(text: str) -> str:
+    for _ in range(5):
+        start = max(text.find(box) for box in _BOXES)
+        if start < 0:
+            break
+        length = len("\\boxed") if text.startswith("\\boxed", start) else len("\\fbox")
+        content = _content(text, start + length)
+        if content is None:
+            break
+        text = text[:start] + content[0] + text[content[1] :]
+    return text
+
+
+def normalise(answer: str) -> str:
+    """A canonical form: equal forms mean equal answers; unequal forms may still be equal."""
+    text = clean(answer).strip().strip("$").strip()
+    text = re.sub(r"\\\(|\\\)|\\\[|\\\]", "", text)
+    text = _DROPPED.sub("", text).replace("\\$", "").replace("\n", " ")
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
+    text = (
+        text.replace("\\neq", "\\ne")
+        .replace("\\leq", "\\le")
+        .replace("\\geq", "\\ge")
+        .replace("\\lbrace", "\\{")
+    )
+    text = (
+        text.replace("\\rbrace", "\\}").replace("\\cdot", "*").replace("\\times", "*").replace("\\div", "/")
+    )
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree(?![a-z])", "", text)
+    text = _unwrap(text)
+    text = text.strip().rstrip(".").strip()
+    text = _TRAILING_UNIT.sub("", text)
+    text = text.replace("\\%", "%").replace("$", "")
+    text = _PREFIX.sub("", text)
+    text = re.sub(r"\\sqrt\s*(\w)(?![\w])", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\s+", "", text)
+    return _DECIMAL_POINT.sub(r"0.\1", text).strip()
+
+
+_DECIMAL_POINT = re.compile(r"(?<![\d.])\.(\d)")
+
+
+def _unwrap(text: str) -> str:
+    """\\text{...} and its kin: a unit behind a number goes, anything else stays as its words."""
+    for _ in range(10):
+        match = _WRAPPERS.search(text)
+        if match is None:
+            return text
+        if match.end() >= len(text) or text[match.end()] != "{":
+            text = text[: match.start()] + text[match.end() :]
+            continue
+        close = matching_brace(text, match.end())
+        if close is None:
+            return text
+        inside, before = text[match.end() + 1 : close], text[: match.start()]
+        after = re.sub(r"^\s*\^\s*\{?[23]\}?", "", text[close + 1 :]) if before.strip() else text[close + 1 :]
+        is_unit = re.search(r"[\d}\])%]\s*$", before) is not None and not after.strip(" .")
+        text = (
+            before.rstrip()
+            if is_unit and not re.search(r"\d|\band\b|\bor\b", inside)
+            else before + inside + after
+        )
+    return text
+
+
+def split_top_level(text: str, separator: str = ",") -> Iterator[str]:
+    """Parts between separators that are in no bracket."""
+    depth, start = 0, 0
+    for position, character in enumerate(text):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == separator and depth == 0:
+            yield text[start:position]
+            start = position + 1
+    yield text[start:]
