@@ -190,6 +190,23 @@ def test_a_dataset_id_names_config_and_split(monkeypatch: pytest.MonkeyPatch) ->
         read_rows("o/broken")
 
 
+def test_the_real_datasets_package_gives_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a local folder for a dataset id, so nothing has to be downloaded."""
+    pytest.importorskip("datasets")
+    from verl.data.files import _from_hub
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "o" / "n").mkdir(parents=True)
+    write(tmp_path / "o" / "n" / "train.jsonl")
+    write(tmp_path / "o" / "n" / "test.jsonl", ROWS[:1])
+    assert list(_from_hub("o/n", "train", "k")) == ROWS
+    assert list(_from_hub("o/n:test", "train", "k")) == ROWS[:1]
+    with pytest.raises(DataError, match="split nothing"):
+        _from_hub("o/n:nothing", "train", "k")
+
+
 def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
     file = write(tmp_path / "x.jsonl")
     before = read_rows(file).fingerprint()

@@ -284,13 +284,10 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
     assert len(dataset) == 1 and "not cached" in caplog.text
 
 
-def test_measuring_in_several_processes_gives_the_same(
-    new_tokenizer: Callable, tmp_path: Path, write_jsonl: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measuring_in_several_processes_gives_the_same(new_tokenizer: Callable) -> None:
     tokenizer = new_tokenizer(template="{{ messages[-1].content }}{{ mark }}")
     prompts: list[Any] = [user("é" * (n % 7) + "ab") for n in range(8)] + ["plain ab"]
     chat = ChatFormat(tokenizer, {"mark": "!"}, system_prompt="s")
-    monkeypatch.setattr(lengths_module, "ROWS_PER_WORKER", 4)
     rows = Rows.from_list([{"prompt": prompt} for prompt in prompts])
     chosen = np.arange(len(rows))
     parallel = prompt_lengths(rows, chosen, "prompt", chat, workers=2)
@@ -298,6 +295,11 @@ def test_measuring_in_several_processes_gives_the_same(
     bad = Rows.from_list([*({"prompt": p} for p in prompts), {"prompt": 3}])
     with pytest.raises(DataError, match="row 9 of the given rows is neither"):
         prompt_lengths(bad, np.arange(10), "prompt", chat, workers=2)
+
+
+def test_children_are_used_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert lengths_module._children_worth(7_473) == 1 and lengths_module._children_worth(1_000_000) == 8
 
 
 def test_the_room_is_quick_to_import() -> None:

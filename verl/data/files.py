@@ -295,7 +295,7 @@ def _from_hub(name: str, split: str, key: str) -> _Part:
     except Exception as error:  # the hub client raises dozens of kinds; all mean the same to the user
         raise DataError(
             f"{key}: '{name}' is no file or folder, and as a dataset id it cannot be loaded "
-            f"(config {config or 'default'}, split {split}): {type(error).__name__}: {error}. "
+            f"(config {config or 'default'}, split {split}): {type(error).__name__}: {str(error).rstrip('.')}. "
             "Write owner/name:split or owner/name:config:split to choose another part."
         ) from error
     return _Part(name, table, tuple(table.column_names), f"hub {name} {split} {dataset._fingerprint}")
