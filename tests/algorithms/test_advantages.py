@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms import adv_estimator_names, get_adv_estimator_fn, group_ids, group_metrics
+from verl.algorithms.masked import row_blocks
 from verl.algorithms.scan import discounted_returns
 from verl.errors import ConfigError, DataError
 
@@ -241,6 +242,16 @@ def test_what_stands_behind_the_mask_changes_no_bit(name, make_batch):
         estimate(name, make_batch(5, garbage=False)), estimate(name, make_batch(5)), strict=True
     ):
         assert torch.equal(clean, junk)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("elements", [1, 20])
+def test_working_block_by_block_changes_nothing(name, elements, make_batch, monkeypatch):
+    batch = make_batch(6)
+    monkeypatch.setattr("verl.algorithms.masked.CACHE_ELEMENTS", elements)
+    assert len(row_blocks(batch.rewards)) == (12 if elements == 1 else 6)
+    for got, wanted in zip(estimate(name, batch), REFERENCE[name](batch), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -13,21 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, sequence_scores
-from verl.algorithms.masked import as_bool, keep, masked_whiten
+from verl.algorithms.groups import Groups, sequence_scores, spread
+from verl.algorithms.masked import as_bool, keep, masked_whiten, row_blocks
 from verl.algorithms.registry import register_adv_est
-from verl.algorithms.scan import discounted_returns, reverse_cumsum
+from verl.algorithms.scan import advantage_scan, discounted_returns, rewards_to_go
 from verl.errors import ConfigError
 
 
 def _setting(given: Any, config: Any, name: str, default: Any) -> Any:
     """The keyword argument, else the config's value, else the default."""
     return given if given is not None else getattr(config, name, default)
-
-
-def _spread(scores: Tensor, response_mask: Tensor, like: Tensor) -> Tensor:
-    """A number per sequence onto each of its policy tokens."""
-    return keep(scores.to(like.dtype).unsqueeze(-1).expand_as(like), response_mask)
 
 
 def _need(value: Any, name: str, estimator: str, fix: str) -> Any:
@@ -52,21 +47,9 @@ def gae(
     next advantage pass over them unchanged."""
     _need(values, "values", "gae", "Leave critic.enable unset or set it to True.")
     gamma, lam = _setting(gamma, config, "gamma", 1.0), _setting(lam, config, "lam", 1.0)
-    mask_TB = as_bool(response_mask).t().contiguous()
-    reward_TB = keep(token_level_rewards, response_mask).t().contiguous()
-    value_TB = keep(values, response_mask).t().contiguous()
-    advantage_TB = torch.zeros_like(reward_TB)
-    next_value = torch.zeros_like(reward_TB[0]) if len(reward_TB) else reward_TB
-    next_advantage = next_value
-    for t in reversed(range(mask_TB.shape[0])):
-        here = mask_TB[t]
-        advantage = reward_TB[t] + gamma * next_value - value_TB[t] + gamma * lam * next_advantage
-        next_advantage = torch.where(here, advantage, next_advantage)
-        next_value = torch.where(here, value_TB[t], next_value)
-        advantage_TB[t] = next_advantage
-    advantages = advantage_TB.t()
-    returns = keep(advantages + value_TB.t(), response_mask).contiguous()
-    return masked_whiten(advantages, response_mask).contiguous(), returns
+    advantages = advantage_scan(token_level_rewards, values, response_mask, gamma, lam)
+    returns = keep(advantages + values, response_mask)
+    return masked_whiten(advantages, response_mask), returns
 
 
 @register_adv_est("grpo")
@@ -83,7 +66,9 @@ def grpo(
     normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo", True)
     scores = sequence_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, scores.shape[0], scores.device)
-    advantages = _spread(_group_normalised(scores, groups, normalise), response_mask, token_level_rewards)
+    advantages = spread(
+        _group_normalised(scores, groups, normalise), response_mask, token_level_rewards.dtype
+    )
     return advantages, advantages
 
 
@@ -113,7 +98,7 @@ def grpo_passk(
     lead = torch.where(winner, best - second, torch.zeros_like(best))
     if normalise:
         lead = lead / (groups.std(groups.shifted(scores)) + 1e-6)
-    advantages = _spread(lead, response_mask, token_level_rewards)
+    advantages = spread(lead, response_mask, token_level_rewards.dtype)
     return advantages, advantages
 
 
@@ -125,7 +110,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: An
     groups = Groups.of(index, scores.shape[0], scores.device)
     shifted = groups.shifted(scores)
     others = (groups.sum(shifted) - shifted) / (groups.sizes - 1).clamp(min=1)
-    advantages = _spread(shifted - others, response_mask, token_level_rewards)
+    advantages = spread(shifted - others, response_mask, token_level_rewards.dtype)
     return advantages, advantages
 
 
@@ -137,7 +122,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
     lengths = as_bool(response_mask).sum(-1)
     shifted = groups.shifted(scores)
     baseline = groups.sum(lengths * shifted) / groups.sum(lengths).clamp(min=1)
-    advantages = _spread(shifted - baseline, response_mask, token_level_rewards)
+    advantages = spread(shifted - baseline, response_mask, token_level_rewards.dtype)
     return advantages, advantages
 
 
@@ -147,8 +132,8 @@ def gpg(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
     scores = sequence_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, scores.shape[0], scores.device)
     alpha = scores.shape[0] / torch.count_nonzero(scores).clamp(min=1)
-    advantages = _spread(
-        alpha * _group_normalised(scores, groups, by_std=False), response_mask, token_level_rewards
+    advantages = spread(
+        alpha * _group_normalised(scores, groups, by_std=False), response_mask, token_level_rewards.dtype
     )
     return advantages, advantages
 
@@ -173,7 +158,9 @@ def reinforce_plus_plus_baseline(
     """The score less the group's mean, whitened over the batch's policy tokens."""
     scores = sequence_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, scores.shape[0], scores.device)
-    centred = _spread(_group_normalised(scores, groups, by_std=False), response_mask, token_level_rewards)
+    centred = spread(
+        _group_normalised(scores, groups, by_std=False), response_mask, token_level_rewards.dtype
+    )
     advantages = masked_whiten(centred, response_mask)
     return advantages, advantages
 
@@ -186,9 +173,8 @@ def remax(
     _need(
         reward_baselines, "reward_baselines", "remax", "They are the scores of a greedy rollout per prompt."
     )
-    returns = keep(reverse_cumsum(keep(token_level_rewards, response_mask)), response_mask)
-    baseline = reward_baselines.to(returns.dtype).unsqueeze(-1)
-    return keep(returns - baseline, response_mask), returns
+    returns = rewards_to_go(token_level_rewards, response_mask)
+    return returns - spread(reward_baselines, response_mask, returns.dtype), returns
 
 
 @register_adv_est("gdpo")
@@ -231,7 +217,7 @@ def gdpo(
     for key, weight in zip(keys, weights, strict=True):
         scores = torch.as_tensor(rewards_by_key[key], dtype=torch.float64, device=device)
         total += weight * _group_normalised(scores, groups, by_std)
-    advantages = masked_whiten(_spread(total, response_mask, token_level_rewards), response_mask)
+    advantages = masked_whiten(spread(total, response_mask, token_level_rewards.dtype), response_mask)
     return advantages, advantages
 
 
@@ -251,19 +237,25 @@ def optimal_token_baseline(
     the baseline is 0."""
     _need(old_log_probs, "old_log_probs", "optimal_token_baseline", "")
     _need(sum_pi_squared, "sum_pi_squared", "optimal_token_baseline", "The trainer's log-prob pass gives it.")
-    flags = as_bool(response_mask)
-    groups = Groups.of(index, flags.shape[0], flags.device)
-    returns = keep(reverse_cumsum(keep(token_level_rewards, flags)), flags)
-    weight = 1 - 2 * keep(old_log_probs, flags).exp() + keep(sum_pi_squared, flags)
-    weight = keep(keep(weight, flags).cumsum(-1).to(returns.dtype), flags)
-    shape = (groups.count, flags.shape[1])
-    weighted = returns.new_zeros(shape).index_add_(0, groups.ids, returns * weight)
-    norm = returns.new_zeros(shape).index_add_(0, groups.ids, weight)
+    batch_size, width = response_mask.shape
+    groups = Groups.of(index, batch_size, response_mask.device)
+    returns = rewards_to_go(token_level_rewards, response_mask)
+    weighted, norm = returns.new_zeros(2, groups.count, width)
+    position = torch.arange(1, width + 1, device=returns.device)
+    extent = position.new_zeros(batch_size)
+    for rows in row_blocks(returns):
+        flags = as_bool(response_mask[rows])
+        score = 1 - 2 * keep(old_log_probs[rows], flags).exp() + keep(sum_pi_squared[rows], flags)
+        weight = keep(keep(score, flags).cumsum(-1).to(returns.dtype), flags)
+        weighted.index_add_(0, groups.ids[rows], returns[rows] * weight)
+        norm.index_add_(0, groups.ids[rows], weight)
+        extent[rows] = (flags * position).amax(-1) if width else 0
     baseline = weighted / (norm + 1e-8)
-    position = torch.arange(1, shape[1] + 1, device=flags.device)
-    extent = (flags * position).amax(-1) if shape[1] else position.new_zeros(flags.shape[0])
     baseline.masked_fill_(position > _second_largest(extent, groups).unsqueeze(-1), 0)
-    return keep(returns - baseline[groups.ids], flags), returns
+    advantages = torch.empty_like(returns)
+    for rows in row_blocks(returns):
+        advantages[rows] = keep(returns[rows] - baseline[groups.ids[rows]], response_mask[rows])
+    return advantages, returns
 
 
 def _second_largest(values: Tensor, groups: Groups) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.masked import as_bool, keep, masked_mean
@@ -53,7 +54,9 @@ class Inputs:
 
     def mean(self, values: Tensor) -> Tensor:
         """Over policy tokens; takes flags as well as numbers."""
-        return masked_mean(values.to(self.log_prob.dtype), self.mask)
+        if values.dtype == torch.bool:
+            return (values & self.mask).sum() / (self.mask.sum() + 1e-8)
+        return masked_mean(values, self.mask)
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
