@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl.data.tasks.word_problems import PLANS, Plan
 from verl.observe.run_folder import read_jsonl
@@ -61,7 +62,7 @@ def answer_with_transformers(folder: Path, prompts: Sequence[str], longest: int 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, add_special_tokens=False)
     with torch.no_grad():
         output = model.generate(

@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     from verl.demo.data import write_files
     from verl.demo.model import build_model_folder
     from verl.demo.stages import rl_arguments, run_rl, run_sft, sft_arguments, trained_model
+    from verl.trainer.setup import quiet_transformers
 
+    quiet_transformers()
     show.headline("1  a tiny model and its data")
     parameters = build_model_folder(out / "model", args.seed)
     files = write_files(out / "data", args.seed)

@@ -1,7 +1,7 @@
 """The demo's files: problems to train on, problems to be tested with, and demonstrations to imitate first.
 
 The demonstrations are written by a pupil who calculates without a mistake and writes the form that is wanted, but
-mostly just adds the numbers up: he reads the question one time in four. Fine-tuning on them teaches the form and
+mostly just adds the numbers up: he reads the question about one time in three. Fine-tuning on them teaches the form and
 the arithmetic, and the pupil's habit. What the question asks for is left to reinforcement learning.
 
 What always holds: no pair of numbers of a held-out problem occurs in any demonstration or training problem.
@@ -20,8 +20,8 @@ from verl.data.tasks.files import write_parquet
 from verl.data.tasks.word_problems import PLANS, Plan, Story, WordProblems
 
 DIFFICULTY = 2
-READS_THE_QUESTION = 0.25
-HABIT: dict[Plan, float] = {"add": 0.8, "subtract": 0.1, "first": 0.05, "second": 0.05}
+READS_THE_QUESTION = 0.35
+HABIT: dict[Plan, float] = {"add": 0.91, "subtract": 0.03, "first": 0.03, "second": 0.03}
 
 
 @dataclass(frozen=True)

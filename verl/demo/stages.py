@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from verl.trainer.main_ppo import RunResult
 
 SFT_STEPS = 350
-RL_STEPS = 30
+RL_STEPS = 40
 REWARD_FILE = Path(__file__).with_name("reward.py")
 LOGGER = "demo"
 
@@ -43,12 +43,12 @@ def rl_arguments(model: Path, files: Files, folder: Path, seed: int) -> list[str
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={files.train}",
         f"data.val_files={files.held_out}",
-        "data.train_batch_size=32",
+        "data.train_batch_size=64",
         "data.max_prompt_length=48",
         "data.max_response_length=20",
         f"reward.custom_reward_function.path={REWARD_FILE}",
-        "actor_rollout_ref.rollout.n=16",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.actor.clip_ratio_high=0.28",
         "actor_rollout_ref.actor.optim.lr=5e-4",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=10",

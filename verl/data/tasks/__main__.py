@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.data.tasks import get_task, known_tasks
+from verl.data.tasks.base import Split
 from verl.data.tasks.files import write_parquet
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     task = get_task(args.name)
-    for split, count in (("train", args.train), ("test", args.test)):
+    counts: dict[Split, int] = {"train": args.train, "test": args.test}
+    for split, count in counts.items():
         file = args.to / f"{split}.parquet"
         write_parquet(task.rows(count, args.seed, args.difficulty, split), file)
         logger.info("%s: %d problems of %s, difficulty %d", file, count, args.name, args.difficulty)

@@ -30,7 +30,7 @@ THINGS: tuple[str, ...] = ("apples", "pears", "books", "coins", "shells", "cards
 
 _GAINS = (
     "{who} has {a} {things}. {they} buys {b} more.",
-    "{who} has {a} {things}. {other} gives {who} {b} more.",
+    "{who} has {a} {things}. {they} gets {b} from {other}.",
     "{who} had {a} {things} and then found {b}.",
 )
 _LOSSES = (
