@@ -22,9 +22,9 @@ class _GivenRule:
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> None:
         self.optimizer, self.params = optimizer, params
 
-    def step(self, gradients: Mapping[str, torch.Tensor], lr: float) -> None:
+    def step(self, gradients: Mapping[str, torch.Tensor], lr: float, factor: float) -> None:
         for name, gradient in gradients.items():
-            self.params[name].grad = gradient.to(self.params[name].dtype)
+            self.params[name].grad = (gradient * factor).to(self.params[name].dtype)
         self.optimizer.step()
 
     def move(self, device: torch.device) -> None:

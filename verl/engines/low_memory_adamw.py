@@ -105,10 +105,10 @@ class LowMemoryAdamW:
         store[name].set(value, up=not signed)
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, torch.Tensor], lr: float) -> None:
+    def step(self, gradients: Mapping[str, torch.Tensor], lr: float, factor: float) -> None:
         for at, (name, gradient) in enumerate(gradients.items()):
             master = _local(self.masters[name])
-            grad = _local(gradient).float()
+            grad = _local(gradient).float() * factor
             self._steps[name] += 1
             count = self._steps[name]
             first = self._read(self._first, name).lerp(grad, 1 - self.betas[0])

@@ -24,6 +24,7 @@ from verl.engines.schedule import Schedule
 
 FIRST_LOSS_SCALE = 2.0**12
 GROW_EVERY = 1000
+BUCKET = 1 << 28
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
@@ -32,33 +33,54 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 class TorchAdamW:
-    """torch's AdamW over the masters, with its state reachable by parameter name."""
+    """torch's AdamW over the masters, with its state reachable by parameter name.
+
+    Half-precision gradients are made float32 bucket by bucket, so that a whole set of them never exists."""
 
     def __init__(self, masters: Mapping[str, torch.Tensor], weight_decay: float, **options: Any) -> None:
         self.masters = masters
-        groups = [
-            {"params": [m for m in masters.values() if m.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [m for m in masters.values() if m.ndim < 2], "weight_decay": 0.0},
-        ]
-        on_cuda = any(master.is_cuda for master in masters.values())
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, fused=on_cuda or None, **options
-        )
+        self.fused = any(master.is_cuda for master in masters.values())
+        self.buckets: list[tuple[list[str], torch.optim.AdamW]] = []
+        for names in _buckets(masters):
+            groups = [
+                {"params": [masters[n] for n in names if masters[n].ndim >= 2], "weight_decay": weight_decay},
+                {"params": [masters[n] for n in names if masters[n].ndim < 2], "weight_decay": 0.0},
+            ]
+            full = [group for group in groups if group["params"]]
+            self.buckets.append((names, torch.optim.AdamW(full, lr=0.0, fused=self.fused or None, **options)))
+        self._home = {name: adamw for names, adamw in self.buckets for name in names}
 
-    def step(self, gradients: Mapping[str, torch.Tensor], lr: float) -> None:
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        for name, master in self.masters.items():
-            master.grad = gradients.get(name)
-        self.adamw.step()
+    def step(self, gradients: Mapping[str, torch.Tensor], lr: float, factor: float) -> None:
+        """One update with every gradient times `factor`."""
+        for names, adamw in self.buckets:
+            for group in adamw.param_groups:
+                group["lr"] = lr
+            present = [name for name in names if name in gradients]
+            for name in present:
+                master = self.masters[name]
+                master.grad = gradients[name].to(master.dtype)
+            if not present:
+                continue
+            if self.fused and factor != 1.0:
+                # The fused kernel divides by the scale on the way: no pass of its own over the gradients.
+                device = local(self.masters[present[0]]).device
+                adamw.grad_scale = torch.full((), 1.0 / factor, device=device)  # type: ignore[attr-defined]
+                adamw.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+            elif factor != 1.0:
+                torch._foreach_mul_([local(g) for n in present if (g := self.masters[n].grad) is not None], factor)
+            adamw.step()
+            adamw.grad_scale = adamw.found_inf = None  # type: ignore[attr-defined]
+            for name in present:
+                self.masters[name].grad = None
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """AdamW makes its state at the first step; a checkpoint needs it to exist before."""
         master = self.masters[name]
-        state: dict[str, Any] = self.adamw.state[master]
+        state: dict[str, Any] = self._home[name].state[master]
         if not state:
-            on_device = bool(self.adamw.param_groups[0].get("fused"))
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=local(master).device if self.fused else "cpu"
+            )
             state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
         return state
@@ -69,10 +91,25 @@ class TorchAdamW:
             value.copy_(state[key])
 
     def move(self, device: torch.device) -> None:
-        for state in self.adamw.state.values():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim > 0:
-                    state[key] = value.to(device)
+        for _, adamw in self.buckets:
+            for state in adamw.state.values():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim > 0:
+                        state[key] = value.to(device)
+
+
+def _buckets(masters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names in order, cut where a bucket would exceed `BUCKET` numbers on this rank."""
+    found: list[list[str]] = []
+    room = 0
+    for name, master in masters.items():
+        size = local(master).numel()
+        if not found or size > room:
+            found.append([])
+            room = BUCKET
+        found[-1].append(name)
+        room -= size
+    return found
 
 
 class MasterAdamW:
@@ -121,16 +158,20 @@ class MasterAdamW:
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def _collector(self, name: str) -> Any:
-        """Move a half-precision gradient into its float32 sum as soon as autograd has made it."""
+        """Take a half-precision gradient as soon as autograd has made it. The first stays as it is (a step of one
+        micro-batch needs no more); from the second on the sum is float32."""
 
         def collect(param: torch.Tensor) -> None:
-            if param.grad is None:
+            gradient, param.grad = param.grad, None
+            if gradient is None:
                 return
-            if name in self._sums:
-                self._sums[name].add_(param.grad)
+            held = self._sums.get(name)
+            if held is None:
+                self._sums[name] = gradient
+            elif held.dtype == torch.float32:
+                held.add_(gradient)
             else:
-                self._sums[name] = param.grad.float()
-            param.grad = None
+                self._sums[name] = held.float().add_(gradient)
 
         return collect
 
@@ -150,8 +191,11 @@ class MasterAdamW:
         grads = self.gradients()
         if not grads:
             return torch.zeros(())
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if hasattr(grads[0], "full_tensor"):
+            norm = torch.nn.utils.get_total_norm(grads).full_tensor()  # type: ignore[attr-defined]
+        else:
+            each = torch._foreach_norm(grads, 2, dtype=torch.float32)
+            norm = torch.linalg.vector_norm(torch.stack(each))
         return norm / self.loss_scale
 
     def gradient_snapshot(self) -> dict[str, torch.Tensor]:
@@ -188,9 +232,7 @@ class MasterAdamW:
             factor = 1.0 / self.loss_scale
             if self.grad_clip > 0 and norm > self.grad_clip:
                 factor *= self.grad_clip / (norm + 1e-6)
-            if factor != 1.0 and gradients:
-                torch._foreach_mul_([local(gradient) for gradient in gradients.values()], factor)
-            self.rule.step(gradients, lr)
+            self.rule.step(gradients, lr, factor)
             self.write_back()
             self.step_count += 1
         self._adapt_loss_scale(finite)

@@ -1,23 +1,30 @@
 """Log-probability, entropy and sum of squared probabilities straight from hidden states and the output matrix.
 
-What always holds: [tokens, vocabulary] never exists; at any time at most one chunk of rows of it does, and the
-backward pass recomputes the chunk instead of having kept it. The products run in the dtype of the inputs, every
-reduction over the vocabulary and the sum of the weight's gradient over chunks in float32 (float64 for float64).
+What always holds: [tokens, vocabulary] never exists; at any time at most one slice of its columns does, and the
+backward pass recomputes the slice instead of having kept it. The products run in the dtype of the inputs with
+float32 results, every reduction over the vocabulary is float32 (float64 for float64). Slicing the vocabulary, not
+the tokens, makes each row of the weight's gradient in one product over all tokens, already summed in float32.
 
 With x = cap(hidden W^T + bias) * scale / temperature, p = softmax(x), y the target:
   log_prob = x_y - lse,  entropy H = lse - sum p x,  sum_pi_squared = sum p^2 (no gradient),
   d log_prob / dx_j = [j = y] - p_j,  dH / dx_j = -p_j (x_j - sum p x).
+
+Shapes: M tokens, D hidden size, V vocabulary, C columns of a slice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 
-_CHUNK_BYTES_CPU = 32 << 20
-_CHUNK_BYTES_CUDA = 640 << 20
+_SLICE_BYTES_CPU = 16 << 20
+_SLICE_BYTES_CUDA = 512 << 20
+_FEWEST_COLUMNS = 256
+
+HeadKernel = Literal["auto", "torch", "triton"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class HeadOptions:
     scale: float = 1.0
     with_entropy: bool = False
     with_sum_pi_squared: bool = False
-    chunk_rows: int | None = None
+    columns: int | None = None
+    kernel: HeadKernel = "auto"
 
     @property
     def factor(self) -> float:
@@ -45,33 +53,138 @@ class HeadOutput:
     sum_pi_squared: torch.Tensor | None = None
 
 
-def chunk_rows(vocab: int, device: torch.device) -> int:
-    """Rows of the logits matrix held at once: enough for an efficient product, little beside the model."""
-    budget = _CHUNK_BYTES_CUDA if device.type == "cuda" else _CHUNK_BYTES_CPU
-    rows = max(budget // (4 * vocab), 16)
-    return rows // 128 * 128 if rows >= 128 else rows
+def slice_columns(tokens: int, device: torch.device) -> int:
+    """Columns of the logits held at once: enough for an efficient product, little beside the model."""
+    budget = _SLICE_BYTES_CUDA if device.type == "cuda" else _SLICE_BYTES_CPU
+    columns = budget // (4 * max(tokens, 1))
+    return max(columns // _FEWEST_COLUMNS * _FEWEST_COLUMNS, _FEWEST_COLUMNS)
 
 
-def _product_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b with the result in float32 (float64 stays), without rounding it to half precision on the way."""
+@lru_cache(maxsize=1)
+def _triton_works() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _use_triton(options: HeadOptions, x: torch.Tensor) -> bool:
+    if options.kernel == "auto":
+        return x.is_cuda and x.dtype != torch.float64 and _triton_works()
+    return options.kernel == "triton"
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b in float32 (float64 stays), without rounding the result to half precision on the way."""
     if a.dtype in (torch.float32, torch.float64):
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).float()
+        x = a @ b
+    elif a.is_cuda:
+        x = torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        x = (a @ b).float()
+    return x if bias is None else x.add_(bias)
 
 
-def _chunk_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: HeadOptions
-) -> torch.Tensor:
-    x = _product_float32(hidden, weight.t())
-    if bias is not None:
-        x += bias
+class _Statistics:
+    """Running maximum and sums of every row, folded in slice by slice (the maximum so far is taken out)."""
+
+    def __init__(self, count: int, like: torch.Tensor, options: HeadOptions) -> None:
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        new = like.new_zeros(count, dtype=dtype)
+        self.top = torch.full_like(new, float("-inf"))
+        self.total = new
+        self.chosen = torch.zeros_like(new)
+        self.weighted = torch.zeros_like(new) if options.with_entropy else None
+        self.squares = torch.zeros_like(new) if options.with_sum_pi_squared else None
+
+    def fold(self, x: torch.Tensor, target: torch.Tensor, first: int, options: HeadOptions) -> None:
+        if _use_triton(options, x):
+            from verl.models.kernels.head import fold_statistics
+
+            fold_statistics(
+                x,
+                target,
+                first,
+                options.factor,
+                options.softcap,
+                self.top,
+                self.total,
+                self.weighted,
+                self.squares,
+                self.chosen,
+            )
+            return
+        x = _bend(x, options)
+        place = target - first
+        inside = (place >= 0) & (place < x.shape[1])
+        found = x.gather(1, place.clamp(0, x.shape[1] - 1)[:, None]).squeeze(1)
+        self.chosen = torch.where(inside, found, self.chosen)
+        higher = torch.maximum(self.top, x.amax(dim=1))
+        shrink = (self.top - higher).exp_()
+        self.top = higher
+        e = (x - higher[:, None]).exp_() if self.weighted is not None else x.sub_(higher[:, None]).exp_()
+        self.total = self.total * shrink + e.sum(dim=1)
+        if self.weighted is not None:
+            self.weighted = self.weighted * shrink + torch.einsum("mc,mc->m", e, x)
+        if self.squares is not None:
+            self.squares = self.squares * shrink.square() + torch.einsum("mc,mc->m", e, e)
+
+
+def _bend(x: torch.Tensor, options: HeadOptions) -> torch.Tensor:
+    """Raw logits to the ones the softmax sees, in place."""
     if options.softcap is not None:
         x.div_(options.softcap).tanh_().mul_(options.softcap)
+    return x if options.factor == 1.0 else x.mul_(options.factor)
+
+
+def _logit_gradient(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    first: int,
+    options: HeadOptions,
+    lse: torch.Tensor,
+    mean_logit: torch.Tensor | None,
+    grad_log_prob: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """d loss / d (raw logits of the slice), in `dtype`; overwrites x."""
+    if _use_triton(options, x):
+        from verl.models.kernels.head import logit_gradient
+
+        return logit_gradient(
+            x,
+            target,
+            first,
+            options.factor,
+            options.softcap,
+            lse,
+            mean_logit,
+            grad_log_prob,
+            grad_entropy,
+            dtype,
+        )
+    x = _bend(x, options)
+    slope = None
+    if options.softcap is not None:
+        slope = x.div(options.softcap * options.factor).square_().neg_().add_(1)
+    if mean_logit is not None and grad_entropy is not None:
+        grad = (x - lse[:, None]).exp_()
+        x.sub_(mean_logit[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_prob[:, None])
+        grad.mul_(x).neg_()
+    else:
+        grad = x.sub_(lse[:, None]).exp_().mul_(grad_log_prob[:, None]).neg_()
+    place = target - first
+    inside = (place >= 0) & (place < grad.shape[1])
+    grad.scatter_add_(
+        1, place.clamp(0, grad.shape[1] - 1)[:, None], torch.where(inside, grad_log_prob, 0)[:, None]
+    )
+    if slope is not None:
+        grad *= slope
     if options.factor != 1.0:
-        x *= options.factor
-    return x
+        grad *= options.factor
+    return grad.to(dtype)
 
 
 class _FusedHead(torch.autograd.Function):
@@ -84,37 +197,23 @@ class _FusedHead(torch.autograd.Function):
         target: torch.Tensor,
         options: HeadOptions,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        rows = options.chunk_rows or chunk_rows(weight.shape[0], weight.device)
-        count = hidden.shape[0]
-        answer = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        log_prob = hidden.new_empty(count, dtype=answer)
-        lse = torch.empty_like(log_prob)
-        mean_logit = torch.empty_like(log_prob) if options.with_entropy else None
-        squares = torch.empty_like(log_prob) if options.with_sum_pi_squared else None
-        for start in range(0, count, rows):
-            part = slice(start, start + rows)
-            x = _chunk_logits(hidden[part], weight, bias, options)
-            chosen = x.gather(1, target[part, None]).squeeze(1)
-            top = x.amax(dim=1, keepdim=True)
-            x -= top
-            if mean_logit is not None:
-                shifted = x.clone()
-            p = x.exp_()
-            total = p.sum(dim=1)
-            lse[part] = total.log() + top.squeeze(1)
-            log_prob[part] = chosen - lse[part]
-            if mean_logit is not None:
-                mean_logit[part] = torch.einsum("ij,ij->i", p, shifted) / total + top.squeeze(1)
-                del shifted
-            if squares is not None:
-                squares[part] = torch.einsum("ij,ij->i", p, p) / total.square()
-            del x, p
-        ctx.options, ctx.rows = options, rows
+        vocab = weight.shape[0]
+        columns = options.columns or slice_columns(hidden.shape[0], hidden.device)
+        rows = _Statistics(hidden.shape[0], hidden, options)
+        for first in range(0, vocab, columns):
+            part = slice(first, first + columns)
+            x = _product(hidden, weight[part].t(), None if bias is None else bias[part])
+            rows.fold(x, target, first, options)
+            del x
+        lse = rows.total.log() + rows.top
+        mean_logit = None if rows.weighted is None else rows.weighted / rows.total
+        squares = None if rows.squares is None else rows.squares / rows.total.square()
+        ctx.options, ctx.columns = options, columns
         ctx.save_for_backward(hidden, weight, bias, target, lse, mean_logit)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
-        entropy = None if mean_logit is None else lse - mean_logit
-        return log_prob, entropy, squares
+        ctx.set_materialize_grads(False)
+        return rows.chosen - lse, None if mean_logit is None else lse - mean_logit, squares
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -124,46 +223,30 @@ class _FusedHead(torch.autograd.Function):
         _: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
         hidden, weight, bias, target, lse, mean_logit = ctx.saved_tensors
-        options: HeadOptions = ctx.options
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if want_bias else None
-        if grad_log_prob is None:
-            grad_log_prob = torch.zeros_like(lse)
-        for start in range(0, hidden.shape[0], ctx.rows):
-            part = slice(start, start + ctx.rows)
-            x = _chunk_logits(hidden[part], weight, bias, options)
-            slope = None
-            if options.softcap is not None:
-                slope = x.div(options.softcap * options.factor).square_().neg_().add_(1)
-            p = (x - lse[part, None]).exp_() if mean_logit is not None else x.sub_(lse[part, None]).exp_()
-            if mean_logit is not None and grad_entropy is not None:
-                x.sub_(mean_logit[part, None]).mul_(grad_entropy[part, None]).add_(grad_log_prob[part, None])
-                grad_x = p.mul_(x).neg_()
-            else:
-                grad_x = p.mul_(grad_log_prob[part, None]).neg_()
-            grad_x.scatter_add_(1, target[part, None], grad_log_prob[part, None])
-            if slope is not None:
-                grad_x *= slope
-            if options.factor != 1.0:
-                grad_x *= options.factor
-            del x, p, slope
-            if grad_bias is not None:
-                grad_bias += grad_x.sum(dim=0)
-            grad_x = grad_x.to(hidden.dtype)
+        grad_log_prob = torch.zeros_like(lse) if grad_log_prob is None else grad_log_prob.contiguous()
+        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if want_hidden else None
+        grad_weight = torch.empty_like(weight) if want_weight else None
+        grad_bias = torch.empty_like(bias) if want_bias else None
+        for first in range(0, weight.shape[0], ctx.columns):
+            part = slice(first, first + ctx.columns)
+            x = _product(hidden, weight[part].t(), None if bias is None else bias[part])
+            grad_x = _logit_gradient(
+                x, target, first, ctx.options, lse, mean_logit, grad_log_prob, grad_entropy, hidden.dtype
+            )
+            del x
             if grad_hidden is not None:
-                torch.mm(grad_x, weight, out=grad_hidden[part])
+                grad_hidden += _product(grad_x, weight[part])
             if grad_weight is not None:
-                if grad_weight.dtype == grad_x.dtype:
-                    grad_weight.addmm_(grad_x.t(), hidden[part])
-                else:
-                    grad_weight += _product_float32(grad_x.t(), hidden[part])
+                torch.mm(grad_x.t(), hidden, out=grad_weight[part])
+            if grad_bias is not None:
+                grad_bias[part] = grad_x.sum(dim=0, dtype=lse.dtype)
             del grad_x
         return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            grad_bias,
             None,
             None,
         )

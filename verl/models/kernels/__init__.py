@@ -1,0 +1,1 @@
+"""Triton kernels, used on CUDA only; the plain torch versions beside their callers are the reference."""
