@@ -9,7 +9,7 @@ import torch
 
 from verl.rollout.base import SamplingParams
 from verl.rollout.noise import mix, sequence_key, uniform
-from verl.rollout.sampling import SamplingBatch, invert_cdf, penalise_repeats, sample
+from verl.rollout.sampling import SamplingBatch, invert_cdf, penalise_repeats, sample, seen_tokens
 
 VOCAB = 300
 DRAWS = 20_000
@@ -63,8 +63,8 @@ def test_frequencies_match_the_filtered_softmax(name: str) -> None:
     expected = torch.tensor(brute_force(logits, params, history), dtype=torch.float64)
     batch = SamplingBatch.of([params] * DRAWS, [sequence_key(0, "request", i) for i in range(DRAWS)])
     positions = torch.zeros(DRAWS, dtype=torch.int64)
-    history_BL = torch.tensor([[*history, -1]]).expand(DRAWS, -1)
-    tokens, log_probs = sample(logits.expand(DRAWS, VOCAB), batch, positions, history_BL)
+    seen = seen_tokens(torch.tensor([[*history, -1]]), VOCAB).expand(DRAWS, -1)
+    tokens, log_probs = sample(logits.expand(DRAWS, VOCAB), batch, positions, seen)
 
     counts = torch.bincount(tokens, minlength=VOCAB).double()
     assert counts[expected == 0].sum() == 0, "a removed token was drawn"
@@ -129,7 +129,7 @@ def test_a_row_draws_the_same_alone_and_in_company() -> None:
     params = [list(CASES.values())[i % len(CASES)] for i in range(64)]
     keys = [sequence_key(3, f"q{i}", i % 4) for i in range(64)]
     positions = torch.arange(64)
-    history = torch.full((64, 1), 5)
+    history = seen_tokens(torch.full((64, 1), 5), VOCAB)
     together, _ = sample(logits, SamplingBatch.of(params, keys), positions, history)
     for i in range(64):
         alone, _ = sample(
@@ -171,5 +171,5 @@ def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
 
 def test_repetition_penalty_reads_only_the_history() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
-    changed = penalise_repeats(logits, torch.tensor([[0, 1, -1]]), torch.tensor([2.0]))
+    changed = penalise_repeats(logits, seen_tokens(torch.tensor([[0, 1, -1]]), 4), torch.tensor([2.0]))
     assert changed.tolist() == [[1.0, -4.0, 2.0, -2.0]]

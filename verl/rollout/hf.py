@@ -20,7 +20,7 @@ import torch
 from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
 from verl.rollout.noise import sequence_key
 from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
-from verl.rollout.sampling import SamplingBatch, sample
+from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
 from verl.rollout.source import causal_lm, generation_mode, whole_module
 
 DEFAULT_BATCH = 256
@@ -111,7 +111,8 @@ class HFRollout(RolloutEngine):
                 use_cache=True,
                 logits_to_keep=1,
             ).logits
-            tokens_B, log_probs_B = sample(logits_BLV[:, -1], settings, produced_B, history_BL)
+            seen_BV = seen_tokens(history_BL, logits_BLV.shape[-1]) if settings.kinds.penalty else None
+            tokens_B, log_probs_B = sample(logits_BLV[:, -1], settings, produced_B, seen_BV)
             log_probs = log_probs_B.tolist()
             check_finite(log_probs)
             self._record(rows, alive, tokens_B.tolist(), log_probs, stopper, done)

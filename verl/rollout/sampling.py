@@ -26,9 +26,44 @@ _NUCLEUS_GUESS = 512
 """Most nuclei fit in this many tokens; only rows that do not are sorted whole."""
 
 
+@dataclass(frozen=True)
+class Kinds:
+    """Which kinds of work any row needs; known on the host, so that sampling never waits for the device."""
+
+    greedy: bool
+    scaled: bool
+    penalty: bool
+    raw: bool
+    top_p: bool
+    min_p: bool
+    top_k: int
+    """The largest top-k in use, 0 when none is."""
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams]) -> Kinds:
+        return Kinds(
+            greedy=any(p.temperature == 0 for p in params),
+            scaled=any(p.temperature not in (0, 1) for p in params),
+            penalty=any(p.repetition_penalty != 1 for p in params),
+            raw=any(p.raw_log_probs and p.temperature not in (0, 1) for p in params),
+            top_p=any(p.top_p < 1 for p in params),
+            min_p=any(p.min_p > 0 for p in params),
+            top_k=max((p.top_k for p in params if p.top_k > 0), default=0),
+        )
+
+    @property
+    def filters(self) -> bool:
+        return self.top_p or self.min_p or self.top_k > 0
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but temperature and greedy rows."""
+        return not (self.filters or self.penalty or self.raw)
+
+
 @dataclass
 class SamplingBatch:
-    """The sampling settings of B rows as tensors, plus which kinds of work any row needs at all."""
+    """The sampling settings of B rows as tensors."""
 
     keys_B: torch.Tensor
     temperature_B: torch.Tensor
@@ -38,11 +73,7 @@ class SamplingBatch:
     penalty_B: torch.Tensor
     raw_B: torch.Tensor
     greedy_B: torch.Tensor
-    any_greedy: bool
-    any_filter: bool
-    any_penalty: bool
-    plain: bool
-    """True when every row has temperature 1: logits need no scaling and raw and scaled log-probs agree."""
+    kinds: Kinds
 
     @staticmethod
     def of(
@@ -62,10 +93,7 @@ class SamplingBatch:
             penalty_B=column([p.repetition_penalty for p in params], torch.float32),
             raw_B=column([p.raw_log_probs for p in params], torch.bool),
             greedy_B=column(greedy, torch.bool),
-            any_greedy=any(greedy),
-            any_filter=any(p.top_p < 1 or p.top_k > 0 or p.min_p > 0 for p in params),
-            any_penalty=any(p.repetition_penalty != 1 for p in params),
-            plain=all(t == 1 for t in temperature),
+            kinds=Kinds.of(params),
         )
 
     def select(self, rows_B: torch.Tensor) -> SamplingBatch:
@@ -85,27 +113,31 @@ _COLUMNS = (
 )
 
 
-def penalise_repeats(
-    logits_BV: torch.Tensor, history_BL: torch.Tensor, penalty_B: torch.Tensor
-) -> torch.Tensor:
-    """Logits of tokens seen before (prompt and response) divided by the penalty if positive, else multiplied.
+def seen_tokens(history_BL: torch.Tensor, vocab: int) -> torch.Tensor:
+    """[B, V]: which tokens stand in each row's history (prompt and response, padded with -1)."""
+    seen_BV = torch.zeros(len(history_BL), vocab + 1, dtype=torch.bool, device=history_BL.device)
+    return seen_BV.scatter_(1, torch.where(history_BL < 0, vocab, history_BL), True)[:, :vocab]
 
-    `history_BL` is padded with -1.
-    """
-    vocab = logits_BV.shape[1]
-    seen_BV = torch.zeros(logits_BV.shape[0], vocab + 1, dtype=torch.bool, device=logits_BV.device)
-    seen_BV.scatter_(1, torch.where(history_BL < 0, vocab, history_BL), True)
-    seen_BV = seen_BV[:, :vocab] & (penalty_B != 1)[:, None]
+
+def penalise_repeats(
+    logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty_B: torch.Tensor
+) -> torch.Tensor:
+    """Logits of tokens seen before divided by the penalty if positive, else multiplied."""
     penalty_B1 = penalty_B[:, None]
     changed_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
-    return torch.where(seen_BV, changed_BV, logits_BV)
+    return torch.where(seen_BV & (penalty_B1 != 1), changed_BV, logits_BV)
+
+
+def _rows(mask_B: torch.Tensor) -> torch.Tensor | slice:
+    """The rows a filter is for. On a device all of them: finding out would wait for it."""
+    return mask_B.nonzero()[:, 0] if mask_B.device.type == "cpu" else slice(None)
 
 
 def _keep_top_p(weights_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
     """Zero what lies outside each row's nucleus: a token stays while the mass before it is below top_p."""
     vocab = weights_BV.shape[1]
     total_B1 = weights_BV.sum(-1, keepdim=True, dtype=torch.float64)
-    guess = min(_NUCLEUS_GUESS, vocab)
+    guess = min(_NUCLEUS_GUESS, vocab) if weights_BV.device.type == "cpu" else vocab
     while True:
         sorted_BK, index_BK = torch.topk(weights_BV, guess, dim=-1)
         mass_BK = sorted_BK.double().cumsum(-1) / total_B1
@@ -118,20 +150,24 @@ def _keep_top_p(weights_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor
 
 
 def apply_filters(weights_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Zero the weights (unnormalised probabilities) that top-k, top-p and min-p remove; ties stay."""
+    """Zero the weights (unnormalised probabilities) that top-k, top-p and min-p remove, in place; ties stay."""
     vocab = weights_BV.shape[1]
-    top_k_B = torch.where((batch.top_k_B <= 0) | (batch.top_k_B > vocab), vocab, batch.top_k_B)
-    rows = (top_k_B < vocab).nonzero()[:, 0]
-    if len(rows):
-        top_k_R = top_k_B[rows]
-        best_RK = torch.topk(weights_BV[rows], int(top_k_R.max()), dim=-1).values
-        threshold_R1 = best_RK.gather(1, top_k_R[:, None] - 1)
-        weights_BV = weights_BV.index_copy(0, rows, weights_BV[rows] * (weights_BV[rows] >= threshold_R1))
-    rows = (batch.top_p_B < 1).nonzero()[:, 0]
-    if len(rows):
-        weights_BV = weights_BV.index_copy(0, rows, _keep_top_p(weights_BV[rows], batch.top_p_B[rows]))
-    threshold_B1 = (batch.min_p_B * weights_BV.amax(-1))[:, None]
-    return weights_BV * (weights_BV >= threshold_B1)
+    if 0 < batch.kinds.top_k < vocab:
+        rows = _rows(batch.top_k_B > 0)
+        top_k_R = batch.top_k_B[rows]
+        best_RK = torch.topk(weights_BV[rows], batch.kinds.top_k, dim=-1).values
+        threshold_R1 = best_RK.gather(1, (top_k_R.clamp(1, batch.kinds.top_k) - 1)[:, None])
+        threshold_R1 = torch.where((top_k_R > 0)[:, None], threshold_R1, 0.0)
+        weights_BV[rows] = torch.where(weights_BV[rows] >= threshold_R1, weights_BV[rows], 0.0)
+    if batch.kinds.top_p:
+        rows = _rows(batch.top_p_B < 1)
+        # A row without the filter keeps everything, also what rounding puts beyond the mass of 1.
+        top_p_R = torch.where(batch.top_p_B[rows] < 1, batch.top_p_B[rows], 2.0)
+        weights_BV[rows] = _keep_top_p(weights_BV[rows], top_p_R)
+    if batch.kinds.min_p:
+        threshold_B1 = (batch.min_p_B * weights_BV.amax(-1))[:, None]
+        weights_BV = torch.where(weights_BV >= threshold_B1, weights_BV, 0.0)
+    return weights_BV
 
 
 def invert_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
@@ -160,34 +196,35 @@ def sample(
     logits_BV: torch.Tensor,
     batch: SamplingBatch,
     positions_B: torch.Tensor,
-    history_BL: torch.Tensor | None = None,
+    seen_BV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row. `positions_B` counts the tokens the row has produced so far.
 
-    Returns token ids [B] (int64) and log-probs [B] (float32). `history_BL` (padded with -1) is needed only
+    Returns token ids [B] (int64) and log-probs [B] (float32). `seen_BV` (see `seen_tokens`) is needed only
     where a row has a repetition penalty.
     """
+    kinds = batch.kinds
     logits_BV = logits_BV.float()
-    scaled_BV = logits_BV if batch.plain else logits_BV / batch.temperature_B[:, None]
+    scaled_BV = logits_BV / batch.temperature_B[:, None] if kinds.scaled else logits_BV
     drawn_BV = scaled_BV
-    if batch.any_penalty:
-        if history_BL is None:
+    if kinds.penalty:
+        if seen_BV is None:
             raise ValueError("a repetition penalty needs the tokens seen so far")
-        drawn_BV = penalise_repeats(logits_BV, history_BL, batch.penalty_B) / batch.temperature_B[:, None]
+        drawn_BV = penalise_repeats(logits_BV, seen_BV, batch.penalty_B) / batch.temperature_B[:, None]
 
     peak_B1 = drawn_BV.amax(-1, keepdim=True)
     weights_BV = (drawn_BV - peak_B1).exp_()
-    uniform_B = noise.uniform(batch.keys_B, positions_B)
-    tokens_B = invert_cdf(apply_filters(weights_BV, batch) if batch.any_filter else weights_BV, uniform_B)
-    if batch.any_greedy:
-        tokens_B = torch.where(batch.greedy_B, drawn_BV.argmax(-1), tokens_B)
-
-    if batch.any_penalty:
+    if kinds.penalty:
         log_total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
     else:
         log_total_B1 = weights_BV.sum(-1, keepdim=True).log_() + peak_B1
+    uniform_B = noise.uniform(batch.keys_B, positions_B)
+    tokens_B = invert_cdf(apply_filters(weights_BV, batch) if kinds.filters else weights_BV, uniform_B)
+    if kinds.greedy:
+        tokens_B = torch.where(batch.greedy_B, drawn_BV.argmax(-1), tokens_B)
+
     log_probs_B = (scaled_BV.gather(1, tokens_B[:, None]) - log_total_B1)[:, 0]
-    if not batch.plain and bool(batch.raw_B.any()):
+    if kinds.raw:
         raw_B = (logits_BV.gather(1, tokens_B[:, None]) - logits_BV.logsumexp(-1, keepdim=True))[:, 0]
         log_probs_B = torch.where(batch.raw_B, raw_B, log_probs_B)
     return tokens_B, log_probs_B

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from verl.rollout.native.attention import ChunkSpan, PagedAttention, make_segments
+from verl.rollout.native.backbone import Backbone
 from verl.rollout.native.kv_cache import PageCache
 from verl.rollout.native.scheduler import Step
 from verl.rollout.native.sequence import Sequence
-from verl.rollout.sampling import SamplingBatch, sample
+from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
 
 
 class CPURunner:
     """One block is one page: `table[0]` is a sequence's place in the cache."""
 
     def __init__(self, model: Any, cache: PageCache) -> None:
-        self.model = model
+        self.backbone = Backbone(model)
         self.cache = cache
         self._settings: tuple[list[int], SamplingBatch] | None = None
 
@@ -55,16 +56,10 @@ class CPURunner:
             slots.append(sequence.table[0] * page_size + sequence.computed)
         samplers += decodes
         context = PagedAttention(self.cache, torch.tensor(slots), spans, segments)
-        output = self.model(
-            input_ids=torch.tensor([ids]),
-            position_ids=torch.tensor([positions]),
-            use_cache=False,
-            logits_to_keep=torch.tensor(rows) if rows else 1,
-            verl_attn=context,
-        )
+        hidden_ND = self.backbone.hidden(torch.tensor(ids), torch.tensor(positions), context)
         if not samplers:
             return [], [], []
-        tokens_B, log_probs_B = self._draw(output.logits[0], samplers)
+        tokens_B, log_probs_B = self._draw(self.backbone.logits(hidden_ND[rows]), samplers)
         return samplers, tokens_B.tolist(), log_probs_B.tolist()
 
     def _draw(self, logits_BV: torch.Tensor, samplers: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,9 +67,10 @@ class CPURunner:
         if self._settings is None or self._settings[0] != keys:
             self._settings = (keys, SamplingBatch.of([s.request.sampling for s in samplers], keys))
         settings = self._settings[1]
-        history_BL = None
-        if settings.any_penalty:
+        seen_BV = None
+        if settings.kinds.penalty:
             history_BL = torch.nn.utils.rnn.pad_sequence(
                 [torch.tensor(s.tokens) for s in samplers], batch_first=True, padding_value=-1
             )
-        return sample(logits_BV, settings, torch.tensor([s.produced for s in samplers]), history_BL)
+            seen_BV = seen_tokens(history_BL, logits_BV.shape[1])
+        return sample(logits_BV, settings, torch.tensor([s.produced for s in samplers]), seen_BV)

@@ -1,7 +1,7 @@
 """Which tokens the model sees next. A pure state machine: no tensors, no clock, no randomness.
 
-Every step serves the running sequences, oldest first: one token for each that decodes, a chunk of the prompt
-for each that does not yet; what the token budget leaves goes to waiting ones. When the cache is full the
+Every step serves the running sequences, oldest first: one token for each that decodes; what these leave of the
+token budget goes to chunks of prompts, those begun before those that wait. When the cache is full the
 youngest running sequence gives its blocks back, waits at the head of the queue and is computed again later;
 its tokens are kept, so nothing it said is lost.
 
@@ -44,6 +44,11 @@ class Step:
         return len(self.decodes) + sum(chunk.count for chunk in self.chunks)
 
 
+def _decodes(sequence: Sequence) -> bool:
+    """Whether one token is left to compute and nobody waits for it to share the prompt."""
+    return sequence.remaining == 1 and not sequence.siblings
+
+
 class Scheduler:
     def __init__(
         self,
@@ -76,19 +81,27 @@ class Scheduler:
     def schedule(self, lookahead: int = 1) -> Step:
         """The next step; decoding sequences get room for `lookahead` more tokens."""
         step = Step()
-        budget = self.max_batched_tokens
-        for sequence in list(self.running):
-            if budget <= 0 or sequence.status is not Status.RUNNING:
+        served = list(self.running)
+        decoding = sum(_decodes(sequence) for sequence in served)
+        spare = self.max_batched_tokens - min(decoding, self.max_batched_tokens)
+        budget = self.max_batched_tokens - spare
+        for sequence in served:
+            if sequence.status is not Status.RUNNING:
                 break
-            budget -= self._serve(sequence, budget, lookahead, step)
+            if _decodes(sequence):
+                budget -= self._serve(sequence, budget, lookahead, step)
+            else:
+                spare -= self._serve(sequence, spare, lookahead, step)
         if not step.preempted:
-            self._admit(budget, step)
+            self._admit(spare, step)
         return step
 
     def _serve(self, sequence: Sequence, budget: int, lookahead: int, step: Step) -> int:
         """Give one running sequence its tokens, taking blocks from the youngest if need be; returns the count."""
-        decoding = sequence.remaining == 1 and not sequence.siblings
-        count = 1 if decoding else min(sequence.remaining, budget)
+        decoding = _decodes(sequence)
+        count = min(sequence.remaining, budget)
+        if count < 1:
+            return 0
         length = sequence.computed + count
         if decoding and lookahead > 1:
             length = max(min(length + lookahead - 1, sequence.max_length - 1), length)

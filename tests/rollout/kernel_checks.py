@@ -1,0 +1,123 @@
+"""Every Triton kernel against its torch reference. Run in a process of its own, in Triton's interpreter on a CPU
+(TRITON_INTERPRET=1) or on a CUDA device; prints one line per check and exits 1 if one fails."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from verl.rollout.native.kernels import attention, gated, norm, rotary, sampling
+from verl.rollout.native.ops import TorchOps
+from verl.rollout.noise import sequence_key
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+reference = TorchOps()
+failed: list[str] = []
+
+
+def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+    difference = float(((ours.float() - theirs.float()).abs() / (1 + theirs.float().abs())).max())
+    good = difference <= tolerance and bool(torch.isfinite(ours.float()).all())
+    sys.stdout.write(f"{'ok  ' if good else 'FAIL'} {name}: {difference:.2e}\n")
+    if not good:
+        failed.append(name)
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return values.to(DEVICE, dtype)
+
+
+def rows_of(contexts: list[int], block_size: int, blocks: int) -> tuple[torch.Tensor, ...]:
+    """A table of distinct, shuffled blocks for each row; rows of context 0 are not active."""
+    width = max(-(-max(contexts) // block_size), 1)
+    order = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(3))[: len(contexts) * width]
+    table = order.view(len(contexts), width).to(DEVICE, torch.int32)
+    positions = torch.tensor([max(c - 1, 0) for c in contexts], device=DEVICE)
+    active = torch.tensor([int(c > 0) for c in contexts], dtype=torch.int32, device=DEVICE)
+    return table, positions, active
+
+
+# The interpreter truncates to bfloat16 instead of rounding; float16 stands in for it there.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
+    kind = str(dtype).removeprefix("torch.")
+    x, residual, weight = (randn(5, 72, dtype=dtype, seed=s) for s in range(3))
+    for added in (None, residual):
+        ours, theirs = norm.add_rms_norm(x, added, weight[0], 1e-5), reference.add_rms_norm(x, added, weight[0], 1e-5)
+        check(f"norm {kind} {added is not None}", ours[0], theirs[0], tolerance)
+        check(f"residual {kind}", ours[1], theirs[1], 0)
+    both = randn(5, 140, dtype=dtype)
+    check(f"gated {kind}", gated.silu_mul(both[:, :70], both[:, 70:]), reference.silu_mul(*both.chunk(2, 1)), tolerance)
+
+    for heads, kv_heads, dim, block_size in ((3, 1, 16, 4), (6, 3, 32, 8)):
+        contexts = [1, 0, 9, 31]
+        table, positions, active = rows_of(contexts, block_size, 64)
+        shape = (64, kv_heads, block_size, dim)
+        qkv = randn(len(contexts), (heads + 2 * kv_heads) * dim, dtype=dtype)
+        angle = randn(64, dim // 2, dtype=torch.float32).repeat(1, 2)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        for norms in (None, (weight[0, :dim].contiguous(), weight[1, :dim].contiguous(), 1e-6)):
+            caches = [[randn(*shape, dtype=dtype, seed=s) for s in (5, 6)] for _ in range(2)]
+            args = (cos, sin, positions, active, table, heads, norms)
+            ours = rotary.rotary_cache(qkv, *caches[0], *args)
+            theirs = reference.rotary_cache(qkv, *caches[1], *args)
+            check(f"rotary {kind} {norms is not None}", ours, theirs, tolerance)
+            check("rotary keys", caches[0][0][:-1], caches[1][0][:-1], tolerance)
+            check("rotary values", caches[0][1][:-1], caches[1][1][:-1], 0)
+
+        slots = torch.tensor([3, 200, 17], device=DEVICE)
+        k, v = (randn(kv_heads, 3, dim, dtype=dtype, seed=s).transpose(0, 1) for s in (1, 2))
+        caches = [[randn(*shape, dtype=dtype, seed=s) for s in (5, 6)] for _ in range(2)]
+        rotary.write_cache(k, v, *caches[0], slots)
+        reference.write_cache(k, v, *caches[1], slots)
+        check(f"write keys {kind}", caches[0][0], caches[1][0], 0)
+        check(f"write values {kind}", caches[0][1], caches[1][1], 0)
+
+        contexts = [1, 0, 5, 64, 65, 150]
+        table, positions, active = rows_of(contexts, block_size, 6 * 40)
+        keys, values = (randn(6 * 40, kv_heads, block_size, dim, dtype=dtype, seed=s) for s in (1, 2))
+        q = randn(len(contexts), heads, dim, dtype=dtype)
+        for splits in (1, 4):
+            for window, softcap in ((None, None), (7, None), (None, 5.0)):
+                args = (q, keys, values, table, positions, active, 0.3, window, softcap)
+                ours, theirs = attention.decode_attention(*args, splits), reference.decode_attention(*args)
+                check(f"attention {kind} splits {splits} window {window} cap {softcap}", ours, theirs, tolerance)
+
+for vocab in (97, 5000):
+    rows = 40
+    logits = randn(rows, vocab, dtype=torch.float32) * 3
+    temperature = torch.linspace(0.5, 2, rows, device=DEVICE)
+    greedy = (torch.arange(rows, device=DEVICE) % 4 == 0).int()
+    keys = torch.tensor([sequence_key(1, str(i), 0) for i in range(rows)], device=DEVICE)
+    produced = torch.arange(rows, device=DEVICE)
+    ours = sampling.sample_plain(logits, temperature, greedy, keys, produced)
+    theirs = reference.sample_plain(logits, temperature, greedy, keys, produced)
+    check(f"sampled tokens {vocab}", ours[0], theirs[0], 0)
+    check(f"sampled log-probs {vocab}", ours[1], theirs[1], 1e-4)
+    edge = torch.full((2, vocab), -1e4, device=DEVICE)
+    edge[0, vocab - 1] = edge[1, 0] = 0.0
+    ours = sampling.sample_plain(edge, temperature[:2], greedy[1:3], keys[:2], produced[:2])
+    check("a certain token", ours[0], torch.tensor([vocab - 1, 0], device=DEVICE), 0)
+
+    states = []
+    for ops in (sampling, reference):
+        counter = torch.arange(rows, device=DEVICE)
+        state = {
+            "tokens": counter * 2,
+            "positions": counter + 5,
+            "produced": counter + 1,
+            "made": counter % 3,
+            "active": (counter % 5 != 0).int(),
+            "last": counter + 5 + (counter % 2) * 2,
+            "stop_ids": torch.stack([theirs[0] if vocab == 97 else counter - 1, counter - 1], 1),
+            "out_tokens": torch.full((rows, 4), -7, dtype=torch.int32, device=DEVICE),
+            "out_log_probs": torch.zeros(rows, 4, device=DEVICE),
+        }
+        ops.advance(theirs[0], theirs[1], **state)
+        states.append(state)
+    for name in states[0]:
+        check(f"advance {name}", states[0][name], states[1][name], 0)
+
+sys.exit(1 if failed else 0)

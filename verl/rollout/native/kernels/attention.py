@@ -1,0 +1,189 @@
+"""Decode attention over the paged cache: one query token per row, grouped heads, long contexts split.
+
+One program serves the query heads of one key/value head of one row, over one split of its context; with more
+than one split a second kernel joins the parts. Rows that are not active have no context and return zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _decode_attention(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    positions_ptr,
+    active_ptr,
+    out_ptr,
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    q_stride,
+    table_stride,
+    scale,
+    softcap,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_UP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    active = tl.load(active_ptr + row) != 0
+    length = tl.where(active, tl.load(positions_ptr + row) + 1, 0).to(tl.int32)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(length - WINDOW, 0)
+    share = tl.cdiv(tl.cdiv(length - begin, SPLITS), TILE) * TILE
+    start = begin + split * share
+    end = tl.minimum(start + share, length)
+
+    members = tl.arange(0, GROUP_UP)
+    columns = tl.arange(0, DIM_UP)
+    q_mask = (members < GROUP)[:, None] & (columns < DIM)[None, :]
+    q_places = (head * GROUP + members)[:, None] * DIM + columns[None, :]
+    q = tl.load(q_ptr + row * q_stride + q_places, mask=q_mask, other=0.0)
+
+    peak = tl.full([GROUP_UP], float("-inf"), tl.float32)
+    mass = tl.zeros([GROUP_UP], tl.float32)
+    acc = tl.zeros([GROUP_UP, DIM_UP], tl.float32)
+    for base in range(start, end, TILE):
+        places = base + tl.arange(0, TILE)
+        inside = places < end
+        block = tl.load(table_ptr + row * table_stride + places // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        offsets = (block * KV + head) * (BLOCK_SIZE * DIM) + (places % BLOCK_SIZE) * DIM
+        kv_mask = inside[:, None] & (columns < DIM)[None, :]
+        k = tl.load(keys_ptr + offsets[:, None] + columns[None, :], mask=kv_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOFTCAP:
+            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+        scores = tl.where(inside[None, :], scores * 1.4426950408889634, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        v = tl.load(values_ptr + offsets[:, None] + columns[None, :], mask=kv_mask, other=0.0)
+        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        mass = mass * decay + tl.sum(weights, 1)
+        peak = new_peak
+
+    if SPLITS == 1:
+        out = acc / tl.where(mass == 0, 1.0, mass)[:, None]
+        out_places = row * (KV * GROUP * DIM) + q_places
+        tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+    else:
+        slot = (row * SPLITS + split) * (KV * GROUP) + head * GROUP + members
+        tl.store(part_ptr + slot[:, None] * DIM + columns[None, :], acc, mask=q_mask)
+        tl.store(peak_ptr + slot, peak, mask=members < GROUP)
+        tl.store(mass_ptr + slot, mass, mask=members < GROUP)
+
+
+@triton.jit
+def _join_splits(
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    out_ptr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_UP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    splits = tl.arange(0, SPLITS)
+    columns = tl.arange(0, DIM_UP)
+    slots = (row * SPLITS + splits) * HEADS + head
+    peaks = tl.load(peak_ptr + slots)
+    masses = tl.load(mass_ptr + slots)
+    top = tl.max(peaks, 0)
+    weights = tl.where(masses > 0, tl.exp2(peaks - top), 0.0)
+    inside = (columns < DIM)[None, :]
+    parts = tl.load(part_ptr + slots[:, None] * DIM + columns[None, :], mask=inside, other=0.0)
+    total = tl.sum(masses * weights, 0)
+    out = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    place = (row * HEADS + head) * DIM + columns
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=columns < DIM)
+
+
+def choose_splits(rows: int, kv_heads: int, processors: int) -> int:
+    """Enough programs to fill the device about four times; a power of two."""
+    wanted = 4 * processors // max(rows * kv_heads, 1)
+    splits = 1
+    while splits * 2 <= min(wanted, 16):
+        splits *= 2
+    return splits
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    active: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    splits: int,
+) -> torch.Tensor:
+    """q [M, heads, dim] (unit strides within a row) against the blocks of each row; returns [M, heads, dim]."""
+    _, kv_heads, block_size, dim = keys.shape
+    rows, heads, _ = q.shape
+    group = heads // kv_heads
+    out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
+    dim_up = triton.next_power_of_2(dim)
+    if splits > 1:
+        part = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=q.device)
+        peak = torch.empty(rows, splits, heads, dtype=torch.float32, device=q.device)
+        mass = torch.empty_like(peak)
+    else:
+        part = peak = mass = out
+    _decode_attention[(rows, kv_heads, splits)](
+        q,
+        keys,
+        values,
+        table,
+        positions,
+        active,
+        out,
+        part,
+        peak,
+        mass,
+        q.stride(0),
+        table.stride(0),
+        scale,
+        float(softcap or 0.0),
+        KV=kv_heads,
+        GROUP=group,
+        GROUP_UP=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        DIM_UP=max(16, dim_up),
+        BLOCK_SIZE=block_size,
+        TILE=64 if dim_up <= 128 else 32,
+        SPLITS=splits,
+        WINDOW=int(window or 0),
+        SOFTCAP=softcap is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=2 if dim_up <= 64 else 4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _join_splits[(rows, heads)](
+            part, peak, mass, out, HEADS=heads, DIM=dim, DIM_UP=dim_up, SPLITS=splits, num_warps=1
+        )
+    return out

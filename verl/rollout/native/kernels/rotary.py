@@ -1,0 +1,196 @@
+"""Rotary embedding of queries and keys, optional per-head norm before it, and the write to the KV cache, in one go.
+
+One program per row. The cache of a layer is [blocks, kv_heads, block_size, head_dim]; a row that is not active
+writes to the last block, which belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _head_norm(first, second, weight_ptr, half, eps, dtype: tl.constexpr, HALF: tl.constexpr, width):
+    """RMSNorm of heads given as their two halves [heads, HALF]."""
+    columns = tl.arange(0, HALF)
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / width + eps)[:, None]
+    weight_first = tl.load(weight_ptr + columns).to(tl.float32)[None, :]
+    weight_second = tl.load(weight_ptr + half + columns).to(tl.float32)[None, :]
+    first = (weight_first * (first * scale).to(dtype).to(tl.float32)).to(dtype)
+    second = (weight_second * (second * scale).to(dtype).to(tl.float32)).to(dtype)
+    return first, second
+
+
+@triton.jit
+def _rotate(first, second, cos, sin, dtype: tl.constexpr):
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    turned_first = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
+    turned_second = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+    return turned_first.to(dtype), turned_second.to(dtype)
+
+
+@triton.jit
+def _rotary_cache(
+    qkv_ptr,
+    q_out_ptr,
+    keys_ptr,
+    values_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    positions_ptr,
+    active_ptr,
+    table_ptr,
+    qkv_stride,
+    table_stride,
+    trash,
+    eps,
+    HEADS: tl.constexpr,
+    HEADS_UP: tl.constexpr,
+    KV: tl.constexpr,
+    KV_UP: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    DIM: tl.constexpr = 2 * HALF
+    active = tl.load(active_ptr + row) != 0
+    position = tl.where(active, tl.load(positions_ptr + row), 0)
+    columns = tl.arange(0, HALF)
+    cos = tl.load(cos_ptr + position * DIM + columns).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + position * DIM + columns).to(tl.float32)[None, :]
+
+    heads = tl.arange(0, HEADS_UP)
+    mask = (heads < HEADS)[:, None]
+    places = heads[:, None] * DIM + columns[None, :]
+    base = qkv_ptr + row * qkv_stride
+    first = tl.load(base + places, mask=mask, other=0.0)
+    second = tl.load(base + places + HALF, mask=mask, other=0.0)
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    if NORM:
+        first, second = _head_norm(first, second, q_norm_ptr, HALF, eps, dtype, HALF, DIM)
+    first, second = _rotate(first, second, cos, sin, dtype)
+    out = q_out_ptr + row * HEADS * DIM
+    tl.store(out + places, first, mask=mask)
+    tl.store(out + places + HALF, second, mask=mask)
+
+    block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE)
+    block = tl.where(active, block, trash).to(tl.int64)
+    kv_heads = tl.arange(0, KV_UP)
+    mask = (kv_heads < KV)[:, None]
+    places = kv_heads[:, None] * DIM + columns[None, :]
+    targets = (block * KV + kv_heads[:, None]) * BLOCK_SIZE * DIM + (position % BLOCK_SIZE) * DIM + columns[None, :]
+    base += HEADS * DIM
+    first = tl.load(base + places, mask=mask, other=0.0)
+    second = tl.load(base + places + HALF, mask=mask, other=0.0)
+    if NORM:
+        first, second = _head_norm(first, second, k_norm_ptr, HALF, eps, dtype, HALF, DIM)
+    first, second = _rotate(first, second, cos, sin, dtype)
+    tl.store(keys_ptr + targets, first, mask=mask)
+    tl.store(keys_ptr + targets + HALF, second, mask=mask)
+    base += KV * DIM
+    tl.store(values_ptr + targets, tl.load(base + places, mask=mask, other=0.0), mask=mask)
+    tl.store(values_ptr + targets + HALF, tl.load(base + places + HALF, mask=mask, other=0.0), mask=mask)
+
+
+def rotary_cache(
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    active: torch.Tensor,
+    table: torch.Tensor,
+    heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+) -> torch.Tensor:
+    """qkv [M, (heads + 2 kv) * dim]; cos and sin [places, dim]; returns the rotated queries [M, heads, dim]."""
+    blocks, kv_heads, block_size, dim = keys.shape
+    rows = qkv.shape[0]
+    q_out = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    q_norm, k_norm, eps = norms if norms is not None else (cos, cos, 0.0)
+    _rotary_cache[(rows,)](
+        qkv,
+        q_out,
+        keys,
+        values,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        positions,
+        active,
+        table,
+        qkv.stride(0),
+        table.stride(0),
+        blocks - 1,
+        eps,
+        HEADS=heads,
+        HEADS_UP=triton.next_power_of_2(heads),
+        KV=kv_heads,
+        KV_UP=triton.next_power_of_2(kv_heads),
+        HALF=dim // 2,
+        BLOCK_SIZE=block_size,
+        NORM=norms is not None,
+        num_warps=2 if heads * dim <= 1024 else 4,
+    )
+    return q_out
+
+
+@triton.jit
+def _write_cache(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    slots_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    KV: tl.constexpr,
+    KV_UP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    heads = tl.arange(0, KV_UP)[:, None]
+    columns = tl.arange(0, DIM)[None, :]
+    mask = heads < KV
+    target = ((slot // BLOCK_SIZE) * KV + heads) * BLOCK_SIZE * DIM + (slot % BLOCK_SIZE) * DIM + columns
+    key = tl.load(k_ptr + token * k_token_stride + heads * k_head_stride + columns, mask=mask, other=0.0)
+    tl.store(keys_ptr + target, key, mask=mask)
+    value = tl.load(v_ptr + token * v_token_stride + heads * v_head_stride + columns, mask=mask, other=0.0)
+    tl.store(values_ptr + target, value, mask=mask)
+
+
+def write_cache(
+    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """k and v [N, kv_heads, dim] (any strides, unit last) go to places `slots` [N] of the cache."""
+    _, kv_heads, block_size, dim = keys.shape
+    _write_cache[(k.shape[0],)](
+        k,
+        v,
+        keys,
+        values,
+        slots,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        KV=kv_heads,
+        KV_UP=triton.next_power_of_2(kv_heads),
+        DIM=dim,
+        BLOCK_SIZE=block_size,
+        num_warps=2,
+    )

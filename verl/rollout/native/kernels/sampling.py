@@ -1,0 +1,214 @@
+"""Drawing tokens on the device: one pass over the logits in chunks, then one short program per row.
+
+The first kernel leaves for every chunk of the vocabulary its peak, the mass below it and where the peak stands;
+the second picks the chunk in which the row's uniform number falls and inverts the distribution inside it. It
+covers temperature and greedy rows; filters and penalties go through `verl.rollout.sampling`, which this equals.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 2048
+
+
+@triton.jit
+def _chunk_masses(
+    logits_ptr, temperature_ptr, peak_ptr, mass_ptr, best_ptr, stride, vocab, chunks, CHUNK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    offsets = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = offsets < vocab
+    values = tl.load(logits_ptr + row * stride + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+    values = values / tl.load(temperature_ptr + row)
+    peak = tl.max(values, 0)
+    mass = tl.sum(tl.where(inside, tl.exp(values - peak), 0.0), 0)
+    best = tl.min(tl.where(values == peak, offsets, vocab), 0)
+    slot = row * chunks + chunk
+    tl.store(peak_ptr + slot, peak)
+    tl.store(mass_ptr + slot, mass)
+    tl.store(best_ptr + slot, best)
+
+
+@triton.jit
+def _uniform(key, position):
+    """The same numbers as `verl.rollout.noise.uniform`, in float32."""
+    value = key + (position + 1) * -7046029254386353131
+    value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    value = value ^ ((value >> 31) & 0x1FFFFFFFF)
+    return ((value >> 32) & 0xFFFFFFFF).to(tl.float32) * 2.3283064365386963e-10
+
+
+@triton.jit
+def _pick(
+    logits_ptr,
+    temperature_ptr,
+    greedy_ptr,
+    keys_ptr,
+    produced_ptr,
+    peak_ptr,
+    mass_ptr,
+    best_ptr,
+    token_ptr,
+    log_prob_ptr,
+    stride,
+    vocab,
+    chunks,
+    CHUNKS_UP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, CHUNKS_UP)
+    present = index < chunks
+    peaks = tl.load(peak_ptr + row * chunks + index, mask=present, other=float("-inf"))
+    masses = tl.load(mass_ptr + row * chunks + index, mask=present, other=0.0)
+    top = tl.max(peaks, 0)
+    weights = tl.where(present, masses * tl.exp(peaks - top), 0.0)
+    total = tl.sum(weights, 0)
+    running = tl.cumsum(weights, 0)
+    target = _uniform(tl.load(keys_ptr + row), tl.load(produced_ptr + row)) * total
+    last = tl.max(tl.where(weights > 0, index, 0), 0)
+    chunk = tl.minimum(tl.min(tl.where((running > target) & (weights > 0), index, CHUNKS_UP), 0), last)
+    before = tl.sum(tl.where(index < chunk, weights, 0.0), 0)
+
+    temperature = tl.load(temperature_ptr + row)
+    offsets = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = offsets < vocab
+    values = tl.load(logits_ptr + row * stride + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+    inner = tl.where(inside, tl.exp(values / temperature - top), 0.0)
+    inner_running = tl.cumsum(inner, 0)
+    final = tl.max(tl.where(inner > 0, offsets, 0), 0)
+    found = tl.min(tl.where((inner_running > target - before) & (inner > 0), offsets, vocab), 0)
+    token = tl.minimum(found, final)
+
+    bests = tl.load(best_ptr + row * chunks + index, mask=present, other=0)
+    highest = tl.min(tl.where((peaks == top) & present, bests, vocab), 0)
+    token = tl.where(tl.load(greedy_ptr + row) != 0, highest, token)
+    token = tl.minimum(token, vocab - 1)
+    value = tl.load(logits_ptr + row * stride + token).to(tl.float32) / temperature
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(log_prob_ptr + row, value - top - tl.log(total))
+
+
+def sample_plain(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    greedy: torch.Tensor,
+    keys: torch.Tensor,
+    produced: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [B, V]; returns token ids (int64) and log-probs (float32) of the temperature-scaled distribution."""
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    peak = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
+    mass = torch.empty_like(peak)
+    best = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _chunk_masses[(rows, chunks)](
+        logits, temperature, peak, mass, best, logits.stride(0), vocab, chunks, CHUNK=CHUNK, num_warps=4
+    )
+    _pick[(rows,)](
+        logits,
+        temperature,
+        greedy,
+        keys,
+        produced,
+        peak,
+        mass,
+        best,
+        tokens,
+        log_probs,
+        logits.stride(0),
+        vocab,
+        chunks,
+        CHUNKS_UP=triton.next_power_of_2(chunks),
+        CHUNK=CHUNK,
+        num_warps=4,
+    )
+    return tokens, log_probs
+
+
+@triton.jit
+def _advance(
+    sampled_ptr,
+    sampled_log_prob_ptr,
+    tokens_ptr,
+    positions_ptr,
+    produced_ptr,
+    made_ptr,
+    active_ptr,
+    last_ptr,
+    stop_ptr,
+    out_tokens_ptr,
+    out_log_probs_ptr,
+    rows,
+    out_stride,
+    STOPS: tl.constexpr,
+    STOPS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    present = row < rows
+    active = (tl.load(active_ptr + row, mask=present, other=0) != 0) & present
+    token = tl.load(sampled_ptr + row, mask=active, other=0)
+    log_prob = tl.load(sampled_log_prob_ptr + row, mask=active, other=0.0)
+    made = tl.load(made_ptr + row, mask=active, other=0)
+    position = tl.load(positions_ptr + row, mask=active, other=0)
+    produced = tl.load(produced_ptr + row, mask=active, other=0)
+    last = tl.load(last_ptr + row, mask=active, other=0)
+    stops = tl.arange(0, STOPS_UP)
+    stop_ids = tl.load(
+        stop_ptr + row[:, None] * STOPS + stops[None, :], mask=active[:, None] & (stops < STOPS)[None, :], other=-1
+    )
+    ended = tl.max((stop_ids == token[:, None]).to(tl.int32), 1) != 0
+    ended = ended | (position + 1 >= last)
+    place = row.to(tl.int64) * out_stride + made
+    tl.store(out_tokens_ptr + place, token.to(tl.int32), mask=active)
+    tl.store(out_log_probs_ptr + place, log_prob, mask=active)
+    tl.store(tokens_ptr + row, token, mask=active)
+    tl.store(made_ptr + row, made + 1, mask=active)
+    tl.store(positions_ptr + row, position + 1, mask=active)
+    tl.store(produced_ptr + row, produced + 1, mask=active)
+    tl.store(active_ptr + row, 0, mask=active & ended)
+
+
+def advance(
+    sampled: torch.Tensor,
+    log_probs: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    produced: torch.Tensor,
+    made: torch.Tensor,
+    active: torch.Tensor,
+    last: torch.Tensor,
+    stop_ids: torch.Tensor,
+    out_tokens: torch.Tensor,
+    out_log_probs: torch.Tensor,
+) -> None:
+    """Record one drawn token per active row and end the rows that stop with it, in place."""
+    rows = sampled.shape[0]
+    block = 64
+    _advance[(triton.cdiv(rows, block),)](
+        sampled,
+        log_probs,
+        tokens,
+        positions,
+        produced,
+        made,
+        active,
+        last,
+        stop_ids,
+        out_tokens,
+        out_log_probs,
+        rows,
+        out_tokens.stride(0),
+        STOPS=stop_ids.shape[1],
+        STOPS_UP=max(2, triton.next_power_of_2(stop_ids.shape[1])),
+        BLOCK=block,
+        num_warps=2,
+    )

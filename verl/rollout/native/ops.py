@@ -1,0 +1,250 @@
+"""The operations of a decode step, twice: plain torch (the reference, any device) and Triton (CUDA).
+
+What always holds: both round where the Hugging Face modules round; a row that is not active reads no context,
+writes only to the last block of the cache (which belongs to nobody) and keeps its state.
+
+Shapes: M rows, the cache of a layer is [blocks, kv_heads, block_size, head_dim], `table` is [M, blocks of a row].
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from verl.rollout import noise
+
+Norms = tuple[torch.Tensor, torch.Tensor, float] | None
+"""Weights of the per-head norms of queries and keys, and their epsilon."""
+
+
+class Ops(Protocol):
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor: ...
+
+    def rotary_cache(
+        self,
+        qkv: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        active: torch.Tensor,
+        table: torch.Tensor,
+        heads: int,
+        norms: Norms,
+    ) -> torch.Tensor: ...
+
+    def write_cache(
+        self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> None: ...
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        active: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor: ...
+
+    def sample_plain(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        greedy: torch.Tensor,
+        keys: torch.Tensor,
+        produced: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def advance(
+        self,
+        sampled: torch.Tensor,
+        log_probs: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        produced: torch.Tensor,
+        made: torch.Tensor,
+        active: torch.Tensor,
+        last: torch.Tensor,
+        stop_ids: torch.Tensor,
+        out_tokens: torch.Tensor,
+        out_log_probs: torch.Tensor,
+    ) -> None: ...
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    value = x.float()
+    value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * value.to(x.dtype)
+
+
+def decode_slots(
+    table: torch.Tensor, positions: torch.Tensor, active: torch.Tensor, block_size: int, blocks: int
+) -> torch.Tensor:
+    """The place in the cache each row writes to; rows that are not active write to the last block."""
+    places = torch.where(active.bool(), positions, 0)
+    block = table.gather(1, (places // block_size)[:, None]).long()[:, 0]
+    return torch.where(active.bool(), block, blocks - 1) * block_size + places % block_size
+
+
+class TorchOps:
+    """The reference."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x if residual is None else x + residual
+        return _rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return F.silu(gate) * up
+
+    def rotary_cache(
+        self,
+        qkv: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        active: torch.Tensor,
+        table: torch.Tensor,
+        heads: int,
+        norms: Norms,
+    ) -> torch.Tensor:
+        blocks, kv_heads, block_size, dim = keys.shape
+        q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
+        if norms is not None:
+            q, k = _rms_norm(q, norms[0], norms[2]), _rms_norm(k, norms[1], norms[2])
+        place = torch.where(active.bool(), positions, 0)
+        cos_M, sin_M = cos[place][:, None], sin[place][:, None]
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, dim=-1)
+            return x * cos_M + torch.cat([-second, first], dim=-1) * sin_M
+
+        slots = decode_slots(table, positions, active, block_size, blocks)
+        self.write_cache(turned(k), v, keys, values, slots)
+        return turned(q)
+
+    def write_cache(
+        self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        block_size = keys.shape[2]
+        keys[slots // block_size, :, slots % block_size] = k
+        values[slots // block_size, :, slots % block_size] = v
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        active: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        blocks, kv_heads, block_size, dim = keys.shape
+        rows, heads, _ = q.shape
+        length = torch.where(active.bool(), positions + 1, 0)[:, None]
+        place = torch.arange(table.shape[1] * block_size, device=q.device)
+        seen = place < length
+        if window is not None:
+            seen &= place >= length - window
+        k = keys[table.long()].transpose(1, 2).flatten(2, 3)
+        v = values[table.long()].transpose(1, 2).flatten(2, 3)
+        grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim)
+        scores = (grouped.float() @ k.float().transpose(-1, -2)) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+        v = v.float().masked_fill(~seen[:, None, :, None], 0.0)
+        return (weights @ v).reshape(rows, heads, dim).to(q.dtype)
+
+    def sample_plain(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        greedy: torch.Tensor,
+        keys: torch.Tensor,
+        produced: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from verl.rollout.sampling import invert_cdf
+
+        values = logits.float() / temperature[:, None]
+        peak = values.amax(-1, keepdim=True)
+        weights = (values - peak).exp()
+        tokens = invert_cdf(weights, noise.uniform(keys, produced))
+        tokens = torch.where(greedy.bool(), values.argmax(-1), tokens)
+        log_probs = values.gather(1, tokens[:, None]) - peak - weights.sum(-1, keepdim=True).log()
+        return tokens, log_probs[:, 0]
+
+    def advance(
+        self,
+        sampled: torch.Tensor,
+        log_probs: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        produced: torch.Tensor,
+        made: torch.Tensor,
+        active: torch.Tensor,
+        last: torch.Tensor,
+        stop_ids: torch.Tensor,
+        out_tokens: torch.Tensor,
+        out_log_probs: torch.Tensor,
+    ) -> None:
+        on = active.bool()
+        place = made.clamp(max=out_tokens.shape[1] - 1)[:, None]
+        for store, value in ((out_tokens, sampled.to(out_tokens.dtype)), (out_log_probs, log_probs)):
+            store.scatter_(1, place, torch.where(on, value, store.gather(1, place)[:, 0])[:, None])
+        tokens.copy_(torch.where(on, sampled, tokens))
+        ended = (stop_ids == sampled[:, None]).any(-1) | (positions + 1 >= last)
+        for counter in (made, positions, produced):
+            counter.add_(on.to(counter.dtype))
+        active.mul_((~(on & ended)).to(active.dtype))
+
+
+class TritonOps:
+    """The kernels, for one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        from verl.rollout.native.kernels import attention, gated, norm, rotary, sampling
+
+        self.add_rms_norm = norm.add_rms_norm
+        self.silu_mul = gated.silu_mul
+        self.rotary_cache = rotary.rotary_cache
+        self.write_cache = rotary.write_cache
+        self.sample_plain = sampling.sample_plain
+        self.advance = sampling.advance
+        self._attention = attention
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        active: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        splits = self._attention.choose_splits(q.shape[0], keys.shape[1], self.processors)
+        return self._attention.decode_attention(
+            q, keys, values, table, positions, active, scale, window, softcap, splits
+        )
