@@ -24,7 +24,7 @@ from verl.reward.managers import build_reward_manager
 from verl.trainer.available import refuse_unavailable
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
-from verl.trainer.setup import open_run_folder, quiet_transformers, seed_everything
+from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def build_loop(
         cfg.trainer.wandb_proxy,
         total_steps=parts.total_steps,
         live=live,
+        prometheus=prometheus_address(cfg.trainer),
     )
     workers = LocalGroup(
         cfg,

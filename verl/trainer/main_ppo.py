@@ -55,6 +55,7 @@ def run(
     live: bool = False,
 ) -> RunResult:
     """Train as `cfg` says. What is given as an object replaces what the config names."""
+    from verl.observe.report import write_report
     from verl.trainer.assembly import build_loop, open_run
 
     with open_run(
@@ -67,6 +68,7 @@ def run(
         finally:
             loop.tracker.close()
             loop.workers.close()
+            write_report(parts.folder.path)
         return RunResult(parts.folder.path, metrics, loop.step_number)
 
 

@@ -30,6 +30,11 @@ def quiet_transformers() -> None:
     logging.set_verbosity_error()
 
 
+def prometheus_address(cfg: BaseTrainerConfig) -> tuple[str, int] | None:
+    """Where metrics are served, when they are."""
+    return (cfg.prometheus.host, cfg.prometheus.port) if cfg.prometheus.enable else None
+
+
 def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:
     """The folder `trainer.default_local_dir` names, made, checked and locked."""
     path = cfg.default_local_dir or default_run_path(cfg.project_name, cfg.experiment_name)

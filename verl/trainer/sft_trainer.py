@@ -53,7 +53,7 @@ def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
     from verl.observe.causes import likely_fix
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
-    from verl.trainer.setup import open_run_folder, quiet_transformers, seed_everything
+    from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
 
     refuse_unavailable(cfg)
     seed_everything(cfg.trainer.seed)
@@ -77,9 +77,7 @@ def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
                 trainer.wandb_proxy,
                 total_steps=total,
                 live=live,
-                prometheus=(trainer.prometheus.host, trainer.prometheus.port)
-                if trainer.prometheus.enable
-                else None,
+                prometheus=prometheus_address(trainer),
             )
             loop = SFTLoop(
                 cfg,
