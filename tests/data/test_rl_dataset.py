@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import logging
 import subprocess
 import sys
@@ -72,6 +74,8 @@ def test_a_full_row(tokenizer: Any, tmp_path: Path) -> None:
     [
         ({"reward_model": {"ground_truth": 0}, "ground_truth": "b", "answer": "c"}, 0),
         ({"reward_model": {"style": "model"}, "ground_truth": "b", "answer": "c"}, "b"),
+        ({"reward_model": '{"ground_truth": "a"}', "answer": "c"}, "a"),
+        ({"reward_model": "{broken", "answer": "c"}, "c"),
         ({"reward_model": None, "ground_truth": None, "answer": "c"}, "c"),
         ({"reward_model": {"ground_truth": None}}, None),
         ({}, None),
@@ -89,6 +93,18 @@ def test_a_bare_row_gets_defaults(tokenizer: Any) -> None:
         {},
         {},
     )
+
+
+def test_a_csv_file_with_json_in_its_cells(tokenizer: Any, tmp_path: Path) -> None:
+    with (tmp_path / "t.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer", "extra_info"])
+        writer.writeheader()
+        writer.writerow({"prompt": json.dumps(user("hi")), "answer": "007", "extra_info": '{"level": 1}'})
+        writer.writerow({"prompt": "[1, 2] is a list", "answer": "b", "extra_info": ""})
+    dataset = RLDataset(config(), str(tmp_path / "t.csv"), tokenizer)
+    assert dataset[0]["raw_prompt"] == user("hi") and dataset[0]["ground_truth"] == "007"
+    assert dataset[0]["extra_info"] == {"level": 1} and dataset[1]["extra_info"] == {}
+    assert dataset[1]["prompt_text"] == "[1, 2] is a list"
 
 
 def test_missing_prompt_column(tokenizer: Any) -> None:

@@ -7,7 +7,9 @@ missing beginning-of-sequence token is put in front where the tokenizer itself p
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenizer_config.json")
+_JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content)"')
 _OURS = frozenset({"tokenize", "add_generation_prompt", "continue_final_message", "tools", "chat_template"})
 _OPTIONS = (
     "Options: data.chat_template=FILE (a Jinja template), a prompt column of already templated strings, "
@@ -82,7 +85,13 @@ def read_template(path: str | Path) -> str:
 def as_messages(value: Any) -> Messages | None:
     """The messages a value holds, or None when it is not a list of messages.
 
-    Columns that table formats fill with None for missing fields (tool_calls, name, ...) are left out again."""
+    Fields that table formats fill with None where a message has none (tool_calls, name, ...) are left out again,
+    and messages written as JSON text, as csv files have them, are read."""
+    if isinstance(value, str) and _JSON_MESSAGES.match(value):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list | tuple) or not value:
@@ -166,14 +175,14 @@ class ChatFormat:
 
     def prompt_text(self, prompt: Any, where: str = "a row") -> tuple[str | Messages, str]:
         """A prompt as it was given (string, or messages with empty fields left out) and as text."""
-        if isinstance(prompt, str):
+        messages = as_messages(prompt)
+        if messages is None and isinstance(prompt, str):
             if self.system_prompt is not None and not self._warned:
                 self._warned = True
                 logger.warning(
                     "data.system_prompt has no effect on prompts that are strings: they are templated already"
                 )
             return prompt, prompt
-        messages = as_messages(prompt)
         if messages is None:
             raise DataError(
                 f"The prompt of {where} is neither a string nor a list of messages with 'role' and 'content': "

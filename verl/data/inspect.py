@@ -247,14 +247,14 @@ def _segments(
 
 def _reward_lines(rows: Rows) -> list[str]:
     """Where the truth is found, and the data sources that choose the scorer."""
-    from verl.data.rl_dataset import truth_of
+    from verl.data.rl_dataset import as_mapping, truth_of
 
     found: Counter[str] = Counter()
     sources: Counter[str] = Counter()
     for row in rows:
         sources[str(row.get("data_source") or "(none)")] += 1
-        nested = row.get("reward_model")
-        if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
+        nested = as_mapping(row.get("reward_model"))
+        if nested is not None and nested.get("ground_truth") is not None:
             found["reward_model.ground_truth"] += 1
         elif truth_of(row) is not None:
             found["ground_truth" if row.get("ground_truth") is not None else "answer"] += 1

@@ -7,6 +7,7 @@ starts; `prompt_text` is the text of `prompt_ids`; `index` is the row's number i
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,10 +33,20 @@ logger = logging.getLogger(__name__)
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 
+def as_mapping(value: Any) -> Mapping[str, Any] | None:
+    """A dictionary, also one written as JSON text, as csv files have it; None for anything else."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, Mapping) else None
+
+
 def truth_of(row: Mapping[str, Any]) -> Any:
     """The reference answer: `reward_model.ground_truth`, else `ground_truth`, else `answer`, else None."""
-    nested = row.get("reward_model")
-    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
+    nested = as_mapping(row.get("reward_model"))
+    if nested is not None and nested.get("ground_truth") is not None:
         return nested["ground_truth"]
     return row["ground_truth"] if row.get("ground_truth") is not None else row.get("answer")
 
@@ -158,11 +169,11 @@ class RLDataset:
         if len(ids) > limit:
             ids = truncate(ids, limit, self.config.truncation)
             text = str(self._chat.tokenizer.decode(ids))
-        source, extra = row.get("data_source"), row.get("extra_info")
-        if extra is not None and not isinstance(extra, Mapping):
+        source, extra = row.get("data_source"), as_mapping(row.get("extra_info"))
+        if extra is None and row.get("extra_info") not in (None, ""):
             raise DataError(
                 f"{self.files_key}: extra_info of {self.rows.origin(number)} must be a dictionary, "
-                f"got {type(extra).__name__}."
+                f"got {type(row['extra_info']).__name__}."
             )
         named = (self.config.prompt_key, "data_source", "ground_truth", "extra_info")
         drawn_from = [name for name, first, end in self.parts if first <= number < end]

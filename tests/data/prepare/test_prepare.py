@@ -13,7 +13,7 @@ import pytest
 
 from verl.data.files import read_rows
 from verl.data.prepare import cli
-from verl.data.prepare.base import Recipe, prepare, split_of_name, write_rows
+from verl.data.prepare.base import Recipe, prepare, split_of_name
 from verl.data.prepare.code import convert as code
 from verl.data.prepare.countdown import convert as countdown
 from verl.data.prepare.gsm8k import convert as gsm8k
@@ -22,7 +22,9 @@ from verl.data.prepare.math import last_boxed
 from verl.data.prepare.preference import convert as preference
 from verl.data.prepare.sft_chat import convert as sft_chat
 from verl.data.rl_dataset import truth_of
+from verl.data.write import write_rows
 from verl.errors import ConfigError, DataError
+from verl.reward.scorers.code_tests import parse
 
 
 def jsonl(path: Path, *rows: dict[str, Any]) -> str:
@@ -100,8 +102,12 @@ def test_countdown_rows_are_scored_by_the_task() -> None:
             {"asserts": ["import math\nassert f(1) == 2"]},
         ),
         (
-            {"prompt": "def f(x):", "test": "def check(c): ...", "entry_point": "f"},
-            {"asserts": ["def check(c): ...\ncheck(f)"]},
+            {
+                "prompt": "def f(x):",
+                "test": "def check(candidate):\n    assert candidate(1) == 2",
+                "entry_point": "f",
+            },
+            {"asserts": ["def check(candidate):\n    assert candidate(1) == 2"], "entry_point": "f"},
         ),
         (
             {"question": "q", "input_output": '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'},
@@ -121,6 +127,8 @@ def test_countdown_rows_are_scored_by_the_task() -> None:
 def test_code_tests_in_every_form(source: dict, tests: dict) -> None:
     row = code(source, 0, "train")
     assert row is not None and json.loads(truth_of(row)) == tests
+    parsed = parse(truth_of(row))  # the scorer takes every form
+    assert len(parsed.stdin) + len(parsed.calls) == 1 and parsed.entry in (None, "f")
     by_stdin = "inputs" in tests and "fn_name" not in tests
     assert ("standard input" in row["prompt"][0]["content"]) == by_stdin
 

@@ -6,11 +6,7 @@ out, which is counted); files are written whole or not at all; the order of the 
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +14,8 @@ from typing import Any
 
 from verl.data.columns import likely_column
 from verl.data.files import READERS, Rows, read_rows
+from verl.data.write import write_rows
 from verl.errors import ConfigError, DataError
-
-logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 _SPLITS = {"train": "train", "test": "test", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
@@ -134,34 +129,6 @@ def convert_rows(recipe: Recipe, rows: Rows, split: str, limit: int | None = Non
     if not out:
         raise DataError(f"{', '.join(rows.names)}: no row could be used by '{recipe.name}'.")
     return out, left_out
-
-
-def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Parquet or jsonl, by the path's ending; the file appears when it is complete."""
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as draft:
-            pass
-        try:
-            if path.suffix == ".jsonl":
-                with open(draft.name, "w", encoding="utf-8") as lines:
-                    lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            else:
-                pyarrow.parquet.write_table(pa.Table.from_pylist(list(rows)), draft.name)
-            os.chmod(draft.name, 0o644)
-            os.replace(draft.name, path)
-        except BaseException:
-            os.unlink(draft.name)
-            raise
-    except pa.ArrowException as error:
-        raise DataError(
-            f"These rows do not fit one table: {error}. Write them as jsonl (--format jsonl)."
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def prepare(

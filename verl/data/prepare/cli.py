@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.data.prepare.base import Recipe, Written, prepare, write_rows
+from verl.data.prepare.base import Recipe, Written, prepare
 from verl.data.tasks import get_task, known_tasks
 from verl.data.tasks.base import Split
+from verl.data.write import write_rows
 from verl.errors import ConfigError
 
 RECIPES = ("gsm8k", "math", "countdown", "code", "preference", "sft_chat")

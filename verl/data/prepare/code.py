@@ -1,7 +1,8 @@
 """Programming problems with tests: MBPP, HumanEval, and the APPS, TACO and CodeContests family.
 
 The truth is a JSON string in one of three forms: {"inputs": [stdin, ...], "outputs": [stdout, ...]};
-{"fn_name": f, "inputs": [[argument, ...], ...], "outputs": [result, ...]}; {"asserts": [statement, ...]}.
+{"fn_name": f, "inputs": [[argument, ...], ...], "outputs": [result, ...]}; {"asserts": [statement, ...]}, with
+"entry_point" where the assertions call the function `candidate`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _tests_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
         setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
         return {"asserts": [f"{setup}\n{test}".strip() for test in row["test_list"]]}
     if row.get("test") and row.get("entry_point"):  # HumanEval
-        return {"asserts": [f"{row['test']}\ncheck({row['entry_point']})"]}
+        return {"asserts": [row["test"]], "entry_point": row["entry_point"]}
     for column in ("input_output", "tests", "test_cases", "public_tests", "private_tests"):
         tests = _parsed(row.get(column), column) if row.get(column) else None
         if isinstance(tests, list):  # [{"input": ..., "output": ...}, ...]
