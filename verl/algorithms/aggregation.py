@@ -46,6 +46,13 @@ def batch_counts(response_mask: Tensor) -> dict[str, int]:
     return {"batch_num_tokens": int(flags.sum()), "global_batch_size": int(flags.any(-1).sum())}
 
 
+def counts_in_force(config: Any, response_mask: Tensor) -> dict[str, Any]:
+    """The keyword arguments `agg_loss` would work with: the config's, else the bound ones, else the matrix's own."""
+    info = dict(getattr(config, "global_batch_info", None) or _bound.get() or {})
+    own = batch_counts(response_mask)
+    return info | {name: own[name] for name in own if info.get(name) is None}
+
+
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,

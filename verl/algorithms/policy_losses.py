@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import agg_loss
+from verl.algorithms.blocked import in_blocks
 from verl.algorithms.covariance import clip_cov_choice, clipped_surrogate, kl_cov_choice
 from verl.algorithms.loss_inputs import Inputs, clip_range, loss_setting, sequence_mean
 from verl.algorithms.masked import masked_mean
@@ -41,6 +42,7 @@ def _finish(
 
 
 @register_policy_loss("vanilla")
+@in_blocks()
 def vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -70,6 +72,7 @@ def vanilla(
 
 
 @register_policy_loss("gspo")
+@in_blocks()
 def gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -92,6 +95,7 @@ def gspo(
 
 
 @register_policy_loss("sapo")
+@in_blocks()
 def sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -113,6 +117,7 @@ def sapo(
 
 
 @register_policy_loss("cispo")
+@in_blocks()
 def cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -134,6 +139,7 @@ def cispo(
 
 
 @register_policy_loss("gpg")
+@in_blocks()
 def gpg_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -149,7 +155,17 @@ def gpg_loss(
     return _finish(-x.log_prob * x.advantages, x, loss_agg_mode, config, rollout_is_weights, {})
 
 
+def _prepared_flags(prepared: Mapping[str, Tensor] | None, name: str, x: Inputs) -> Tensor:
+    if prepared is None or name not in prepared:
+        raise ConfigError(
+            f"the loss needs {name!r}, which its prepare hook gives (get_policy_loss_prepare); "
+            f"it was handed {', '.join(prepared or ()) or 'nothing'}"
+        )
+    return prepared[name].to(x.mask.device, torch.bool) & x.mask
+
+
 @register_policy_loss("clip_cov", prepare=clip_cov_choice)
+@in_blocks(prepare=clip_cov_choice)
 def clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -164,9 +180,7 @@ def clip_cov(
     """PPO that leaves out a few randomly chosen tokens among those whose log-probability and advantage move
     together, the ones that cost entropy."""
     x = Inputs.of(old_log_prob, log_prob, advantages, response_mask, clamp=20)
-    if prepared is None:
-        prepared = clip_cov_choice(old_log_prob, log_prob, advantages, response_mask, config)
-    dropped = prepared["clip_cov_dropped"].to(x.mask.device, torch.bool) & x.mask
+    dropped = _prepared_flags(prepared, "clip_cov_dropped", x)
     plain, clipped = clipped_surrogate(x, *clip_range(config))
     losses = torch.maximum(plain, clipped).masked_fill(dropped, 0)
     metrics = {"actor/pg_clipfrac": x.mean((clipped > plain) | dropped), "actor/cov_share": x.mean(dropped)}
@@ -174,6 +188,7 @@ def clip_cov(
 
 
 @register_policy_loss("kl_cov", prepare=kl_cov_choice)
+@in_blocks(prepare=kl_cov_choice)
 def kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -187,15 +202,14 @@ def kl_cov(
 ) -> Result:
     """Unclipped policy gradient with a KL term on the tokens of highest covariance."""
     x = Inputs.of(old_log_prob, log_prob, advantages, response_mask, clamp=20)
-    if prepared is None:
-        prepared = kl_cov_choice(old_log_prob, log_prob, advantages, response_mask, config)
-    chosen = prepared["kl_cov_chosen"].to(x.mask.device, torch.bool) & x.mask
+    chosen = _prepared_flags(prepared, "kl_cov_chosen", x)
     coef = loss_setting(config, "ppo_kl_coef", 1.0)
     losses = -x.advantages * x.ratio + coef * (x.log_prob - x.old).abs() * chosen
     return _finish(losses, x, loss_agg_mode, config, rollout_is_weights, {"actor/cov_share": x.mean(chosen)})
 
 
 @register_policy_loss("geo_mean")
+@in_blocks()
 def geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -240,6 +254,7 @@ def _within_divergence(
 
 
 @register_policy_loss("dppo_tv")
+@in_blocks()
 def dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -256,6 +271,7 @@ def dppo_tv(
 
 
 @register_policy_loss("dppo_kl")
+@in_blocks()
 def dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -272,6 +288,7 @@ def dppo_kl(
 
 
 @register_policy_loss("dro")
+@in_blocks()
 def dro(
     old_log_prob: Tensor,
     log_prob: Tensor,
