@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.config.available import unavailable
 from verl.config.batch_math import BatchPlan, batch_plan, text_table
 from verl.config.batch_math import rows as batch_rows
 from verl.config.device import Device, device_at_hand
@@ -46,7 +47,7 @@ def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
     shape = read_shape(model.path, model.override_config)
     result = Plan(batch_plan(config), device, shape)
-    result.warnings += unused_keys(config) + _missing(config, device)
+    result.warnings += unavailable(config) + unused_keys(config) + _missing(config, device)
     if shape is None:
         result.warnings.append(
             f"memory is not estimated: '{model.path}' is not a local folder and not in the Hugging Face cache"

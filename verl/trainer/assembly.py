@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import CheckpointManager
+from verl.config.available import refuse_unavailable
 from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
 from verl.config.load import to_dict
@@ -21,7 +22,6 @@ from verl.observe.run_folder import RunFolder
 from verl.observe.trackers import FanOut, build_trackers
 from verl.reward.base import RewardManager, RewardSample
 from verl.reward.managers import build_reward_manager
-from verl.trainer.available import refuse_unavailable
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
 from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything

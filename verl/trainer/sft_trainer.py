@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
     """Fine-tune as `cfg` says."""
     from verl.checkpoint import CheckpointManager
+    from verl.config.available import refuse_unavailable
     from verl.config.batch_math import batch_plan, render
     from verl.config.load import to_dict
     from verl.data.chat import load_tokenizer
@@ -261,18 +262,6 @@ def actor_section(cfg: SFTConfig) -> ActorConfig:
         megatron=model.megatron,
         checkpoint=cfg.checkpoint,
     )
-
-
-def refuse_unavailable(cfg: SFTConfig) -> None:
-    """Known keys whose feature this version does not have: refused, never ignored."""
-    from verl.errors import ConfigError
-
-    trainer = cfg.trainer
-    if trainer.n_gpus_per_node * trainer.nnodes > 1:
-        raise ConfigError(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} x trainer.nnodes={trainer.nnodes}: fine-tuning on "
-            "several processes is not available in this version; set trainer.n_gpus_per_node=1 trainer.nnodes=1"
-        )
 
 
 if __name__ == "__main__":

@@ -147,8 +147,9 @@ class LocalGroup(WorkerGroup):
         self.rollout.engine.update_weights(self.actor_engine, self.policy_version)
 
     def model_size(self) -> ModelSize:
+        module: Any
         with self.actor_engine.full_parameters() as module:
-            config: Any = module.config.get_text_config()
+            config = module.config.get_text_config()
             embeddings = module.get_input_embeddings()
             weights = sum(p.numel() for p in module.parameters())
         tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -172,7 +173,7 @@ class LocalGroup(WorkerGroup):
             yield "critic", self.critic.engine
 
     def _fsdp_config(self, name: str) -> Any:
-        sections = {
+        sections: dict[str, Any] = {
             "actor": self.cfg.actor_rollout_ref.actor,
             "ref": self.cfg.actor_rollout_ref.ref,
             "critic": self.cfg.critic,

@@ -1,0 +1,77 @@
+"""Keys that are known but whose feature this version does not have: refused before a run, never ignored."""
+
+from __future__ import annotations
+
+from verl.config.ranks import world_size
+from verl.config.schema import PPOConfig, SFTConfig
+from verl.errors import ConfigError
+
+
+def refuse_unavailable(cfg: PPOConfig | SFTConfig) -> None:
+    """Raise ConfigError for what the config asks for and is not here yet."""
+    lines = unavailable(cfg)
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def unavailable(cfg: PPOConfig | SFTConfig) -> list[str]:
+    """One line for each such setting: what it is, and what to set instead."""
+    found = _shared(cfg) + (_ppo(cfg) if isinstance(cfg, PPOConfig) else [])
+    return [
+        f"{what} is not available in this version; set {instead}" for asked, what, instead in found if asked
+    ]
+
+
+def _shared(cfg: PPOConfig | SFTConfig) -> list[tuple[bool, str, str]]:
+    ray = cfg.ray_kwargs
+    role = cfg.actor_rollout_ref.actor if isinstance(cfg, PPOConfig) else cfg.model
+    prefix = "actor_rollout_ref.actor" if isinstance(cfg, PPOConfig) else "model"
+    return [
+        (
+            world_size(cfg) > 1,
+            f"training on several processes (trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, "
+            f"trainer.nnodes={cfg.trainer.nnodes})",
+            "trainer.n_gpus_per_node=1 trainer.nnodes=1",
+        ),
+        (role.strategy == "megatron", f"{prefix}.strategy=megatron", f"{prefix}.strategy=fsdp"),
+        (
+            role.ulysses_sequence_parallel_size > 1,
+            f"{prefix}.ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size}",
+            f"{prefix}.ulysses_sequence_parallel_size=1",
+        ),
+        (
+            ray.timeline_json_file is not None,
+            "ray_kwargs.timeline_json_file",
+            "~ray_kwargs.timeline_json_file",
+        ),
+    ]
+
+
+def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
+    rollout, model = cfg.actor_rollout_ref.rollout, cfg.reward.reward_model
+    key = "actor_rollout_ref.rollout"
+    return [
+        (rollout.name in ("vllm", "sglang"), f"{key}.name={rollout.name}", f"{key}.name=native"),
+        (rollout.multi_turn.enable, f"{key}.multi_turn.enable=True", f"{key}.multi_turn.enable=False"),
+        (rollout.mode == "server", f"{key}.mode=server", f"{key}.mode=inprocess"),
+        (
+            rollout.n_gpus_per_node > 0,
+            f"{key}.n_gpus_per_node (GPUs for rollout alone)",
+            f"{key}.n_gpus_per_node=0",
+        ),
+        (
+            model.n_gpus_per_node > 0,
+            "reward.reward_model.n_gpus_per_node (GPUs for the reward model alone)",
+            "reward.reward_model.n_gpus_per_node=0",
+        ),
+        (
+            model.enable and model.rollout.name != "hf",
+            f"reward.reward_model.rollout.name={model.rollout.name}",
+            "reward.reward_model.rollout.name=hf",
+        ),
+        (
+            cfg.critic.strategy == "megatron" or cfg.actor_rollout_ref.ref.strategy == "megatron",
+            "strategy=megatron for critic or ref",
+            "critic.strategy=fsdp actor_rollout_ref.ref.strategy=fsdp",
+        ),
+    ]
