@@ -46,9 +46,14 @@ def test_a_beginning_token_comes_exactly_once_and_only_before_strings(new_tokeni
     assert tokenizer.decode(ids_of(ChatFormat(tokenizer, raw_prompts=True), USER)) == "<bos>hi"
 
 
-def test_a_last_assistant_message_is_continued(tokenizer: Any) -> None:
+def test_a_last_assistant_message_is_continued_and_said(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     begun = [*USER, {"role": "assistant", "content": "Let me"}]
-    assert ChatFormat(tokenizer).prompt_text(begun)[1].endswith("<|im_start|>assistant\nLet me")
+    chat = ChatFormat(tokenizer)
+    for _ in range(2):
+        assert chat.prompt_text(begun, "row 4")[1].endswith("<|im_start|>assistant\nLet me")
+    assert caplog.text.count("row 4 ends with the assistant's message") == 1
 
 
 def test_system_prompt_only_where_there_is_none(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -183,7 +183,7 @@ def test_mixtures_hold_their_shares_and_treat_rows_equally(
 ) -> None:
     starts = np.cumsum([0, *sizes])
     parts = [MixturePart(str(k), weights[k], np.arange(starts[k], starts[k + 1])) for k in range(len(sizes))]
-    order = EpochOrder(int(starts[-1]), seed=seed, mixture=parts, epoch_size=40)
+    order = EpochOrder(40, seed=seed, mixture=parts)
     shares = np.array(weights[: len(sizes)]) / sum(weights[: len(sizes)])
     drawn = np.concatenate([order.positions(epoch) for epoch in range(3)])
     for k, part in enumerate(parts):

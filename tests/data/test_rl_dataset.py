@@ -217,6 +217,25 @@ def test_training_and_validation_loaders(tokenizer: Any, tmp_path: Path, write_j
     assert validation_loader(config(), tokenizer) is None
 
 
+def test_workers_change_nothing(tokenizer: Any, tmp_path: Path, write_jsonl: Callable) -> None:
+    rows = [{"prompt": user("ab é" * (i % 9) + str(i)), "answer": i} for i in range(64)]
+    file = write_jsonl(tmp_path / "t.jsonl", rows)
+    settings = {"train_files": [file], "train_batch_size": 4, "max_prompt_length": 30, "truncation": "middle"}
+    alone, many = (
+        [
+            batch
+            for _ in range(2)
+            for batch in training_loader(config(**settings, dataloader_num_workers=n), tokenizer)
+        ]
+        for n in (0, 4)
+    )
+    assert len(alone) == len(many) == 32
+    for one, other in zip(alone, many, strict=True):
+        assert (
+            one.union(other).non_tensor_batch.keys() == one.non_tensor_batch.keys()
+        )  # union refuses a difference
+
+
 def test_curriculum(tokenizer: Any, tmp_path: Path, write_jsonl: Callable) -> None:
     levels = [3, 1, 2, 1, 3, 2]
     file = write_jsonl(

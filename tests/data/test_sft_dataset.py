@@ -121,9 +121,10 @@ def test_messages_without_a_template(new_tokenizer: Callable) -> None:
         build(new_tokenizer(template=None), {"messages": chat("uhi", "ayo")})
 
 
-def test_the_pair_of_columns_goes_before_messages(tokenizer: Any) -> None:
-    item = build(tokenizer, {"prompt": "q", "response": "r", "messages": chat("uhi", "ayo")})[0]
-    assert split(tokenizer, item)[0] == "qr<|im_end|>"
+def test_conversations_go_before_the_pair_of_columns(tokenizer: Any) -> None:
+    row = {"prompt": "q", "response": "r", "messages": chat("uhi", "ayo")}
+    assert split(tokenizer, build(tokenizer, row)[0])[1] == "yo<|im_end|>"
+    assert split(tokenizer, build(tokenizer, row, messages_key="none")[0])[0] == "qr<|im_end|>"
 
 
 def test_other_column_names(tokenizer: Any) -> None:

@@ -136,7 +136,7 @@ class ChatFormat:
             raise ConfigError(
                 f"data.apply_chat_template_kwargs may not set {', '.join(sorted(clash))}: verl decides those."
             )
-        self._warned = False
+        self._said: set[str] = set()
 
     @cached_property
     def _leading_bos(self) -> list[int]:
@@ -177,10 +177,10 @@ class ChatFormat:
         """A prompt as it was given (string, or messages with empty fields left out) and as text."""
         messages = as_messages(prompt)
         if messages is None and isinstance(prompt, str):
-            if self.system_prompt is not None and not self._warned:
-                self._warned = True
-                logger.warning(
-                    "data.system_prompt has no effect on prompts that are strings: they are templated already"
+            if self.system_prompt is not None:
+                self._warn_once(
+                    "system prompt",
+                    "data.system_prompt has no effect on prompts that are strings: they are templated already",
                 )
             return prompt, prompt
         if messages is None:
@@ -188,7 +188,17 @@ class ChatFormat:
                 f"The prompt of {where} is neither a string nor a list of messages with 'role' and 'content': "
                 f"{str(prompt)[:200]!r}."
             )
+        if messages[-1]["role"] == "assistant":
+            self._warn_once(
+                "prefill",
+                f"the prompt of {where} ends with the assistant's message: the policy goes on inside it",
+            )
         return messages, self.render(messages, generate=True, where=where)
+
+    def _warn_once(self, subject: str, text: str) -> None:
+        if subject not in self._said:
+            self._said.add(subject)
+            logger.warning(text)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of texts, nothing added."""

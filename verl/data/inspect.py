@@ -88,9 +88,11 @@ def kind_of(columns: Sequence[str], keys: Mapping[str, str]) -> str | None:
     """What rows with these columns are; None when no trainer takes them."""
     if "chosen" in columns and "rejected" in columns:
         return "preference"
+    if keys["messages"] in columns and (keys["response"] in columns or keys["prompt"] not in columns):
+        return "chat"
     if keys["prompt"] in columns:
         return "pair" if keys["response"] in columns else "rl"
-    return "chat" if keys["messages"] in columns else None
+    return None
 
 
 def _type_name(value: Any) -> str:

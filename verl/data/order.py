@@ -35,11 +35,10 @@ class EpochOrder:
         shuffle: bool = True,
         difficulty: np.ndarray | None = None,
         mixture: Sequence[MixturePart] | None = None,
-        epoch_size: int | None = None,
     ) -> None:
         """`difficulty` (one number per row) puts easy rows first, equal ones shuffled; `mixture` draws each
-        part's share and visits every row of a part equally often; `epoch_size` is for mixtures only."""
-        if difficulty is not None and len(difficulty) != size:
+        part's share, `size` rows in all, and visits every row of a part equally often."""
+        if difficulty is not None and len(difficulty) != size and not mixture:
             raise DataError(f"There are {len(difficulty)} difficulties for {size} rows.")
         self._whole = MixturePart("all", 1.0, np.arange(size))
         self._parts = list(mixture or ())
@@ -55,7 +54,7 @@ class EpochOrder:
         self._seed = seed
         self._shuffle = shuffle
         self._difficulty = difficulty
-        self._size = (epoch_size or size) if self._parts else size
+        self._size = size
         self._turns = _turns([part.weight for part in self._parts], self._size) if self._parts else None
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ starts; `prompt_text` is the text of `prompt_ids`; `index` is the row's number i
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -233,6 +234,9 @@ def training_loader(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Loader:
     """The training prompts of the data section: files or mixture, shuffled or easiest first, resumable."""
+    if config.dataloader_num_workers:
+        # Calls with padding change a tokenizer while they last; the threads keep to one nobody else calls.
+        tokenizer = copy.deepcopy(tokenizer)
     mixture, rows = _mixture_rows(config)
     dataset = RLDataset(config, rows or config.train_files, tokenizer, tools=tools)
     dataset.parts = [(name, first, end) for name, _, first, end in mixture]

@@ -88,19 +88,16 @@ class SFTDataset:
     def _find_columns(self) -> bool:
         """Whether the rows are conversations; refuses rows that are neither these nor prompt and response."""
         config = self.config
-        columns = self.rows.column_names
-        pair = config.prompt_key in columns and config.response_key in columns
-        if config.messages_key in columns and not pair:
+        if config.messages_key in self.rows.column_names:
             require_column(self.rows, config.messages_key, "data.messages_key", "prompt", self.files_key)
+            if config.response_key in self.rows.column_names:
+                logger.info(
+                    "%s: the conversations in '%s' are used, not '%s' (data.messages_key=none would)",
+                    self.files_key,
+                    config.messages_key,
+                    config.response_key,
+                )
             return True
-        if config.messages_key in columns:
-            logger.info(
-                "%s has '%s' and also '%s' with '%s': the pair is used",
-                self.files_key,
-                config.messages_key,
-                config.prompt_key,
-                config.response_key,
-            )
         require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
         require_column(self.rows, config.response_key, "data.response_key", "response", self.files_key)
         return False
