@@ -327,9 +327,18 @@ def test_measuring_in_several_processes_gives_the_same(new_tokenizer: Callable) 
     chosen = np.arange(len(rows))
     parallel = prompt_lengths(rows, chosen, "prompt", chat, workers=2)
     assert parallel.tolist() == measure(prompts_of(rows, chosen, "prompt"), chat).tolist()
-    bad = Rows.from_list([*({"prompt": p} for p in prompts), {"prompt": 3}])
-    with pytest.raises(DataError, match="row 9 of the given rows is neither"):
-        prompt_lengths(bad, np.arange(10), "prompt", chat, workers=2)
+
+
+def test_a_child_reports_the_row_it_cannot_measure(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "settings.json").write_text(json.dumps({"template": tokenizer.chat_template}))
+    (tmp_path / "0.jsonl").write_text('["fine", "row 0"]\n[3, "row 1 of x"]\n')
+    status = lengths_module._child([str(tmp_path), "0"])
+    with pytest.raises(DataError, match="row 1 of x is neither"):
+        lengths_module._share_of(tmp_path, 0, status)
+    (tmp_path / "1.jsonl").write_text('["fine", "row 0"]\n')
+    with pytest.raises(DataError, match="ended with status -9.*filter_overlong_prompts_workers=1"):
+        lengths_module._share_of(tmp_path, 1, -9)
 
 
 def test_children_are_used_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
