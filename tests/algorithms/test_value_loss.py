@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.algorithms import compute_value_loss, explained_variance
+from verl.algorithms import compute_value_loss
 
 
 def test_value_loss_agrees_with_plain_loops(make_batch):
@@ -36,12 +36,3 @@ def test_garbage_behind_the_mask_reaches_no_gradient(make_batch):
     leaf = batch.log_prob.clone().requires_grad_()
     compute_value_loss(leaf, batch.returns, batch.values, batch.mask)[0].backward()
     assert bool(leaf.grad.isfinite().all()) and bool((leaf.grad[batch.mask == 0] == 0).all())
-
-
-def test_explained_variance():
-    returns, mask = torch.tensor([[1.0, 2.0, 3.0, float("nan")]]), torch.tensor([[1, 1, 1, 0]])
-    assert explained_variance(returns, returns, mask) == pytest.approx(1.0)
-    assert explained_variance(torch.zeros(1, 4), returns, mask) == pytest.approx(0.0)
-    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)
-    assert explained_variance(returns, torch.ones(1, 4), mask) == 0.0
-    assert explained_variance(returns, returns, torch.tensor([[1, 0, 0, 0]])) == 0.0

@@ -30,7 +30,7 @@ _HOMES = {
         "get_kl_controller",
         "kl_penalty",
     ),
-    "value_loss": ("compute_value_loss", "explained_variance"),
+    "value_loss": ("compute_value_loss",),
     "groups": ("group_ids", "group_metrics"),
     "balance": ("karmarkar_karp", "sequence_work", "token_budget_batches"),
     "rollout_correction": ("compute_rollout_correction", "rollout_probs_diff_metrics"),
@@ -59,7 +59,6 @@ __all__ = [
     "compute_value_loss",
     "constant_groups",
     "entropy_from_logits",
-    "explained_variance",
     "get_adv_estimator_fn",
     "get_kl_controller",
     "get_policy_loss_fn",
@@ -124,7 +123,7 @@ if TYPE_CHECKING:
         pf_ppo_indices,
     )
     from verl.algorithms.validation import best_at_k, majority_at_k, pass_at_k, validation_metrics, worst_at_k
-    from verl.algorithms.value_loss import compute_value_loss, explained_variance
+    from verl.algorithms.value_loss import compute_value_loss
 
 
 def __getattr__(name: str) -> Any:

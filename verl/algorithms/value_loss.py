@@ -1,4 +1,4 @@
-"""The critic's clipped regression and how well it explains the returns."""
+"""The critic's clipped regression."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import agg_loss
-from verl.algorithms.masked import as_bool, keep, masked_mean, masked_var
+from verl.algorithms.masked import keep, masked_mean
 
 
 def compute_value_loss(
@@ -37,13 +37,3 @@ def compute_value_loss(
         loss_scale_factor=loss_scale_factor,
     )
     return loss, masked_mean((clipped_loss > plain_loss).to(vpreds.dtype), response_mask).detach()
-
-
-def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
-    """1 - var(R - V) / var(R) over policy tokens; 0 where there are fewer than two or all returns are equal."""
-    if int(as_bool(response_mask).sum()) < 2:
-        return 0.0
-    total = masked_var(returns, response_mask)
-    if float(total) == 0:
-        return 0.0
-    return float(1 - masked_var(returns - values, response_mask) / total)
