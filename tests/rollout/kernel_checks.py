@@ -45,11 +45,19 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
     kind = str(dtype).removeprefix("torch.")
     x, residual, weight = (randn(5, 72, dtype=dtype, seed=s) for s in range(3))
     for added in (None, residual):
-        ours, theirs = norm.add_rms_norm(x, added, weight[0], 1e-5), reference.add_rms_norm(x, added, weight[0], 1e-5)
+        ours, theirs = (
+            norm.add_rms_norm(x, added, weight[0], 1e-5),
+            reference.add_rms_norm(x, added, weight[0], 1e-5),
+        )
         check(f"norm {kind} {added is not None}", ours[0], theirs[0], tolerance)
         check(f"residual {kind}", ours[1], theirs[1], 0)
     both = randn(5, 140, dtype=dtype)
-    check(f"gated {kind}", gated.silu_mul(both[:, :70], both[:, 70:]), reference.silu_mul(*both.chunk(2, 1)), tolerance)
+    check(
+        f"gated {kind}",
+        gated.silu_mul(both[:, :70], both[:, 70:]),
+        reference.silu_mul(*both.chunk(2, 1)),
+        tolerance,
+    )
 
     for heads, kv_heads, dim, block_size in ((3, 1, 16, 4), (6, 3, 32, 8)):
         contexts = [1, 0, 9, 31]
@@ -83,7 +91,9 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
             for window, softcap in ((None, None), (7, None), (None, 5.0)):
                 args = (q, keys, values, table, positions, active, 0.3, window, softcap)
                 ours, theirs = attention.decode_attention(*args, splits), reference.decode_attention(*args)
-                check(f"attention {kind} splits {splits} window {window} cap {softcap}", ours, theirs, tolerance)
+                check(
+                    f"attention {kind} splits {splits} window {window} cap {softcap}", ours, theirs, tolerance
+                )
 
 for vocab in (97, 5000):
     rows = 40

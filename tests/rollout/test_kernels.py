@@ -16,7 +16,12 @@ def test_kernels_equal_their_references() -> None:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     lines = done.stdout.splitlines()
     assert len(lines) > 60, done.stderr

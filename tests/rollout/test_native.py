@@ -34,16 +34,30 @@ def by_sample(responses: Any) -> dict[tuple[str, int], Any]:
     return table
 
 
+@pytest.fixture(params=["cpu path", "device path"])
+def native(request: Any) -> Callable[..., NativeRollout]:
+    """Makes an engine; the path for devices runs on the CPU with the reference operations."""
+
+    def make(source: Any, tokenizer: Any = None, **limits: Any) -> NativeRollout:
+        return NativeRollout(source, tokenizer, small(**limits), on_device=request.param == "device path")
+
+    return make
+
+
 def small(**changes: Any) -> Limits:
     return Limits(**{"max_num_seqs": 64, "max_num_batched_tokens": 512, **changes})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_equals_the_loop_without_cache(
-    name: str, tiny: Callable[..., Any], prompts: list[list[int]], greedy_reference: Callable[..., Any]
+    native: Callable[..., NativeRollout],
+    name: str,
+    tiny: Callable[..., Any],
+    prompts: list[list[int]],
+    greedy_reference: Callable[..., Any],
 ) -> None:
     model = tiny(name)
-    engine = NativeRollout(model, None, small(max_num_batched_tokens=19, max_num_seqs=3))
+    engine = native(model, max_num_batched_tokens=19, max_num_seqs=3)
     answers = by_sample(engine.generate(Request(str(i), p, GREEDY) for i, p in enumerate(prompts)))
     for i, prompt in enumerate(prompts):
         tokens, log_probs = greedy_reference(model, prompt, 12)
@@ -62,42 +76,48 @@ def wide_requests(prompts: list[list[int]], n: int = 4, seed: int = 3) -> list[R
 
 
 def test_tokens_do_not_depend_on_the_batch_the_chunks_or_the_cache(
-    tiny: Callable[..., Any], prompts: list[list[int]]
+    native: Callable[..., NativeRollout], tiny: Callable[..., Any], prompts: list[list[int]]
 ) -> None:
     model = tiny("llama")
     requests = wide_requests(prompts)
-    roomy = by_sample(NativeRollout(model, None, small()).generate(requests))
+    roomy = by_sample(native(model).generate(requests))
     assert len(roomy) == 20
     for limits in (
-        small(max_num_seqs=3),
-        small(max_num_batched_tokens=7, max_num_seqs=7),
-        small(cache_tokens=80 * 3),
-        small(cache_tokens=80, max_num_seqs=2),
+        {"max_num_seqs": 3},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+        {"cache_tokens": 80 * 3},
+        {"cache_tokens": 80, "max_num_seqs": 2},
     ):
-        tight = by_sample(NativeRollout(model, None, limits).generate(requests))
-        assert {key: r.token_ids for key, r in tight.items()} == {key: r.token_ids for key, r in roomy.items()}
+        tight = by_sample(native(model, **limits).generate(requests))
+        assert {key: r.token_ids for key, r in tight.items()} == {
+            key: r.token_ids for key, r in roomy.items()
+        }
         for key, response in tight.items():
             assert response.log_probs == pytest.approx(roomy[key].log_probs, abs=2e-5)
     for request in requests:
-        alone = by_sample(NativeRollout(model, None, small()).generate([request]))
+        alone = by_sample(native(model).generate([request]))
         assert all(response.token_ids == roomy[key].token_ids for key, response in alone.items())
 
 
-def test_a_full_cache_preempts_and_loses_nothing(tiny: Callable[..., Any], prompts: list[list[int]]) -> None:
+def test_a_full_cache_preempts_and_loses_nothing(
+    native: Callable[..., NativeRollout], tiny: Callable[..., Any], prompts: list[list[int]]
+) -> None:
     model = tiny("llama")
     requests = wide_requests(prompts, n=6)
-    engine = NativeRollout(model, None, small(cache_tokens=80 * 4))
+    engine = native(model, cache_tokens=80 * 4)
     tight = by_sample(engine.generate(requests))
     assert engine.stats["preemptions"] > 0
-    roomy = by_sample(NativeRollout(model, None, small()).generate(requests))
+    roomy = by_sample(native(model).generate(requests))
     assert {key: r.token_ids for key, r in tight.items()} == {key: r.token_ids for key, r in roomy.items()}
 
 
-def test_log_probs_equal_those_recomputed_by_the_model(tiny: Callable[..., Any], prompts: list[list[int]]) -> None:
+def test_log_probs_equal_those_recomputed_by_the_model(
+    native: Callable[..., NativeRollout], tiny: Callable[..., Any], prompts: list[list[int]]
+) -> None:
     model = tiny("qwen3")
     sampling = SamplingParams(max_tokens=20, temperature=0.7, ignore_eos=True)
     requests = [Request(str(i), p, sampling, n=3) for i, p in enumerate(prompts)]
-    for response in list(NativeRollout(model, None, small()).generate(requests)):
+    for response in list(native(model).generate(requests)):
         ids = torch.tensor([[*prompts[int(response.request_id)], *response.token_ids]])
         with torch.no_grad():
             logits = model(ids).logits[0, -len(response.token_ids) - 1 : -1] / 0.7
@@ -105,7 +125,9 @@ def test_log_probs_equal_those_recomputed_by_the_model(tiny: Callable[..., Any],
         torch.testing.assert_close(torch.tensor(response.log_probs), expected, atol=1e-5, rtol=0)
 
 
-def test_native_and_hf_engines_draw_the_same_tokens(tiny: Callable[..., Any], prompts: list[list[int]]) -> None:
+def test_native_and_hf_engines_draw_the_same_tokens(
+    native: Callable[..., NativeRollout], tiny: Callable[..., Any], prompts: list[list[int]]
+) -> None:
     from verl.rollout.hf import HFRollout
 
     model = tiny("qwen2")
@@ -113,18 +135,20 @@ def test_native_and_hf_engines_draw_the_same_tokens(tiny: Callable[..., Any], pr
         max_tokens=12, temperature=1.2, top_p=0.9, top_k=30, min_p=0.01, repetition_penalty=1.3
     )
     requests = [Request(str(i), p, sampling, n=2, seed=9) for i, p in enumerate(prompts)]
-    native = by_sample(NativeRollout(model, None, small()).generate(requests))
+    ours = by_sample(native(model).generate(requests))
     reference = by_sample(HFRollout(model, None).generate(requests))
-    assert {key: r.token_ids for key, r in native.items()} == {key: r.token_ids for key, r in reference.items()}
+    assert {key: r.token_ids for key, r in ours.items()} == {key: r.token_ids for key, r in reference.items()}
 
 
-def test_abort_and_resume_continue_exactly(tiny: Callable[..., Any], prompts: list[list[int]]) -> None:
+def test_abort_and_resume_continue_exactly(
+    native: Callable[..., NativeRollout], tiny: Callable[..., Any], prompts: list[list[int]]
+) -> None:
     model = tiny("llama")
     short = SamplingParams(max_tokens=4, ignore_eos=True)
     long = SamplingParams(max_tokens=30, ignore_eos=True)
     requests = [Request("long", prompts[2], long, n=3, seed=4), Request("short", prompts[1], short)]
-    whole = by_sample(NativeRollout(model, None, small()).generate(requests))
-    engine = NativeRollout(model, None, small())
+    whole = by_sample(native(model).generate(requests))
+    engine = native(model)
     stream = engine.generate(requests)
     first = next(stream)
     assert first.request_id == "short"
@@ -140,8 +164,10 @@ def test_abort_and_resume_continue_exactly(tiny: Callable[..., Any], prompts: li
         assert joined == pytest.approx(whole["long", i].log_probs, abs=1e-5)
 
 
-def test_abort_by_name_ends_waiting_and_running_samples(tiny: Callable[..., Any], prompts: list[list[int]]) -> None:
-    engine = NativeRollout(tiny("llama"), None, small(max_num_seqs=2))
+def test_abort_by_name_ends_waiting_and_running_samples(
+    native: Callable[..., NativeRollout], tiny: Callable[..., Any], prompts: list[list[int]]
+) -> None:
+    engine = native(tiny("llama"), max_num_seqs=2)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     stream = engine.generate([Request(str(i), p, sampling, n=3) for i, p in enumerate(prompts)])
     engine.abort(["3", "4"])
@@ -151,17 +177,22 @@ def test_abort_by_name_ends_waiting_and_running_samples(tiny: Callable[..., Any]
         assert (response.finish_reason == "abort") == (name in "34")
 
 
-def test_responses_stream_as_they_finish(tiny: Callable[..., Any], prompts: list[list[int]]) -> None:
+def test_responses_stream_as_they_finish(
+    native: Callable[..., NativeRollout], tiny: Callable[..., Any], prompts: list[list[int]]
+) -> None:
     requests = wide_requests(prompts, n=1)
-    order = [response.request_id for response in NativeRollout(tiny("llama"), None, small()).generate(requests)]
+    order = [response.request_id for response in native(tiny("llama")).generate(requests)]
     assert order == [f"r{i}" for i in range(5)]
 
 
 def test_new_weights_are_used_without_any_call(
-    tiny: Callable[..., Any], prompts: list[list[int]], greedy_reference: Callable[..., Any]
+    native: Callable[..., NativeRollout],
+    tiny: Callable[..., Any],
+    prompts: list[list[int]],
+    greedy_reference: Callable[..., Any],
 ) -> None:
     model = tiny("llama", seed=1)
-    engine = NativeRollout(model, None, small())
+    engine = native(model)
     before = by_sample(engine.generate([Request("a", prompts[4], GREEDY)]))["a", 0].token_ids
     with torch.no_grad():
         for weight in model.parameters():
@@ -172,7 +203,10 @@ def test_new_weights_are_used_without_any_call(
 
 
 def test_lora_adapters_are_part_of_the_policy(
-    tiny: Callable[..., Any], prompts: list[list[int]], greedy_reference: Callable[..., Any]
+    native: Callable[..., NativeRollout],
+    tiny: Callable[..., Any],
+    prompts: list[list[int]],
+    greedy_reference: Callable[..., Any],
 ) -> None:
     peft = pytest.importorskip("peft")
     base = tiny("llama", seed=2)
@@ -182,7 +216,7 @@ def test_lora_adapters_are_part_of_the_policy(
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
-    answer = by_sample(NativeRollout(model.train(), None, small()).generate([Request("a", prompts[3], GREEDY)]))
+    answer = by_sample(native(model.train()).generate([Request("a", prompts[3], GREEDY)]))
     assert model.training
     model.eval()
     expected, _ = greedy_reference(model.get_base_model(), prompts[3], 12)
@@ -190,20 +224,24 @@ def test_lora_adapters_are_part_of_the_policy(
     assert expected != plain
 
 
-def test_a_request_larger_than_the_cache_is_refused(tiny: Callable[..., Any]) -> None:
-    engine = NativeRollout(tiny("llama"), None, small(cache_tokens=32))
+def test_a_request_larger_than_the_cache_is_refused(
+    native: Callable[..., NativeRollout], tiny: Callable[..., Any]
+) -> None:
+    engine = native(tiny("llama"), cache_tokens=32)
     with pytest.raises(RolloutError, match="room for 32"):
         list(engine.generate([Request("a", [1] * 30, SamplingParams(max_tokens=30))]))
-    engine = NativeRollout(tiny("llama"), None, small(max_model_len=20))
+    engine = native(tiny("llama"), max_model_len=20)
     with pytest.raises(RolloutError, match="room for 20"):
         engine.generate([Request("a", [1] * 30, SamplingParams(max_tokens=30))])
 
 
-def test_the_module_is_left_as_it_was_also_when_abandoned(tiny: Callable[..., Any], prompts: list[list[int]]) -> None:
+def test_the_module_is_left_as_it_was_also_when_abandoned(
+    native: Callable[..., NativeRollout], tiny: Callable[..., Any], prompts: list[list[int]]
+) -> None:
     model = tiny("llama")
     before = model.config._attn_implementation
     model.train()
-    engine = NativeRollout(model, None, small())
+    engine = native(model)
     stream = engine.generate([Request("a", prompts[0], SamplingParams(max_tokens=3, ignore_eos=True), n=2)])
     next(stream)
     assert torch.is_grad_enabled()

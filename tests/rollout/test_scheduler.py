@@ -89,9 +89,13 @@ def test_every_request_finishes_once_and_no_block_is_lost(
     finished: dict[tuple[str, int], int] = {}
     requests = []
     for index in range(rng.randint(1, 12)):
-        prompt = [0, 1, 2, 0, 1, 2, 0, 1][: rng.randint(0, 8)] + [rng.randint(0, 1) for _ in range(rng.randint(1, 8))]
+        prompt = [0, 1, 2, 0, 1, 2, 0, 1][: rng.randint(0, 8)] + [
+            rng.randint(0, 1) for _ in range(rng.randint(1, 8))
+        ]
         n = rng.randint(1, 4)
-        partial = tuple([rng.randint(0, 2)] * rng.randint(0, 3) for _ in range(n)) if rng.random() < 0.2 else ()
+        partial = (
+            tuple([rng.randint(0, 2)] * rng.randint(0, 3) for _ in range(n)) if rng.random() < 0.2 else ()
+        )
         sampling = SamplingParams(max_tokens=rng.randint(4, longest - len(prompt)))
         requests.append(Request(f"q{index}", prompt, sampling, n=n, seed=seed, partial=partial))
     expected = {(r.request_id, i) for r in requests for i in range(r.n)}

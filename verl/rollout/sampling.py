@@ -119,9 +119,7 @@ def seen_tokens(history_BL: torch.Tensor, vocab: int) -> torch.Tensor:
     return seen_BV.scatter_(1, torch.where(history_BL < 0, vocab, history_BL), True)[:, :vocab]
 
 
-def penalise_repeats(
-    logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty_B: torch.Tensor
-) -> torch.Tensor:
+def penalise_repeats(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty_B: torch.Tensor) -> torch.Tensor:
     """Logits of tokens seen before divided by the penalty if positive, else multiplied."""
     penalty_B1 = penalty_B[:, None]
     changed_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)

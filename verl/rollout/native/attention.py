@@ -128,7 +128,12 @@ class PagedAttention:
         count, length = q_1HND.shape[2], k_1KLD.shape[2]
         if count == length and softcap is None and (window is None or window >= length):
             return F.scaled_dot_product_attention(
-                q_1HND, k_1KLD, v_1KLD, is_causal=True, scale=scaling, enable_gqa=q_1HND.shape[1] != k_1KLD.shape[1]
+                q_1HND,
+                k_1KLD,
+                v_1KLD,
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=q_1HND.shape[1] != k_1KLD.shape[1],
             )
         behind_NL = torch.arange(length - count, length)[:, None] - torch.arange(length)
         seen_NL = behind_NL >= 0 if window is None else (behind_NL >= 0) & (behind_NL < window)

@@ -60,9 +60,13 @@ class PromptAttention:
         for q_i, k_i, v_i in zip(q[0].split(self.counts, dim=1), k_all, v_all, strict=True):
             count, length = q_i.shape[1], k_i.shape[0]
             first = length - count
-            behind = torch.arange(first, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+            behind = torch.arange(first, length, device=q.device)[:, None] - torch.arange(
+                length, device=q.device
+            )
             seen = behind >= 0 if sliding_window is None else (behind >= 0) & (behind < sliding_window)
-            mask = torch.zeros(count, length, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
+            mask = torch.zeros(count, length, dtype=q.dtype, device=q.device).masked_fill_(
+                ~seen, float("-inf")
+            )
             k_h, v_h = (x.transpose(0, 1).repeat_interleave(groups, 0)[None] for x in (k_i, v_i))
             out.append(dot_product_attention(q_i[None], k_h, v_h, mask, scaling, softcap)[0].transpose(0, 1))
         return torch.cat(out)[None]

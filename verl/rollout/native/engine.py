@@ -1,7 +1,8 @@
 """The native engine: continuous batching from the trainer's own weights, in the trainer's process.
 
-`generate` is the whole of it: schedule, run, record, until nothing is left. The cache is sized for the requests
-at hand, within the memory allowed.
+`generate` is the whole of it: schedule, run, record, until nothing is left. On the CPU every step is one pass of
+the module over prompts and decoding rows together; on a device prompts run between bursts of decode steps, which
+are replayed graphs (`device_runner`).
 
 What always holds: nothing cached outlives a `generate`, because the weights may have changed after it; the
 module is put back as it was; a request that could never fit is refused before anything runs.
@@ -11,19 +12,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from verl.errors import RolloutError
 from verl.rollout.base import Request, Response, RolloutEngine
 from verl.rollout.native.block_manager import BlockManager
+from verl.rollout.native.device_session import LOOKAHEAD, DeviceSession, open_session
 from verl.rollout.native.kv_cache import PageCache, free_host_memory, token_bytes
+from verl.rollout.native.limits import Limits
 from verl.rollout.native.runner import CPURunner
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
+from verl.rollout.sampling import Kinds
 from verl.rollout.source import causal_lm, generation_mode, whole_module
 
 log = logging.getLogger(__name__)
@@ -31,34 +32,22 @@ log = logging.getLogger(__name__)
 GRANULE = 16
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The keys of the rollout section this engine lives within."""
-
-    max_num_seqs: int = 1024
-    max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float = 0.5
-    enforce_eager: bool = False
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    cache_tokens: int | None = None
-    """Size of the KV cache in tokens; None: from memory."""
-
-    @staticmethod
-    def of(config: Any | None) -> Limits:
-        names = Limits.__dataclass_fields__
-        return Limits(**{name: getattr(config, name) for name in names if hasattr(config, name)})
-
-
 class NativeRollout(RolloutEngine):
-    """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model."""
+    """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model.
 
-    def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
+    `on_device` chooses the path for devices; None: where the weights are on one. (It also runs on the CPU.)"""
+
+    def __init__(
+        self, source: Any, tokenizer: Any | None, config: Any | None = None, on_device: bool | None = None
+    ) -> None:
         self.source = source
         self.tokenizer = tokenizer
         self.limits = Limits.of(config)
+        self.on_device = on_device
         self.version = 0
         self.stats: dict[str, int] = {}
+        """Of the last `generate`: preemptions."""
+        self._session: DeviceSession | None = None
         self._aborted: set[str] = set()
         self._abort_all = False
         self._busy = False
@@ -81,19 +70,28 @@ class NativeRollout(RolloutEngine):
         if not requests:
             return
         self._busy = True
+        # Prompts of like length side by side: decoding rows then need little padding.
+        requests = sorted(requests, key=lambda r: len(r.prompt_ids))
         try:
             with whole_module(self.source) as module, generation_mode(module, "verl") as model:
-                yield from self._run(model, requests, stopper)
+                weight = model.get_input_embeddings().weight
+                on_device = weight.device.type != "cpu" if self.on_device is None else self.on_device
+                run = self._run_on_device if on_device else self._run_on_cpu
+                yield from run(model, requests, stopper)
         finally:
             self._busy = False
 
-    def _run(self, model: Any, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
-        scheduler, runner = self._build(model, requests)
+    def _queue(self, scheduler: Scheduler, requests: list[Request]) -> None:
         arrival = 0
-        # Prompts of like length side by side: decoding rows then need little padding.
-        for request in sorted(requests, key=lambda r: len(r.prompt_ids)):
+        for request in requests:
             scheduler.add(sequences_of(request, arrival))
             arrival += request.n
+
+    # On the CPU
+
+    def _run_on_cpu(self, model: Any, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
+        scheduler, runner = self._build_for_cpu(model, requests)
+        self._queue(scheduler, requests)
         while not scheduler.idle:
             if self._abort_all or self._aborted:
                 yield from self._end_aborted(scheduler)
@@ -117,38 +115,75 @@ class NativeRollout(RolloutEngine):
             yield from finished
         self.stats = {"preemptions": scheduler.preemptions}
 
-    def _end_aborted(self, scheduler: Scheduler) -> list[Response]:
-        """Take out what `abort` named and answer with what there is."""
-        answers = []
-        for sequence in scheduler.everything():
-            if self._abort_all or sequence.request.request_id in self._aborted:
-                sequence.siblings = []
-                scheduler.finish(sequence)
-                answers.append(sequence.response("abort", self.version))
-        self._abort_all = False
-        self._aborted.clear()
-        return answers
-
-    def _build(self, model: Any, requests: list[Request]) -> tuple[Scheduler, CPURunner]:
+    def _build_for_cpu(self, model: Any, requests: list[Request]) -> tuple[Scheduler, CPURunner]:
         longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
         page_size = -(-longest // GRANULE) * GRANULE
         wanted = min(sum(r.n for r in requests) + 1, self.limits.max_num_seqs + 1)
         dtype = model.get_input_embeddings().weight.dtype
         tokens = self.limits.cache_tokens
         if tokens is None:
-            tokens = int(free_host_memory() * self.limits.gpu_memory_utilization) // token_bytes(model.config, dtype)
+            share = int(free_host_memory() * self.limits.gpu_memory_utilization)
+            tokens = share // token_bytes(model.config, dtype)
         pages = min(wanted, tokens // page_size)
         if pages < 1:
             raise RolloutError(
                 f"the longest request may reach {longest} tokens; the KV cache has room for {tokens} "
                 "(data.max_prompt_length, data.max_response_length, rollout.gpu_memory_utilization)"
             )
-        blocks = BlockManager(pages, page_size, GRANULE)
-        budget = max(self.limits.max_num_batched_tokens, 1)
+        budget = self.limits.max_num_batched_tokens
         scheduler = Scheduler(
-            blocks, min(self.limits.max_num_seqs, budget), budget, prefix_in_same_step=False
+            BlockManager(pages, page_size, GRANULE),
+            min(self.limits.max_num_seqs, budget),
+            budget,
+            prefix_in_same_step=False,
         )
         return scheduler, CPURunner(model, PageCache(pages, page_size))
+
+    # On a device
+
+    def _run_on_device(self, model: Any, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
+        last, self._session = self._session, None
+        kinds = Kinds.of([request.sampling for request in requests])
+        session = open_session(last, model, requests, self.limits, stopper, kinds)
+        scheduler, runner = session.scheduler(self.limits), session.runner
+        self._queue(scheduler, requests)
+        while not scheduler.idle:
+            if self._abort_all or self._aborted:
+                runner.take_out(self._named_by_abort(scheduler))
+                yield from self._end_aborted(scheduler)
+                continue
+            steps = min(LOOKAHEAD, max((s.max_length - s.length for s in runner.rows), default=1))
+            step = scheduler.schedule(lookahead=steps)
+            runner.take_out(step.preempted)
+            if step.copies:
+                runner.cache.copy(step.copies)
+            if step.decodes:
+                runner.decode(steps)
+            if step.chunks:
+                runner.prefill(step.chunks)
+            scheduler.complete(step)
+            ended = runner.harvest()
+            scheduler.finish_all([sequence for sequence, _ in ended])
+            for sequence, reason in ended:
+                check_finite(sequence.log_probs)
+                yield sequence.response(reason, self.version)
+        self.stats = {"preemptions": scheduler.preemptions}
+        self._session = session
+
+    def _named_by_abort(self, scheduler: Scheduler) -> list[Sequence]:
+        everything = scheduler.everything()
+        return [s for s in everything if self._abort_all or s.request.request_id in self._aborted]
+
+    def _end_aborted(self, scheduler: Scheduler) -> list[Response]:
+        """Take out what `abort` named and answer with what there is."""
+        answers = []
+        for sequence in self._named_by_abort(scheduler):
+            sequence.siblings = []
+            scheduler.finish(sequence)
+            answers.append(sequence.response("abort", self.version))
+        self._abort_all = False
+        self._aborted.clear()
+        return answers
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         if request_ids is None:
@@ -161,3 +196,10 @@ class NativeRollout(RolloutEngine):
         if source is not None:
             self.source = source
         self.version = version
+
+    def sleep(self) -> None:
+        """Give the cache and the captured graphs back; the next `generate` makes them anew."""
+        self._session = None
+
+    def close(self) -> None:
+        self._session = None

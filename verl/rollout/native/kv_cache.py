@@ -55,9 +55,7 @@ class PageCache:
         self.page_size = page_size
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def layer(
-        self, index: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors of one layer, shaped after the first keys [1, K, N, D] and values it writes."""
         pair = self._layers.get(index)
         if pair is None:

@@ -25,6 +25,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "chain",
+        "checked",
         "computed",
         "key",
         "log_probs",
@@ -54,6 +55,8 @@ class Sequence:
         self.computed = 0
         self.on_device = 0
         """Tokens made on the device that have not been brought to the host yet."""
+        self.checked = 0
+        """Of those, how many are known not to end the sequence (stop strings are looked for on the host)."""
         self.table: list[int] = []
         self.chain: list[int] = []
         self.siblings: list[Sequence] = []

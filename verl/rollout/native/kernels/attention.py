@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-_LOG2E = 1.4426950408889634
-
 
 @triton.jit
 def _decode_attention(
@@ -65,7 +63,9 @@ def _decode_attention(
     for base in range(start, end, TILE):
         places = base + tl.arange(0, TILE)
         inside = places < end
-        block = tl.load(table_ptr + row * table_stride + places // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        block = tl.load(table_ptr + row * table_stride + places // BLOCK_SIZE, mask=inside, other=0).to(
+            tl.int64
+        )
         offsets = (block * KV + head) * (BLOCK_SIZE * DIM) + (places % BLOCK_SIZE) * DIM
         kv_mask = inside[:, None] & (columns < DIM)[None, :]
         k = tl.load(keys_ptr + offsets[:, None] + columns[None, :], mask=kv_mask, other=0.0)

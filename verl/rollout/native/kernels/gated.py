@@ -16,7 +16,9 @@ def _silu_mul(gate_ptr, up_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
     up = tl.load(up_ptr + row * stride + offsets, mask=inside, other=0.0)
     value = gate.to(tl.float32)
     act = (value / (1.0 + tl.exp(-value))).to(gate.dtype)
-    tl.store(out_ptr + row * width + offsets, (act.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    tl.store(
+        out_ptr + row * width + offsets, (act.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside
+    )
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

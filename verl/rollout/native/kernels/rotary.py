@@ -86,7 +86,9 @@ def _rotary_cache(
     kv_heads = tl.arange(0, KV_UP)
     mask = (kv_heads < KV)[:, None]
     places = kv_heads[:, None] * DIM + columns[None, :]
-    targets = (block * KV + kv_heads[:, None]) * BLOCK_SIZE * DIM + (position % BLOCK_SIZE) * DIM + columns[None, :]
+    targets = (
+        (block * KV + kv_heads[:, None]) * BLOCK_SIZE * DIM + (position % BLOCK_SIZE) * DIM + columns[None, :]
+    )
     base += HEADS * DIM
     first = tl.load(base + places, mask=mask, other=0.0)
     second = tl.load(base + places + HALF, mask=mask, other=0.0)

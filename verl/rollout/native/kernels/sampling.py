@@ -163,7 +163,9 @@ def _advance(
     last = tl.load(last_ptr + row, mask=active, other=0)
     stops = tl.arange(0, STOPS_UP)
     stop_ids = tl.load(
-        stop_ptr + row[:, None] * STOPS + stops[None, :], mask=active[:, None] & (stops < STOPS)[None, :], other=-1
+        stop_ptr + row[:, None] * STOPS + stops[None, :],
+        mask=active[:, None] & (stops < STOPS)[None, :],
+        other=-1,
     )
     ended = tl.max((stop_ids == token[:, None]).to(tl.int32), 1) != 0
     ended = ended | (position + 1 >= last)

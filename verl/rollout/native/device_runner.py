@@ -1,0 +1,285 @@
+"""Runs prompts and decode steps on a device: many steps between two looks of the host.
+
+A decode step reads and writes only tensors of fixed address (weights, cache, state), so it is captured once per
+batch size of a ladder as a CUDA graph and replayed. The host looks every few steps, takes out the rows that have
+ended and closes the gaps.
+
+What always holds: inside a step nothing waits for the device; a graph is replayed only while every address it
+was captured with is still the right one; without CUDA the same code runs step by step (the tests do that).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from verl.models.attention import PackedAttention
+from verl.rollout.native.backbone import Backbone
+from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
+from verl.rollout.native.device_cache import DeviceCache
+from verl.rollout.native.device_state import DeviceState
+from verl.rollout.native.fused import DecodeInputs, FusedDecoder
+from verl.rollout.native.ops import Ops
+from verl.rollout.native.scheduler import Chunk
+from verl.rollout.native.sequence import Sequence
+from verl.rollout.requests import Stopper
+from verl.rollout.sampling import Kinds, sample
+
+log = logging.getLogger(__name__)
+
+
+def ladder_size(rows: int, capacity: int) -> int:
+    """The batch size to run `rows` rows with: powers of two and three steps between, at most `capacity`."""
+    if rows <= 8:
+        size = max(rows, 1)
+    else:
+        step = max(1 << (rows - 1).bit_length() - 3, 4)
+        size = -(-rows // step) * step
+    return min(size, capacity)
+
+
+class DeviceRunner:
+    def __init__(
+        self,
+        model: Any,
+        cache: DeviceCache,
+        state: DeviceState,
+        ops: Ops,
+        stopper: Stopper,
+        kinds: Kinds,
+        graphs: bool,
+        places: int,
+    ) -> None:
+        self.backbone = Backbone(model)
+        self.fused = FusedDecoder.match(model)
+        if self.fused is not None:
+            self.fused.prepare(places)
+        self.cache = cache
+        self.state = state
+        self.ops = ops
+        self.stopper = stopper
+        self.kinds = kinds
+        self.use_graphs = graphs
+        self.vocab = int(model.get_input_embeddings().num_embeddings)
+        self.rows: list[Sequence] = []
+        self._tables: list[tuple[int, int]] = []
+        """Per row: length and newest writable block of the table the device knows."""
+        self._tables_moved = False
+        self._graphs: dict[tuple[int, Kinds], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+
+    def reset(self, stopper: Stopper, kinds: Kinds) -> None:
+        """Before another generate: no rows; what was captured stays."""
+        self.stopper = stopper
+        self.kinds = kinds
+        self.rows = []
+        self._tables = []
+        self.state.active.zero_()
+
+    # Prompts
+
+    @torch.no_grad()
+    def prefill(self, chunks: list[Chunk]) -> None:
+        """Compute chunks of prompts; those that end their prompt draw a first token and become rows."""
+        size, send = self.cache.block_size, self.state.send
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        context: list[int] = []
+        last: list[int] = []
+        samplers: list[Sequence] = []
+        for chunk in chunks:
+            sequence, end = chunk.sequence, chunk.start + chunk.count
+            ids += sequence.tokens[chunk.start : end]
+            positions += range(chunk.start, end)
+            places = [block * size + offset for block in sequence.table for offset in range(size)][:end]
+            slots += places[chunk.start :]
+            context += places
+            last += [len(ids) - 1] * len(chunk.samplers)
+            samplers += chunk.samplers
+        counts = [chunk.count for chunk in chunks]
+        fresh = all(chunk.start == 0 for chunk in chunks)
+        attention = PromptAttention(
+            self.ops,
+            self.cache,
+            send(torch.tensor(slots)),
+            counts,
+            [chunk.start + chunk.count for chunk in chunks],
+            None if fresh else send(torch.tensor(context)),
+            PackedAttention.from_lengths(counts, self.state.device),
+        )
+        hidden = self.backbone.hidden(send(torch.tensor(ids)), send(torch.tensor(positions)), attention)
+        if samplers:
+            self._join(samplers, self.backbone.logits(hidden.index_select(0, send(torch.tensor(last)))))
+
+    def _join(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        start, end = len(self.rows), len(self.rows) + len(sequences)
+        stops = [self.stopper.stop_ids(s.request.sampling) for s in sequences]
+        self.state.fill(start, sequences, stops)
+        if self.kinds.penalty:
+            self.state.remember(start, sequences, self.vocab)
+        self._draw(logits, start, end)
+        self.rows += sequences
+        self._tables += [(0, -1)] * len(sequences)
+
+    def _draw(self, logits: torch.Tensor, start: int, end: int) -> None:
+        """One token for each of the rows `start` to `end`, recorded on the device."""
+        state, part = self.state, slice(start, end)
+        if self.kinds.plain:
+            tokens, log_probs = self.ops.sample_plain(
+                logits, state.temperature[part], state.greedy[part], state.keys[part], state.produced[part]
+            )
+        else:
+            seen = state.seen[part] if state.seen is not None else None
+            settings = state.settings(start, end, self.kinds)
+            tokens, log_probs = sample(logits, settings, state.produced[part], seen)
+            if seen is not None:
+                seen.scatter_(1, tokens[:, None], True)
+        self.ops.advance(
+            tokens,
+            log_probs,
+            state.tokens[part],
+            state.positions[part],
+            state.produced[part],
+            state.made[part],
+            state.active[part],
+            state.last[part],
+            state.stop_ids[part],
+            state.out_tokens[part],
+            state.out_log_probs[part],
+        )
+
+    # Decoding
+
+    @torch.no_grad()
+    def decode(self, steps: int) -> None:
+        """`steps` tokens for every row; rows that end on the way idle."""
+        size = ladder_size(len(self.rows), self.state.capacity)
+        self._send_tables(size)
+        if not self.use_graphs:
+            for _ in range(steps):
+                self._step(size)
+            return
+        key = (size, self.kinds)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(size)
+        for _ in range(steps):
+            graph.replay()
+
+    def _send_tables(self, used: int) -> None:
+        changed = []
+        for row, sequence in enumerate(self.rows):
+            index = min(sequence.computed // self.cache.block_size, len(sequence.table) - 1)
+            known = (len(sequence.table), sequence.table[index])
+            if self._tables[row] != known:
+                self._tables[row] = known
+                changed.append((row, sequence.table))
+        if changed or self._tables_moved:
+            self.state.set_tables(changed, used)
+            self._tables_moved = False
+
+    def _step(self, size: int) -> None:
+        state = self.state
+        inputs = DecodeInputs(
+            state.tokens[:size], state.positions[:size], state.active[:size], state.table[:size]
+        )
+        if self.fused is not None:
+            logits = self.fused.logits(self.fused.hidden(self.ops, inputs, self.cache.layers))
+        else:
+            context = DecodeAttention(self.ops, self.cache, inputs)
+            logits = self.backbone.logits(self.backbone.hidden(inputs.tokens, inputs.positions, context))
+        self._draw(logits, 0, size)
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        """Record the step for one batch size. A first run with no active row compiles and loads everything."""
+        state = self.state
+        active = state.active.clone()
+        state.active.zero_()
+        seen = state.seen[:size].clone() if state.seen is not None else None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._step(size)
+        state.active.copy_(active)
+        if seen is not None and state.seen is not None:
+            state.seen[:size] = seen
+        return graph
+
+    # The host's look
+
+    def harvest(self) -> list[tuple[Sequence, str]]:
+        """Bring the books up to date and take out the rows that ended: (sequence, why). Waits for the device."""
+        if not self.rows:
+            return []
+        active, made = self.state.progress(len(self.rows))
+        ended: list[int] = []
+        watched: list[int] = []
+        for row, sequence in enumerate(self.rows):
+            sequence.on_device = made[row]
+            sequence.computed = sequence.length - 1
+            if not active[row]:
+                ended.append(row)
+            elif sequence.request.sampling.stop:
+                watched.append(row)
+        reasons: dict[int, str] = {}
+        if ended or watched:
+            rows = [*ended, *watched]
+            tokens, log_probs = self.state.fetch(rows, [made[row] for row in rows])
+            for place, row in enumerate(rows):
+                reason = self._settle(self.rows[row], tokens[place], log_probs[place], row in watched)
+                if reason is not None:
+                    reasons[row] = reason
+        answers = [(self.rows[row], reasons[row]) for row in sorted(reasons)]
+        self._remove(set(reasons))
+        return answers
+
+    def _settle(
+        self, sequence: Sequence, tokens: list[int], log_probs: list[float], running: bool
+    ) -> str | None:
+        """Give a sequence its tokens when it has ended, at the first of them that ends it."""
+        sampling = sequence.request.sampling
+        known = sequence.tokens
+        first = sequence.checked + 1 if sampling.stop else len(tokens)
+        for count in range(first, len(tokens) + 1):
+            reason = self.stopper.reason(known + tokens[:count], sampling, sequence.prompt_length)
+            if reason is not None:
+                sequence.tokens = known + tokens[:count]
+                sequence.log_probs += log_probs[:count]
+                sequence.on_device = sequence.checked = 0
+                return reason
+        sequence.checked = len(tokens)
+        if not running:
+            raise RuntimeError(f"{sequence!r} ended on the device for no reason the host knows")
+        return None
+
+    def take_out(self, sequences: list[Sequence]) -> None:
+        """Rows that are preempted or aborted: their tokens come to the host, the rows go."""
+        wanted = {id(sequence) for sequence in sequences}
+        rows = [row for row, sequence in enumerate(self.rows) if id(sequence) in wanted]
+        if not rows:
+            return
+        made = [self.rows[row].on_device for row in rows]
+        for row, tokens, log_probs in zip(rows, *self.state.fetch(rows, made), strict=True):
+            sequence = self.rows[row]
+            sequence.tokens = sequence.tokens + tokens
+            sequence.log_probs += log_probs
+            sequence.on_device = sequence.checked = 0
+        self._remove(set(rows))
+
+    def _remove(self, gone: set[int]) -> None:
+        if not gone:
+            return
+        kept = [row for row in range(len(self.rows)) if row not in gone]
+        self.state.keep(kept)
+        self._tables_moved = True
+        self.rows = [self.rows[row] for row in kept]
+        self._tables = [self._tables[row] for row in kept]

@@ -1,0 +1,144 @@
+"""What a decode step knows of its rows, as tensors on the device that never move (captured graphs hold them).
+
+A row is one decoding sequence. The tokens it makes and their log-probs stay here until the row ends or the host
+asks; rows that have ended are inactive until `keep` closes the gaps.
+
+Shapes: R rows, T tokens a row may make, W blocks of a table row, S stop tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from verl.rollout.native.sequence import Sequence
+from verl.rollout.sampling import Kinds, SamplingBatch
+
+_INTEGERS = ("active", "made", "tokens", "positions", "produced", "last", "keys", "top_k", "greedy", "raw")
+_FLOATS = ("temperature", "top_p", "min_p", "penalty")
+
+
+class DeviceState:
+    """Every column of `_INTEGERS` and `_FLOATS` is an attribute of shape [R]."""
+
+    active: torch.Tensor
+    made: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    produced: torch.Tensor
+    last: torch.Tensor
+    """A row ends when its newest token stands at this place."""
+    keys: torch.Tensor
+    top_k: torch.Tensor
+    greedy: torch.Tensor
+    raw: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    penalty: torch.Tensor
+
+    def __init__(self, rows: int, width: int, table_width: int, stops: int, device: torch.device) -> None:
+        self.capacity = rows
+        self.device = device
+        self.integers = torch.zeros(len(_INTEGERS), rows, dtype=torch.int64, device=device)
+        self.floats = torch.ones(len(_FLOATS), rows, dtype=torch.float32, device=device)
+        for index, name in enumerate(_INTEGERS):
+            setattr(self, name, self.integers[index])
+        for index, name in enumerate(_FLOATS):
+            setattr(self, name, self.floats[index])
+        self.stop_ids = torch.full((rows, stops), -1, dtype=torch.int64, device=device)
+        self.table = torch.zeros(rows, table_width, dtype=torch.int32, device=device)
+        self.out_tokens = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        self.out_log_probs = torch.zeros(rows, width, dtype=torch.float32, device=device)
+        self.seen: torch.Tensor | None = None
+        self._host_table = np.zeros((rows, table_width), dtype=np.int32)
+
+    def fill(self, start: int, sequences: Seq[Sequence], stop_ids: Seq[frozenset[int]]) -> None:
+        """Rows from `start` on become these sequences, whose known tokens are all computed but for a new draw."""
+        integers = [
+            [1] * len(sequences),
+            [0] * len(sequences),
+            [0] * len(sequences),
+            [s.length - 1 for s in sequences],
+            [s.produced for s in sequences],
+            [s.max_length - 1 for s in sequences],
+            [s.key for s in sequences],
+            [s.request.sampling.top_k for s in sequences],
+            [int(s.request.sampling.temperature == 0) for s in sequences],
+            [int(s.request.sampling.raw_log_probs) for s in sequences],
+        ]
+        floats = [
+            [s.request.sampling.temperature or 1.0 for s in sequences],
+            [s.request.sampling.top_p for s in sequences],
+            [s.request.sampling.min_p for s in sequences],
+            [s.request.sampling.repetition_penalty for s in sequences],
+        ]
+        width = self.stop_ids.shape[1]
+        stops = [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids]
+        end = start + len(sequences)
+        self.integers[:, start:end] = self.send(torch.tensor(integers, dtype=torch.int64))
+        self.floats[:, start:end] = self.send(torch.tensor(floats, dtype=torch.float32))
+        self.stop_ids[start:end] = self.send(torch.tensor(stops, dtype=torch.int64))
+
+    def remember(self, start: int, sequences: Seq[Sequence], vocab: int) -> None:
+        """Note which tokens stand in the rows' prompts (for repetition penalties)."""
+        if self.seen is None:
+            self.seen = torch.zeros(self.capacity, vocab, dtype=torch.bool, device=self.device)
+        self.seen[start : start + len(sequences)] = False
+        for row, sequence in enumerate(sequences, start):
+            self.seen[row, self.send(torch.tensor(sequence.tokens))] = True
+
+    def set_tables(self, rows: Seq[tuple[int, list[int]]], used: int) -> None:
+        """Change some rows of the block table and bring the first `used` rows to the device."""
+        for row, table in rows:
+            self._host_table[row, : len(table)] = table
+        self.table[:used] = self.send(torch.from_numpy(self._host_table[:used].copy()))
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows stay, in this order, from row 0 on; the others are inactive."""
+        index = self.send(torch.tensor(rows, dtype=torch.int64))
+        count = len(rows)
+        for tensor in (self.integers, self.floats):
+            tensor[:, :count] = tensor[:, index]
+        stores = [self.stop_ids, self.out_tokens, self.out_log_probs]
+        for tensor in stores if self.seen is None else [*stores, self.seen]:
+            tensor[:count] = tensor[index]
+        self.active[count:] = 0
+        self._host_table[:count] = self._host_table[rows]
+
+    def progress(self, rows: int) -> tuple[list[int], list[int]]:
+        """For each row whether it is active, and the tokens it has made. Waits for the device."""
+        active, made = self.integers[:2, :rows].cpu().tolist()
+        return active, made
+
+    def fetch(self, rows: list[int], made: list[int]) -> tuple[list[list[int]], list[list[float]]]:
+        """The tokens and log-probs of some rows."""
+        index = self.send(torch.tensor(rows, dtype=torch.int64))
+        longest = max(made)
+        tokens = self.out_tokens[index, :longest].cpu().tolist()
+        log_probs = self.out_log_probs[index, :longest].cpu().tolist()
+        cut = range(len(rows))
+        return [tokens[i][: made[i]] for i in cut], [log_probs[i][: made[i]] for i in cut]
+
+    def settings(self, start: int, end: int, kinds: Kinds) -> SamplingBatch:
+        """Views of the sampling columns for rows `start` to `end`."""
+        part = slice(start, end)
+        return SamplingBatch(
+            self.keys[part],
+            self.temperature[part],
+            self.top_p[part],
+            self.top_k[part],
+            self.min_p[part],
+            self.penalty[part],
+            self.raw[part].bool(),
+            self.greedy[part].bool(),
+            kinds,
+        )
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """To the device without waiting for it."""
+        if self.device.type != "cuda":
+            return values.to(self.device)
+        return values.pin_memory().to(self.device, non_blocking=True)
