@@ -66,7 +66,7 @@ class WorkerHandle:
         self.started_at = self.last_reply_at = time.monotonic()
         self._unread = bytearray()
         self._unsent = bytearray()
-        self._tail = b""
+        self._tail = self._partial = b""
         self._shown = 0
         self.channel, theirs = socket.socketpair()
         with theirs:
@@ -166,9 +166,13 @@ class WorkerHandle:
         if data is None:
             return True
         self._tail = (self._tail + data)[-_TAIL:]
-        for line in data.decode(errors="replace").splitlines():
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if not data or len(self._partial) > _TAIL:
+            lines, self._partial = [*lines, self._partial], b""
+        for line in filter(None, lines):
             self._shown += 1
-            _output_log.log(logging.INFO if self._shown <= _SHOWN_LINES else logging.DEBUG, "%s", line[:500])
+            level = logging.INFO if self._shown <= _SHOWN_LINES else logging.DEBUG
+            _output_log.log(level, "%s", line[:500].decode(errors="replace"))
             if self._shown == _SHOWN_LINES:
                 _output_log.info("(further output of this worker is logged at level DEBUG)")
         return bool(data)

@@ -72,6 +72,11 @@ class FunctionRewardManager(RewardManager):
     def reward_weights(self) -> list[float]:
         return [part.weight for part in self._parts] if len(self._parts) > 1 else []
 
+    @property
+    def signatures(self) -> list[Signature]:
+        """What each reward takes."""
+        return [part.backend.signatures[part.function] for part in self._parts]
+
     def check(self, data_sources: Collection[str] = (), columns: Collection[str] | None = None) -> None:
         """Refuse at start what could only fail later: rows nobody can score, parameters nothing provides.
         `columns` are the names of the dataset's columns; None where they are not known."""

@@ -203,6 +203,7 @@ class WorkerPool:
             return
         try:
             if events & selectors.EVENT_READ:
+                worker.read_output()  # what a call printed is passed on before its result
                 for message in worker.messages():
                     self._hear(worker, message)
         except Broken as error:

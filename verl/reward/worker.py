@@ -89,6 +89,7 @@ def _serve(
         if os.getpid() != own_pid:
             # the function forked and the child came back here: it has no business with the channel
             os._exit(0)
+        _flush()
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm the function forgot must not hit the next sample
         _reply(channel, number, functions[index].name, results)
 
@@ -104,6 +105,7 @@ async def _serve_async(channel: socket.socket, functions: list[Function], timeou
             results = failed(functions[index], samples, error, None)
         if os.getpid() != own_pid:
             os._exit(0)
+        _flush()
         _reply(channel, number, functions[index].name, results)
 
     # The socket itself stays blocking for `_reply`; the stream works on a duplicate of it.
@@ -133,6 +135,12 @@ def _keep_from_children(channel: socket.socket) -> None:
             channel.close()
 
     os.register_at_fork(after_in_child=in_child)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the function may have replaced or closed it
+            stream.flush()
 
 
 def _task(frame: bytes) -> Task:

@@ -108,8 +108,9 @@ def unknown_sources(names: list[str]) -> RewardError:
     shown = ", ".join(repr(name) for name in names[:5]) + (
         f" and {len(names) - 5} more" if len(names) > 5 else ""
     )
+    nameless = " (rows without the column data_source)" if "" in names else ""
     return RewardError(
-        f"No scorer for data_source {shown}. Known: {', '.join(known_scorers())}. Use one of these names in "
+        f"No scorer for data_source {shown}{nameless}. Known: {', '.join(known_scorers())}. Use one of these names in "
         f"the data, "
         f"give your own function with reward.custom_reward_function.path=FILE, or add one with "
         f"register_scorer."

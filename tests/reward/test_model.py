@@ -1,0 +1,125 @@
+"""A sequence-classification model as reward: a tiny real one, built here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from verl.config.schema import RewardConfig
+from verl.errors import ConfigError, ModelError
+from verl.reward import RewardSample, build_reward_manager
+from verl.reward.model import RewardModel
+
+WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", *"abcdefghijklmnop"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' ' }}"
+    "{% if m['role'] == 'assistant' %}{{ '</s>' }}{% endif %}{% endfor %}"
+)
+
+
+def build(folder, *, labels: int = 1, template: str | None = TEMPLATE, pad: str | None = None) -> str:
+    torch.manual_seed(0)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token=pad
+    )
+    fast.chat_template = template
+    fast.model_max_length = 32
+    config = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, num_labels=labels,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> str:
+    return build(tmp_path_factory.mktemp("rm"))
+
+
+def config(path: str | None, **fields) -> RewardConfig:
+    cfg = RewardConfig()
+    cfg.reward_model.enable, cfg.reward_model.model_path = True, path
+    for name, value in fields.items():
+        setattr(cfg.reward_model, name, value)
+    return cfg
+
+
+def samples() -> list[RewardSample]:
+    answers = ["a b c", "d", "e f g h i j", "k l", "", "a b c"]
+    question = [{"role": "user", "content": "a b"}]
+    return [
+        RewardSample(i, "<templated by the policy>", text, messages=question)
+        for i, text in enumerate(answers)
+    ]
+
+
+def run(cfg: RewardConfig, given: list[RewardSample]):
+    manager = build_reward_manager(cfg, max_response_length=8)
+    for sample in given:
+        manager.submit(sample)
+    results = manager.collect()
+    manager.close()
+    return [results[sample.index] for sample in given]
+
+
+def test_scores_are_the_models_own_and_do_not_depend_on_batching(model_folder):
+    together = [r.score for r in run(config(model_folder, micro_batch_size_per_gpu=4), samples())]
+    alone = [r.score for r in run(config(model_folder, micro_batch_size_per_gpu=1), samples())]
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert together[0] == pytest.approx(together[5], abs=1e-6) and len({round(s, 4) for s in together}) == 5
+
+    model = LlamaForSequenceClassification.from_pretrained(model_folder).eval()
+    ids = torch.tensor([[WORDS.index(w) for w in ["<user>", "a", "b", "<assistant>", "d", "</s>"]]])
+    hidden = model.model(ids).last_hidden_state
+    assert together[1] == pytest.approx(
+        model.score(hidden[0, -1]).item(), abs=1e-5
+    )  # judged at the end token
+
+
+def test_without_a_template_prompt_and_response_are_joined(tmp_path):
+    folder = build(tmp_path, template=None)
+    scorer = RewardModel.load(folder)
+    ids, cut = scorer._encode(RewardSample(0, "a b", "c"))
+    assert [WORDS[i] for i in ids] == ["a", "b", "c"] and not cut
+
+
+def test_a_conversation_that_is_too_long_loses_its_beginning(model_folder):
+    long = RewardSample(0, "", " ".join("a" * 40), messages=[{"role": "user", "content": "b"}])
+    result = run(config(model_folder, max_length=8), [long])[0]
+    assert result.score is not None and result.extra["rm_truncated"] == 1.0
+    scorer = RewardModel.load(model_folder)
+    assert scorer.max_length == 32  # the smaller of the model's and the tokenizer's limits
+    assert WORDS[scorer._encode(long)[0][-1]] == "</s>"
+
+
+def test_what_cannot_be_a_reward_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="model_path"):
+        build_reward_manager(config(None), max_response_length=8)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        build_reward_manager(config(str(tmp_path)), max_response_length=8)
+    two = build(tmp_path / "two", labels=2)
+    with pytest.raises(ModelError, match="2 labels"):
+        run(config(two), samples())
+
+
+def test_a_model_whose_numbers_overflow_leaves_no_score(tmp_path):
+    folder = build(tmp_path)
+    model = LlamaForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        model.score.weight.fill_(float("inf"))
+    model.save_pretrained(folder)
+    results = run(config(folder), samples()[:2])
+    assert [r.score for r in results] == [None, None] and "overflowed" in (results[0].error or "")
+
+
+def test_settings_without_effect_are_said(model_folder, caplog):
+    cfg = config(model_folder)
+    cfg.reward_model.rollout.name = "vllm"
+    build_reward_manager(cfg, max_response_length=8).close()
+    assert "reward.reward_model.rollout.name=vllm has no effect" in caplog.text

@@ -1,0 +1,225 @@
+"""A sequence-classification model as reward: one number for a whole conversation.
+
+The conversation is encoded anew with the reward model's own tokenizer and template, from the messages where the data
+had them. Work is done in batches of similar length on the device at hand; while others work, the model waits in host
+memory. Scores do not depend on how samples are batched.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError, ModelError, TrainingHalted
+from verl.reward.base import RewardResult, RewardSample
+from verl.reward.functions import Signature
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_BATCH = 8
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class RewardModel:
+    """The model and its tokenizer."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, device: torch.device, max_length: int, batch_size: int
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.device = device
+        self.max_length = max_length
+        self.batch_size = batch_size
+        self._pad = _pad_token(model, tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: str = "auto",
+        batch_size: int | None = None,
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+        device: str | None = None,
+    ) -> RewardModel:
+        """From a Hugging Face folder or id. Stays in host memory until it is first used."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = _DTYPES.get(dtype, "auto" if where.type == "cuda" else torch.float32)
+        try:
+            model = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype=chosen, trust_remote_code=trust_remote_code
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ModelError(
+                f"The reward model {path!r} cannot be loaded: {error}. reward.reward_model.model_path needs a folder "
+                f"or id with a sequence-classification model and its tokenizer."
+            ) from error
+        if model.config.num_labels != 1:
+            raise ModelError(
+                f"The reward model {path!r} has {model.config.num_labels} labels; a reward model gives one number "
+                f"(num_labels=1). Set reward.reward_model.model_path to another one."
+            )
+        limit = max_length or _length_limit(model, tokenizer)
+        return cls(model, tokenizer, where, limit, batch_size or DEFAULT_BATCH)
+
+    def score(self, samples: Sequence[RewardSample]) -> list[tuple[float, bool]]:
+        """For each sample its reward and whether its beginning had to be cut off."""
+        encoded = [self._encode(sample) for sample in samples]
+        order = sorted(range(len(samples)), key=lambda i: len(encoded[i][0]))
+        scores: list[tuple[float, bool]] = [(math.nan, False)] * len(samples)
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            values = self._forward([encoded[row][0] for row in rows])
+            for row, value in zip(rows, values.tolist(), strict=True):
+                scores[row] = (value, encoded[row][1])
+        return scores
+
+    def onload(self) -> None:
+        self.model.to(self.device)
+
+    def offload(self) -> None:
+        if self.device.type != "cpu":
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def _encode(self, sample: RewardSample) -> tuple[list[int], bool]:
+        messages = sample.messages or [{"role": "user", "content": sample.prompt}]
+        conversation = [*messages, {"role": "assistant", "content": sample.response}]
+        if getattr(self.tokenizer, "chat_template", None):
+            text = self.tokenizer.apply_chat_template(conversation, tokenize=False)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self.tokenizer("\n\n".join(str(message["content"]) for message in conversation))[
+                "input_ids"
+            ]
+        # The end is what is judged, so it is the beginning that goes.
+        return ids[-self.max_length :] or [self._pad], len(ids) > self.max_length
+
+    @torch.inference_mode()
+    def _forward(self, ids: list[list[int]]) -> Tensor:
+        width = max(map(len, ids))
+        input_ids = torch.tensor([row + [self._pad] * (width - len(row)) for row in ids], device=self.device)
+        lengths = torch.tensor([len(row) for row in ids], device=self.device)
+        mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
+        logits: Tensor = self.model(input_ids=input_ids, attention_mask=mask).logits
+        return logits[:, 0].float().cpu()
+
+
+class ModelBackend:
+    """The reward model as one of a manager's rewards; loaded when first needed."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._model: RewardModel | None = None
+        self._tasks: list[tuple[Hashable, Sequence[RewardSample]]] = []
+
+    @classmethod
+    def from_config(cls, config: Any) -> ModelBackend:
+        path = config.model_path
+        if not path:
+            raise ConfigError(
+                "reward.reward_model.enable=True needs reward.reward_model.model_path, a Hugging Face folder or id."
+            )
+        folder = Path(path).expanduser()
+        if (folder.exists() or path.startswith(("/", "~", "."))) and not (folder / "config.json").is_file():
+            raise ModelError(
+                f"reward.reward_model.model_path={path!r} is not a model folder: it has no config.json."
+            )
+        if config.rollout.name != "hf":
+            _log.warning(
+                "reward.reward_model.rollout.name=%s has no effect: reward models run in transformers, on the "
+                "trainer's device",
+                config.rollout.name,
+            )
+        if config.n_gpus_per_node or config.nnodes:
+            _log.warning("reward.reward_model.n_gpus_per_node and nnodes have no effect on one process")
+        return cls(config)
+
+    @property
+    def signatures(self) -> list[Signature]:
+        return [Signature("reward_model", by_name=("prompts", "completions"))]
+
+    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
+        self._tasks.append((key, samples))
+
+    def drain(self) -> dict[Hashable, list[RewardResult]]:
+        tasks, self._tasks = self._tasks, []
+        if not tasks:
+            return {}
+        model = self._loaded()
+        model.onload()
+        try:
+            return {key: [_result(*pair) for pair in model.score(samples)] for key, samples in tasks}
+        except torch.OutOfMemoryError as error:
+            raise TrainingHalted(
+                f"The reward model ran out of GPU memory with {model.batch_size} conversations at a time: {error}. "
+                f"Lower reward.reward_model.micro_batch_size_per_gpu (now {model.batch_size}) or "
+                f"reward.reward_model.max_length (now {model.max_length})."
+            ) from error
+        finally:
+            if self._config.param_offload:
+                model.offload()
+
+    def close(self) -> None:
+        self._model = None
+        self._tasks.clear()
+
+    def _loaded(self) -> RewardModel:
+        if self._model is None:
+            config = self._config
+            self._model = RewardModel.load(
+                str(Path(config.model_path).expanduser())
+                if config.model_path.startswith("~")
+                else config.model_path,
+                dtype=config.dtype,
+                batch_size=config.micro_batch_size_per_gpu,
+                max_length=config.max_length,
+                trust_remote_code=config.trust_remote_code,
+            )
+        return self._model
+
+
+def _result(score: float, cut: bool) -> RewardResult:
+    if not math.isfinite(score):
+        return RewardResult(
+            None, error=f"The reward model gave {score}; its numbers overflowed (try float32)."
+        )
+    return RewardResult(score, {"rm_truncated": float(cut)})
+
+
+def _length_limit(model: Any, tokenizer: Any) -> int:
+    limits = [
+        getattr(model.config, "max_position_embeddings", None),
+        getattr(tokenizer, "model_max_length", None),
+    ]
+    known = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 10**7]
+    return min(known) if known else 4096
+
+
+def _pad_token(model: Any, tokenizer: Any) -> int:
+    """The token that fills rows. The model looks for the last token that is not this one, so it must not be one that
+    ends a conversation."""
+    config = model.config
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    pad = getattr(text_config, "pad_token_id", None)
+    if pad is None:
+        for candidate in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
+            if candidate is not None and candidate != tokenizer.eos_token_id:
+                pad = candidate
+                break
+        else:
+            pad = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
+        text_config.pad_token_id = pad
+        config.pad_token_id = pad
+    return int(pad)
