@@ -1,21 +1,26 @@
-"""A small training job on the real engine, for the tests of checkpoints; also run as a program that gets killed.
-
-    python training.py RUN_FOLDER STEPS [--async] [--model KIND]
+"""A small training job on the real engine, for the tests of checkpoints; also a program that runs it in processes
+that get killed, or that form a group.
 
 Each step draws its batch from a loader position and from every kind of random state, so a resume that forgets any
-of them goes another way. After each step it saves, then appends one line to `metrics.jsonl`.
+of them goes another way.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import os
 import random
 import sys
+import tempfile
+import threading
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from verl.checkpoint.manager import CheckpointManager, PartSettings
 from verl.config.schema import ActorConfig, CriticConfig, ModelConfig
@@ -125,40 +130,107 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def run(run_folder: Path, steps: int, *, background: bool = False, kind: str = "llama") -> None:
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def run(run_folder: str, steps: int, background: bool = False, tied: bool = False) -> None:
+    """Train up to `steps`, going on from what is there. Says `ready S`, then `saving N`, `saved N` for each step."""
     torch.set_num_threads(1)
-    random.seed(1), np.random.seed(2), torch.manual_seed(3)
     contents = ["model", "optimizer", "extra", "hf_model"]
     with RunFolder(run_folder) as folder:
-        engines = {"actor": make_engine(tied=kind == "tied"), "critic": make_engine("critic", 1)}
+        engines = {"actor": make_engine(tied=tied), "critic": make_engine("critic", 1)}
         settings = {name: PartSettings(contents, None, background) for name in engines}
         manager = CheckpointManager(run_folder, settings, max_actor_to_keep=2, max_critic_to_keep=2)
-        state = manager.resume(engines)
-        step = 0 if state is None else state["step"]
-        loader = 0 if state is None else state["loader"]["position"]
-        if state is None:
-            random.seed(1), np.random.seed(2), torch.manual_seed(3)
+        random.seed(1)
+        np.random.seed(2)
+        torch.manual_seed(3)
+        state = manager.resume(engines) or {"step": 0, "loader": {"position": 0}}
+        step, loader = state["step"], state["loader"]["position"]
         folder.rewind(step)
-        sys.stdout.write(f"ready {step}\n")
-        sys.stdout.flush()
+        say(f"ready {step}")
         while step < steps:
             step += 1
             seeds = (random.getrandbits(16), int(np.random.randint(1 << 16)), int(torch.randint(1 << 16, ())))
             loader += 1 + seeds[0] % 3
             norms = {name: train(engine, loader * 7 + sum(seeds)) for name, engine in engines.items()}
-            trainer_state = {"step": step, "loader": {"position": loader}}
             folder.append_metrics(step, {"seeds": seeds, "loader": loader, **norms})
-            manager.save(step, engines, trainer_state)
-            sys.stdout.write(f"step {step}\n")
-            sys.stdout.flush()
+            say(f"saving {step}")
+            manager.save(step, engines, {"step": step, "loader": {"position": loader}})
+            say(f"saved {step}")
         manager.wait()
 
 
+def rank(
+    rank: int, world_size: int, store: str, folders: dict[str, str], lora_rank: int = 0, fsdp_size: int = -1
+) -> None:
+    """One of `world_size` ranks: train, save to `folders[world_size]`, then load what every other group saved and
+    compare it, tensor by tensor, with what that group had."""
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        )
+    own = Path(folders[str(world_size)])
+    engine = make_engine(seed=0, lora_rank=lora_rank, fsdp_size=fsdp_size if world_size > 1 else -1)
+    for step in range(3):
+        train(engine, 100 * world_size + 10 * step)
+    manager = CheckpointManager(own)
+    saved = manager.save(3, {"actor": engine}, {"step": 3})
+    whole = weights(engine)
+    engine.save_hf(own / "live")
+    if rank == 0:
+        if saved is None:
+            raise RuntimeError("nothing was saved")
+        torch.save(whole, own / "whole.new")
+        os.replace(own / "whole.new", own / "whole.pt")
+    for other in folders.values():
+        while not (Path(other) / "whole.pt").exists():
+            time.sleep(0.02)
+        fresh = make_engine(seed=5, lora_rank=lora_rank, fsdp_size=fsdp_size if world_size > 1 else -1)
+        state = CheckpointManager(other).resume({"actor": fresh})
+        expected = torch.load(Path(other) / "whole.pt", weights_only=True)
+        found = weights(fresh)
+        if state != {"step": 3} or set(found) != set(expected):
+            raise RuntimeError(f"{world_size} ranks loading {other}: {state}, {set(found) ^ set(expected)}")
+        for name, value in expected.items():
+            if not torch.equal(found[name], value):
+                raise RuntimeError(f"{world_size} ranks loading {other}: {name} differs")
+        say(f"equal {Path(other).name} {train(fresh, 7):.6f}")
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def serve() -> None:
+    """Fork a child for each line of JSON on stdin: {"call": name, "output": file, ...arguments}. Forking from a
+    process that has everything imported costs milliseconds where starting Python with torch costs seconds."""
+    torch.set_num_threads(1)
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # imports what engines and saves import, and warms their caches
+        engines = {"actor": make_engine(), "critic": make_engine("critic")}
+        CheckpointManager(folder).save(1, engines, {})
+        CheckpointManager(folder).resume(engines)
+    say("serving")
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                output = os.open(request.pop("output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                globals()[request.pop("call")](**request)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        say(f"started {child}")
+        threading.Thread(target=lambda pid=child: say(f"ended {pid} {os.waitpid(pid, 0)[1]}")).start()
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("run_folder", type=Path)
-    parser.add_argument("steps", type=int)
-    parser.add_argument("--background", action="store_true")
-    parser.add_argument("--kind", default="llama")
-    args = parser.parse_args()
-    run(args.run_folder, args.steps, background=args.background, kind=args.kind)
+    serve()

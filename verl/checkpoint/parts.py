@@ -52,7 +52,7 @@ def snapshot(engine: TrainEngine, contents: Sequence[str]) -> Snapshot:
         if section not in contents:
             continue
         tree = {entry: state.get(entry, {}) for entry in entries}
-        tensors = dict(_tensor_leaves(tree if section == "extra" else tree[section]))
+        tensors = _tensors_by_name(tree if section == "extra" else tree[section])
         taken.chunks[section] = local_chunks(tensors, engine.rank)
         taken.plain[section] = _without_tensors(tree if section == "extra" else tree[section])
     return taken
@@ -97,7 +97,7 @@ def load_part(
         target = tree if section == "extra" else tree[section]
         files = manifest.files_of(folder, f"{part}/{section}/")
         shards = [file for file in files if file.suffix == ".safetensors"]
-        leaves = dict(_tensor_leaves(target))
+        leaves = _tensors_by_name(target)
         if leaves or shards:
             read_into(shards, leaves, f"{folder.name}/{part}/{section}")
         plain = _own_plain(files, engine.rank)
@@ -129,6 +129,15 @@ def load_tree(folder: Path, manifest: Manifest, name: str) -> Any:
         raise CheckpointError(f"{folder} holds no {name}.json")
     tensors = read_whole(manifest.files_of(folder, f"{name}.safetensors"))
     return decode((folder / f"{name}.json").read_text(encoding="utf-8"), tensors)
+
+
+def _tensors_by_name(tree: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in _tensor_leaves(tree):
+        if name in found:
+            raise CheckpointError(f"two tensors of the engine's state have the name {name!r}")
+        found[name] = tensor
+    return found
 
 
 def _tensor_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -42,7 +42,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, torch.Tensor):
-        name = path or "value"
+        name = _free_name(path, tensors)
         tensors[name] = value.detach().cpu().clone()
         return {"__tensor__": name}
     if isinstance(value, np.ndarray):
@@ -50,7 +50,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             raise CheckpointError(
                 f"state {path!r} is an array of objects; only numbers can be saved as arrays"
             )
-        name = path or "value"
+        name = _free_name(path, tensors)
         tensors[name] = torch.from_numpy(_numeric(value).copy())
         return {"__array__": name, "dtype": value.dtype.str}
     if isinstance(value, bytes):
@@ -94,6 +94,14 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if "__pairs__" in value:
         return {_decode(key, tensors): _decode(item, tensors) for key, item in value["__pairs__"]}
     return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _free_name(path: str, taken: Mapping[str, torch.Tensor]) -> str:
+    """Keys may hold dots, so two paths can read alike."""
+    name = path or "value"
+    while name in taken:
+        name += "'"
+    return name
 
 
 def _numeric(array: np.ndarray) -> np.ndarray:

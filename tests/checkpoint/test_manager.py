@@ -1,0 +1,322 @@
+"""Saving, resuming and retaining, on the real engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl.checkpoint import CheckpointManager, PartSettings
+from verl.checkpoint.manifest import read_manifest, verify
+from verl.checkpoint.retention import Limits, decide
+from verl.checkpoint.steps import StepFolder, delete, in_use, list_steps
+from verl.config.schema import PPOConfig, SFTConfig
+from verl.errors import CheckpointError, ConfigError
+
+ONLY_STATE = {"actor": PartSettings(["model", "optimizer", "extra"])}
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [entry.step for entry in list_steps(folder)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"dtype": "bfloat16"}, {"tied": True}, {"kind": "critic"}, {"lora_rank": 2}],
+    ids=lambda kind: " ".join(f"{k}={v}" for k, v in kind.items()) or "plain",
+)
+def test_a_loaded_engine_is_the_saved_one_and_goes_on_alike(
+    tmp_path: Path, job: ModuleType, kind: Any
+) -> None:
+    engine = job.make_engine(**kind)
+    for seed in range(3):
+        job.train(engine, seed)
+    state = {"step": 3, "loader": {"position": 7}, "kl": (0.1, [1, 2]), "generator": torch.arange(4)}
+    path = CheckpointManager(tmp_path).save(3, {"actor": engine}, state)
+    assert path == tmp_path / "global_step_3"
+    expected = job.weights(engine)
+    after = [job.train(engine, seed) for seed in (3, 4)]
+
+    # The base below a LoRA adapter is not part of the checkpoint: it is loaded from the model's own folder.
+    other = job.make_engine(**(kind | {"seed": 0 if kind.get("lora_rank") else 9}))
+    job.train(other, 99)
+    loaded = CheckpointManager(tmp_path).resume({"actor": other})
+    assert torch.equal(loaded.pop("generator"), state.pop("generator"))
+    assert loaded == state
+    found = job.weights(other)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [job.train(other, seed) for seed in (3, 4)] == after
+    whole, again = (dict(e.export_parameters()) for e in (engine, other))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.parametrize("kind", [{}, {"dtype": "bfloat16"}, {"tied": True}, {"kind": "critic"}], ids=str)
+def test_the_hugging_face_folder_holds_the_engines_weights(
+    tmp_path: Path, job: ModuleType, tiny_tokenizer: Any, kind: Any
+) -> None:
+    engine = job.make_engine(**kind)
+    job.train(engine, 1)
+    CheckpointManager(tmp_path).save(1, {"actor": engine}, {}, tokenizer=tiny_tokenizer)
+    engine.save_hf(tmp_path / "live")
+    folder = tmp_path / "global_step_1/actor/huggingface"
+    ours, live = load_file(folder / "model.safetensors"), load_file(tmp_path / "live/model.safetensors")
+    assert set(ours) == set(live)
+    for name in live:
+        assert ours[name].dtype == live[name].dtype and torch.equal(ours[name], live[name])
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == kind.get("dtype", "float32")
+    assert (folder / "chat_template.jinja").exists() and (folder / "tokenizer.json").exists()
+
+
+def test_transformers_loads_the_folder_and_answers_alike(tmp_path: Path, job: ModuleType) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = job.make_engine(tied=True)
+    job.train(engine, 1)
+    CheckpointManager(tmp_path).save(1, {"actor": engine}, {})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_1/actor/huggingface").eval()
+    batch = job.make_batch(5)
+    logits = model(batch.batch["input_ids"], attention_mask=batch.batch["attention_mask"]).logits
+    log_probs = logits[:, 3:-1].log_softmax(-1).gather(-1, batch.batch["input_ids"][:, 4:, None])[..., 0]
+    expected = engine.log_probs(batch)["log_probs"]
+    assert torch.allclose(log_probs * batch.batch["response_mask"], expected, atol=1e-5)
+
+
+def test_without_hf_model_the_folder_has_config_and_tokenizer_only(
+    tmp_path: Path, job: ModuleType, tiny_tokenizer: Any
+) -> None:
+    manager = CheckpointManager(tmp_path, ONLY_STATE)
+    manager.save(1, {"actor": job.make_engine()}, {}, tokenizer=tiny_tokenizer)
+    names = {file.name for file in (tmp_path / "global_step_1/actor/huggingface").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= names
+    assert not any(name.endswith(".safetensors") for name in names)
+
+
+def test_a_lora_adapter_opens_with_peft_with_the_right_rank_and_alpha(
+    tmp_path: Path, job: ModuleType
+) -> None:
+    peft = pytest.importorskip("peft")
+    engine = job.make_engine(lora_rank=3)
+    for seed in range(3):
+        job.train(engine, seed)
+    CheckpointManager(tmp_path).save(3, {"actor": engine}, {})
+    adapter = tmp_path / "global_step_3/actor/lora_adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (3, 16)
+    model = peft.PeftModel.from_pretrained(job.make_model(0), adapter).eval()
+    batch = job.make_batch(5)
+    logits = model(batch.batch["input_ids"], attention_mask=batch.batch["attention_mask"]).logits
+    log_probs = logits[:, 3:-1].log_softmax(-1).gather(-1, batch.batch["input_ids"][:, 4:, None])[..., 0]
+    expected = engine.log_probs(batch)["log_probs"]
+    assert torch.allclose(log_probs * batch.batch["response_mask"], expected, atol=1e-5)
+
+
+def test_a_background_save_equals_a_foreground_one_though_training_goes_on(
+    tmp_path: Path, job: ModuleType
+) -> None:
+    engine = job.make_engine()
+    job.train(engine, 0)
+    everything = ["model", "optimizer", "extra", "hf_model"]
+    background = CheckpointManager(tmp_path / "b", {"actor": PartSettings(everything, None, True)})
+    state = {"list": [1, 2], "tensor": torch.zeros(2)}
+    for step in (1, 2, 3):  # buffers are used again
+        CheckpointManager(tmp_path / "f").save(step, {"actor": engine}, state)
+        assert background.save(step, {"actor": engine}, state) is None
+        state["tensor"] += 1
+        state["list"].append(step)
+        job.train(engine, step)
+    assert background.wait() == tmp_path / "b/global_step_3"
+    for step in (1, 2, 3):
+        one, two = (read_manifest(tmp_path / where / f"global_step_{step}") for where in "fb")
+        assert verify(tmp_path / "b" / f"global_step_{step}") == []
+        random_states = {name for name in one.files if name.startswith("random/")}
+        assert one.files.keys() == two.files.keys()
+        assert {n: r for n, r in one.files.items() if n not in random_states} == {
+            n: r for n, r in two.files.items() if n not in random_states
+        }
+
+
+def test_what_a_background_save_raises_reaches_the_trainer(
+    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path, {"actor": PartSettings(["model"], None, True)})
+    monkeypatch.setattr("verl.checkpoint.manager.write_snapshot", lambda *a: 1 / 0)
+    manager.save(1, {"actor": job.make_engine()}, {})
+    with pytest.raises(ZeroDivisionError):
+        manager.wait()
+
+
+def test_the_tracker_file_names_the_newest_step_and_is_not_trusted(tmp_path: Path, job: ModuleType) -> None:
+    manager = CheckpointManager(tmp_path, ONLY_STATE)
+    engine = job.make_engine()
+    manager.save(1, {"actor": engine}, {})
+    manager.save(2, {"actor": engine}, {})
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "2\n"
+    tracker.write_text("777")
+    assert manager.latest() == tmp_path / "global_step_2"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path, job: ModuleType) -> None:
+    manager = CheckpointManager(tmp_path, ONLY_STATE)
+    engine = job.make_engine()
+    manager.save(1, {"actor": engine}, {"x": 1})
+    job.train(engine, 1)
+    manager.save(1, {"actor": engine}, {"x": 2})
+    assert manager.resume({"actor": engine}) == {"x": 2}
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "global_step_1",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_a_checkpoint_that_was_making_way_when_the_run_died_comes_back(
+    tmp_path: Path, job: ModuleType
+) -> None:
+    CheckpointManager(tmp_path, ONLY_STATE).save(1, {"actor": job.make_engine()}, {"x": 1})
+    (tmp_path / "global_step_1").rename(tmp_path / ".global_step_1.old")
+    (tmp_path / ".global_step_2.tmp").mkdir()
+    (tmp_path / ".global_step_0.deleting").mkdir()
+    assert CheckpointManager(tmp_path).latest() == tmp_path / "global_step_1"
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_contents_can_be_left_out_on_saving_and_on_loading(
+    tmp_path: Path, job: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, other = job.make_engine(), job.make_engine(seed=4)
+    job.train(engine, 1), job.train(other, 2)
+    CheckpointManager(tmp_path / "a", {"actor": PartSettings(["model"])}).save(1, {"actor": engine}, {})
+    before = job.weights(other)
+    with caplog.at_level(logging.WARNING):
+        CheckpointManager(tmp_path / "a").resume({"actor": other})
+    assert "holds no 'optimizer' of the actor" in caplog.text
+    CheckpointManager(tmp_path / "b").save(1, {"actor": engine}, {})
+    third = job.make_engine(seed=4)
+    job.train(third, 2)
+    CheckpointManager(tmp_path / "b", {"actor": PartSettings(None, ["model"])}).resume({"actor": third})
+    expected = job.weights(engine)
+    for loaded in (job.weights(other), job.weights(third)):
+        for name, value in loaded.items():
+            assert torch.equal(value, (expected if name.startswith("model") else before)[name]), name
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, job: ModuleType) -> None:
+    CheckpointManager(tmp_path).save(1, {"actor": job.make_engine()}, {})
+    wide = job.make_engine(model=job.make_model(intermediate_size=32))
+    before = job.weights(wide)
+    with pytest.raises(CheckpointError, match=r"mlp.*has shape \[.*\] in the checkpoint"):
+        CheckpointManager(tmp_path).resume({"actor": wide})
+    after = job.weights(wide)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(CheckpointError, match="another LoRA setting"):
+        CheckpointManager(tmp_path).resume({"actor": job.make_engine(lora_rank=2)})
+
+
+def test_a_checkpoint_without_a_part_is_skipped_by_name(
+    tmp_path: Path, job: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, critic = job.make_engine(), job.make_engine("critic")
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"actor": actor, "critic": critic}, {"step": 1})
+    manager.save(2, {"actor": actor, "critic": None}, {"step": 2})
+    with caplog.at_level(logging.WARNING):
+        assert manager.resume({"actor": actor, "critic": critic}) == {"step": 1}
+    assert "global_step_2 is skipped: it holds no 'critic'" in caplog.text
+
+
+def test_how_to_resume_is_chosen_by_mode(tmp_path: Path, job: ModuleType) -> None:
+    engine = job.make_engine()
+    manager = CheckpointManager(tmp_path, ONLY_STATE)
+    assert manager.resolve("auto") is None
+    for step in (1, 2):
+        manager.save(step, {"actor": engine}, {})
+    assert manager.resolve("auto") == tmp_path / "global_step_2"
+    assert manager.resolve("disable") is None
+    for given in ("global_step_1", "global_step_1/actor"):
+        assert manager.resolve("resume_path", tmp_path / given) == tmp_path / "global_step_1"
+    assert manager.resolve("resume_path", str(tmp_path)) == tmp_path / "global_step_2"
+    with pytest.raises(ConfigError, match="'always' is not known; allowed: auto, disable, resume_path"):
+        manager.resolve("always")
+    with pytest.raises(ConfigError, match="needs trainer.resume_from_path"):
+        manager.resolve("resume_path")
+    with pytest.raises(CheckpointError, match="global_step_9 is not there"):
+        manager.resolve("resume_path", tmp_path / "global_step_9")
+    with pytest.raises(CheckpointError, match="holds no 'critic'.*it holds: actor"):
+        manager.resolve("resume_path", tmp_path / "global_step_1", ["actor", "critic"])
+    (tmp_path / "global_step_1/trainer_state.json").write_text("{ }")
+    with pytest.raises(CheckpointError, match="damaged: trainer_state.json"):
+        manager.resolve("resume_path", tmp_path / "global_step_1")
+
+
+def test_limits_hold_across_restarts_and_the_best_stays(tmp_path: Path, job: ModuleType) -> None:
+    engine = job.make_engine()
+    scores = {1: 0.2, 2: 0.9, 3: 0.4, 4: float("nan"), 5: 0.3, 6: 0.1}
+    for step, score in scores.items():  # each by a new manager, as after a restart
+        manager = CheckpointManager(tmp_path, ONLY_STATE, max_actor_to_keep=2, keep_best="val-core/x/acc")
+        manager.save(step, {"actor": engine}, {}, metrics={"val-core/x/acc": score, "other": 1.0})
+    assert steps_in(tmp_path) == [6, 5, 2]
+
+
+def test_a_metric_that_is_not_measured_is_told_once(
+    tmp_path: Path, job: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, ONLY_STATE, keep_best="val-core/typo")
+    engine = job.make_engine()
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            manager.save(step, {"actor": engine}, {}, metrics={"val-core/acc": 1.0})
+    told = [r.getMessage() for r in caplog.records if "keep_best" in r.getMessage()]
+    assert len(told) == 1 and "val-core/acc" in told[0]
+
+
+def test_a_checkpoint_in_use_is_not_deleted(tmp_path: Path, job: ModuleType) -> None:
+    engine = job.make_engine()
+    manager = CheckpointManager(tmp_path, ONLY_STATE, max_actor_to_keep=1)
+    manager.save(1, {"actor": engine}, {})
+    with in_use(tmp_path / "global_step_1"):
+        manager.save(2, {"actor": engine}, {})
+        assert steps_in(tmp_path) == [2, 1]
+        assert not delete(tmp_path / "global_step_1")
+    manager.save(3, {"actor": engine}, {})
+    assert steps_in(tmp_path) == [3]
+
+
+def test_actor_and_critic_have_limits_of_their_own(tmp_path: Path, job: ModuleType) -> None:
+    engines = {"actor": job.make_engine(), "critic": job.make_engine("critic")}
+    manager = CheckpointManager(tmp_path, max_actor_to_keep=3, max_critic_to_keep=1)
+    for step in range(1, 6):
+        manager.save(step, engines, {"step": step})
+    assert steps_in(tmp_path) == [5, 4, 3]
+    assert [sorted(read_manifest(e.path).parts) for e in list_steps(tmp_path)] == [
+        ["actor", "critic"],
+        ["actor"],
+        ["actor"],
+    ]
+    assert not (tmp_path / "global_step_4/critic").exists()
+    assert verify(tmp_path / "global_step_4") == []
+    assert manager.resume(engines) == {"step": 5}
+
+
+def test_deciding_never_touches_the_newest_nor_folders_that_are_not_checkpoints() -> None:
+    entries = [StepFolder(Path(f"global_step_{s}"), s, None, "incomplete") for s in (3, 2, 1)]
+    assert decide(entries, Limits({"actor": 1})).steps == ()
+
+
+def test_settings_come_from_the_configuration(tmp_path: Path) -> None:
+    config = PPOConfig()
+    config.actor_rollout_ref.actor.checkpoint.async_save = True
+    config.critic.checkpoint.save_contents = ["model"]
+    config.trainer.max_actor_ckpt_to_keep = 4
+    config.trainer.keep_best, config.trainer.keep_best_mode = "val-core/x", "min"
+    manager = CheckpointManager.from_config(config, tmp_path)
+    assert manager.settings["actor"].async_save and manager.settings["critic"].save_contents == ["model"]
+    assert manager.limits == Limits({"actor": 4, "critic": None}, "val-core/x", "min")
+    assert CheckpointManager.from_config(SFTConfig(), tmp_path).resume_mode == "auto"

@@ -1,0 +1,90 @@
+"""Checkpoints of 1, 2 and 3 processes, each loaded by the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl.checkpoint.manifest import read_manifest
+from verl.checkpoint.merge import MergeOptions, merge
+from verl.checkpoint.tensors import saved_tensors
+
+WORLDS = (1, 2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 3}], ids=["all weights", "lora"])
+def test_every_world_loads_every_other_exactly(
+    children: Any, tmp_path: Path, options: dict[str, int]
+) -> None:
+    folders = {str(world): str(tmp_path / f"world_{world}") for world in WORLDS}
+    started = {
+        (world, rank): children.start(
+            "rank",
+            tmp_path / f"output_{world}_{rank}",
+            rank=rank,
+            world_size=world,
+            store=str(tmp_path / f"store_{world}"),
+            folders=folders,
+            **options,
+        )
+        for world in WORLDS
+        for rank in range(world)
+    }
+    for (world, rank), pid in started.items():
+        status = children.wait(pid)
+        assert status == 0, (tmp_path / f"output_{world}_{rank}").read_text()
+
+    said: dict[str, dict[str, float]] = {}
+    for world, rank in started:
+        lines = (tmp_path / f"output_{world}_{rank}").read_text().splitlines()
+        equal = [line.split() for line in lines if line.startswith("equal ")]
+        assert [name for _, name, _ in equal] == [f"world_{w}" for w in WORLDS]
+        for _, name, norm in equal:
+            said.setdefault(name, {})[f"{world}/{rank}"] = float(norm)
+    for (
+        name,
+        norms,
+    ) in said.items():  # and training goes on alike (the batch is per rank, so compare within worlds)
+        for world in WORLDS:
+            same = {norms[f"{world}/{rank}"] for rank in range(world)}
+            assert len(same) == 1, (name, norms)
+
+    for world in WORLDS:
+        step = tmp_path / f"world_{world}" / "global_step_3"
+        manifest = read_manifest(step)
+        assert manifest.world_size == world
+        files = [f for f in manifest.files_of(step, "actor/model/") if f.suffix == ".safetensors"]
+        assert len(files) == world
+        chunks = [len(entry.chunks) for entry in saved_tensors(files).values()]
+        assert max(chunks) == world, "nothing was sharded, so nothing was tested"
+
+
+@pytest.mark.slow
+def test_shards_of_several_processes_merge_to_the_same_folder_the_run_saved(
+    children: Any, tmp_path: Path
+) -> None:
+    pids = [
+        children.start(
+            "rank",
+            tmp_path / f"output_{rank}",
+            rank=rank,
+            world_size=2,
+            store=str(tmp_path / "store"),
+            folders={"2": str(tmp_path / "run")},
+        )
+        for rank in range(2)
+    ]
+    for rank, pid in enumerate(pids):
+        assert children.wait(pid) == 0, (tmp_path / f"output_{rank}").read_text()
+    part = tmp_path / "run/global_step_3/actor"
+    target = merge(MergeOptions(part, tmp_path / "merged"))
+    live = load_file(tmp_path / "run/live/model.safetensors")  # gathered and written by the engine itself
+    for folder in (target, part / "huggingface"):
+        found = load_file(folder / "model.safetensors")
+        assert set(found) == set(live)
+        assert all(torch.equal(found[name], live[name]) for name in live)
