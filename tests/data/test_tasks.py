@@ -95,6 +95,7 @@ def test_easy_word_problems_need_no_carrying(level):
         story = WordProblems().story(rng, level)
         for a, b in zip(reversed(str(story.first)), reversed(str(story.second)), strict=False):
             assert int(b) <= int(a) and int(a) + int(b) <= 9
+        assert story.first - story.second >= 10
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,17 @@ def sft_trainer_main(argv):
         return end.code
 
 
+def test_out_of_memory_names_the_keys_of_fine_tuning(model, data, tmp_path, monkeypatch):
+    def full(loop, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sft_trainer.SFTLoop, "step", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(model, data, tmp_path / "full", "data.micro_batch_size_per_gpu=8")
+    text = (tmp_path / "full" / "crash.txt").read_text()
+    assert "data.micro_batch_size_per_gpu=4, model.enable_gradient_checkpointing=True" in text
+
+
 def test_older_name_is_the_same_command():
     assert fsdp_sft_trainer.main is sft_trainer.main
 

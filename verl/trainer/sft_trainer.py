@@ -51,7 +51,6 @@ def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
     from verl.config.load import to_dict
     from verl.data.chat import load_tokenizer
     from verl.data.sft_dataset import sft_loader
-    from verl.observe.causes import likely_fix
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
@@ -98,7 +97,7 @@ def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
                 tracker.close()
                 loop.engine.close()
         except Exception as error:
-            folder.write_crash(error, likely_fix(error))
+            folder.write_crash(error, likely_cure(cfg, error))
             raise
         return RunResult(folder.path, metrics, loop.step_number)
 

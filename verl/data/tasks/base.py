@@ -19,7 +19,7 @@ from verl.errors import DataError
 
 Split = Literal["train", "test"]
 LEVELS = 5
-_MARK = "####"
+MARK = "####"
 _TEST_SHARE = 0.1
 
 
@@ -106,7 +106,7 @@ class Task(ABC):
                 "index": index,
                 "split": split,
                 "difficulty": difficulty,
-                "reference": f"{_MARK} {problem.answer}",
+                "reference": f"{MARK} {problem.answer}",
                 **problem.extra,
             },
         }
@@ -120,7 +120,7 @@ def split_of(key: str, test_share: float = _TEST_SHARE) -> Split:
 
 def final_answer(response: str) -> str | None:
     """What stands after the last answer mark, to the end of its line; None without a mark."""
-    _, mark, rest = response.rpartition(_MARK)
+    _, mark, rest = response.rpartition(MARK)
     if not mark:
         return None
     lines = rest.strip().splitlines()
@@ -142,4 +142,4 @@ def parse_list(text: str) -> list[str]:
     return [part.strip().strip("'\"") for part in parts]
 
 
-ANSWER_LINE = f"End with a line that holds {_MARK} and the answer."
+ANSWER_LINE = f"End with a line that holds {MARK} and the answer."

@@ -1,17 +1,21 @@
 """The tasks of the package reasoning-gym, when it is installed, in our rows: `tasks/gym/<dataset>`.
 
-Its datasets have settings of their own instead of a difficulty; they are kept at their defaults. The truth of a
-row is the package's entry as JSON, because its verifiers ask for the entry.
+Its datasets have settings of their own instead of a difficulty; they are kept at their defaults. Its verifiers ask
+for the entry as it was made, which no file format keeps (tuples, integer keys), so the truth of a row is where the
+entry comes from, seed and index, and scoring makes it again. Scores are the package's own and may lie between 0
+and 1. Answers may have several lines: all that follows the last answer mark counts.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, ClassVar
 
-from verl.data.tasks.base import ANSWER_LINE, LEVELS, Problem, Split, Task, split_of
+from verl.data.tasks.base import LEVELS, MARK, Problem, Split, Task, split_of
 from verl.errors import DataError, missing_package
+
+_BLOCK = 256
 
 
 class GymTask(Task):
@@ -20,8 +24,7 @@ class GymTask(Task):
     ability: ClassVar[str] = "reasoning"
 
     def __init__(self, dataset: str) -> None:
-        self._gym = _reasoning_gym()
-        known = sorted(self._gym.factory.DATASETS)
+        known = sorted(set(_reasoning_gym().factory.DATASETS) - {"composite"})  # a mixture, not a dataset
         if dataset not in known:
             raise DataError(f"reasoning-gym has no dataset {dataset!r}; it has: {', '.join(known)}.")
         self.dataset = dataset
@@ -31,7 +34,7 @@ class GymTask(Task):
         return f"tasks/gym/{self.dataset}"
 
     def generate(self, rng: Any, difficulty: int) -> Problem:
-        return self._problem(self._gym.create_dataset(self.dataset, size=1, seed=rng.getrandbits(31))[0])
+        return self._problem(rng.getrandbits(31), rng.randrange(_BLOCK))
 
     def problems(self, seed: int, difficulty: int = 1, split: Split = "train") -> Iterator[Problem]:
         if difficulty != 1:
@@ -41,22 +44,43 @@ class GymTask(Task):
             )
         block = 0
         while True:
-            made = self._gym.create_dataset(self.dataset, size=256, seed=(seed * 1009 + block) % 2**31)
-            block += 1
-            for entry in made:
-                problem = self._problem(entry)
+            for index in range(_BLOCK):
+                problem = self._problem((seed * 1009 + block) % 2**31, index)
                 if split_of(f"{self.data_source}/{problem.key}") == split:
                     yield problem
+            block += 1
 
-    def _problem(self, entry: dict[str, Any]) -> Problem:
+    def _problem(self, seed: int, index: int) -> Problem:
+        entry = _entry(self.dataset, seed, index)
         question = str(entry["question"])
         return Problem(
-            f"{question}\n{ANSWER_LINE}", json.dumps(entry, default=str), str(entry["answer"]), question
+            f"{question}\nEnd with {MARK} followed by the answer.",
+            {"seed": seed, "index": index},
+            "" if entry["answer"] is None else str(entry["answer"]),
+            question,
         )
 
+    def score(self, response: str, truth: Any) -> float:
+        _, mark, answer = response.rpartition(MARK)
+        return self._judge(answer.strip(), truth) if mark else 0.0
+
     def verify(self, answer: str, truth: Any) -> bool:
-        score = self._gym.get_score_answer_fn(self.dataset)
-        return float(score(answer, json.loads(truth))) >= 1.0
+        return self._judge(answer, truth) >= 1.0
+
+    def _judge(self, answer: str, truth: Mapping[str, int]) -> float:
+        entry = _entry(self.dataset, int(truth["seed"]), int(truth["index"]))
+        return float(_reasoning_gym().get_score_answer_fn(self.dataset)(answer, entry))
+
+
+@lru_cache(maxsize=64)
+def _made(dataset: str, seed: int) -> Any:
+    return _reasoning_gym().create_dataset(dataset, size=_BLOCK, seed=seed)
+
+
+@lru_cache(maxsize=8192)
+def _entry(dataset: str, seed: int, index: int) -> Mapping[str, Any]:
+    entry: Mapping[str, Any] = _made(dataset, seed)[index]
+    return entry
 
 
 def _reasoning_gym() -> Any:

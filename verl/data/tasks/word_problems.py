@@ -55,7 +55,7 @@ TEMPLATES: dict[Plan, tuple[str, ...]] = {
     ),
 }
 
-# level -> (largest first number, largest second number, whether digits may carry or borrow)
+# level -> (largest first number, largest second number, whether digits may carry, borrow or cancel)
 _LEVELS: dict[int, tuple[int, int, bool]] = {
     1: (99, 9, False),
     2: (99, 99, False),
@@ -127,15 +127,17 @@ def _numbers(rng: random.Random, difficulty: int) -> tuple[int, int]:
     largest, second_largest, may_carry = _LEVELS[difficulty]
     while True:
         first, second = rng.randint(10, largest), rng.randint(1, second_largest)
-        if second <= first and (may_carry or not _carries(first, second)):
+        if second <= first and (may_carry or _digit_by_digit(first, second)):
             return first, second
 
 
-def _carries(first: int, second: int) -> bool:
-    """Whether the sum carries or the difference borrows in any digit."""
+def _digit_by_digit(first: int, second: int) -> bool:
+    """Whether sum and difference have the digits of `first`, each plus or minus the one below it."""
+    if len(str(first - second)) < len(str(first)):
+        return False
     while second:
         a, b = first % 10, second % 10
         if a + b > 9 or a < b:
-            return True
+            return False
         first, second = first // 10, second // 10
-    return False
+    return True
