@@ -8,7 +8,6 @@ that cannot be checked in time counts as wrong.
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import logging
 import re
@@ -156,7 +155,6 @@ def symbolically_equal(left: str, right: str) -> bool:
 
             spec = FunctionSpec("verl.reward.scorers.math:verify", label="math-verify")
             _helper = WorkerPool([spec], timeout_s=SYMBOLIC_TIMEOUT_S, memory_limit_mb=2048, quiet=True)
-            atexit.register(_helper.close)
         _helper.submit(0, 0, [RewardSample(0, "", left, ground_truth=right)])
         result = _helper.drain()[0][0]
     return result.score == 1.0
