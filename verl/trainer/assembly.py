@@ -134,10 +134,8 @@ def check_rewards(rewards: RewardManager, loaders: Sequence[Any]) -> None:
         dataset = getattr(loader, "dataset", None)
         if dataset is None:
             continue
-        used = (dataset.rows[dataset.row_number(position)] for position in range(len(dataset)))
-        sources = {str(row.get("data_source") or "") for row in used}
         if hasattr(rewards, "check"):
-            rewards.check(sources, dataset.rows.column_names)
+            rewards.check(dataset.data_sources(), dataset.rows.column_names)
         if hasattr(rewards, "preflight"):
             names = [f"try-{number}" for number in range(min(TRIED_ROWS, len(dataset)))]
             rows = dataset.batch(range(len(names)), names)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.sampling import constant_groups, dynamic_sampling_failed, group_filter_values
+from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.timing import Timer
 from verl.reward.base import RewardManager, RewardResult, RewardSample
@@ -114,7 +115,7 @@ class Experience:
             if keep.any():
                 kept.append(batch[keep])
         metrics |= {"training/num_gen_batches": rounds, "training/constant_groups": dropped / drawn}
-        return pad_and_concat(kept, self.tokenizer.pad_token_id or 0)[:wanted], metrics
+        return concat_rollouts(kept, self.tokenizer.pad_token_id or 0)[:wanted], metrics
 
 
 def reward_sample(prompts: DataProto, row: int, *, text: str, length: int, truncated: bool) -> RewardSample:
@@ -174,27 +175,3 @@ def extra_columns(batch: DataProto) -> dict[str, list[Any]]:
     scored = [extra for extra, error in zip(extras, errors, strict=True) if error is None]
     shared = set.intersection(*(set(extra) for extra in scored)) if scored else set()
     return {name: [extra.get(name, 0.0) for extra in extras] for name in sorted(shared)}
-
-
-def pad_and_concat(parts: list[DataProto], pad_token_id: int) -> DataProto:
-    """Join batches of different widths: prompts grow to the left, responses to the right."""
-    prompt_width = max(part.batch["prompts"].shape[1] for part in parts)
-    response_width = max(part.batch["responses"].shape[1] for part in parts)
-    grown = []
-    for part in parts:
-        left = prompt_width - part.batch["prompts"].shape[1]
-        right = response_width - part.batch["responses"].shape[1]
-        tensors = {}
-        for name, tensor in part.batch.items():
-            fill = pad_token_id if name in ("prompts", "responses", "input_ids") else 0
-            if name == "prompts":
-                widths = (left, 0)
-            elif name in ("input_ids", "attention_mask"):
-                widths = (left, right)
-            elif tensor.dim() == 2:
-                widths = (0, right)
-            else:
-                widths = (0, 0)
-            tensors[name] = torch.nn.functional.pad(tensor, widths, value=fill) if any(widths) else tensor
-        grown.append(DataProto(tensors, part.non_tensor_batch, part.meta_info))
-    return DataProto.concat(grown)

@@ -263,5 +263,23 @@ def actor_section(cfg: SFTConfig) -> ActorConfig:
     )
 
 
+def likely_cure(cfg: SFTConfig, error: BaseException) -> str:
+    """The line of `crash.txt` that says what to do; with the keys of fine-tuning."""
+    from verl.observe.causes import is_out_of_memory, likely_fix
+
+    if not is_out_of_memory(error):
+        return likely_fix(error)
+    data, model = cfg.data, cfg.model
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu:
+        keys = [f"data.max_token_len_per_gpu={max(1, data.max_token_len_per_gpu // 2)}"]
+    else:
+        keys = [f"data.micro_batch_size_per_gpu={max(1, (data.micro_batch_size_per_gpu or 8) // 2)}"]
+    if not model.enable_gradient_checkpointing:
+        keys.append("model.enable_gradient_checkpointing=True")
+    if not model.fsdp_config.optimizer_offload:
+        keys.append("model.fsdp_config.optimizer_offload=True")
+    return f"out of memory; try, in this order: {', '.join(keys)}"
+
+
 if __name__ == "__main__":
     sys.exit(main())
