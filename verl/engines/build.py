@@ -87,11 +87,6 @@ def assemble(
     module.eval()
     attach(module)
     mesh = _mesh(settings, ranks)
-    layers = decoder_layers(module)
-    if settings.torch_compile:
-        from verl.models.compiling import compile_layers
-
-        compile_layers(layers)
     if mesh is not None:
         in_place = optim is not None and optim.stochastic_rounding
         shard(module, mesh, settings.sharding, settings.dtype, float32_masters=not in_place)
@@ -106,8 +101,6 @@ def assemble(
     )
     if mesh is not None:
         passes.release = lambda: release(module)
-    if settings.torch_compile:
-        _try_compiled(passes, layers)
     if packed:
         fault = packing_fault(module, passes.run, ranks.device, stock_attention)
         if fault:
@@ -115,6 +108,8 @@ def assemble(
             module.set_attn_implementation(stock_attention)
             _tell_padded(module, fault)
         passes.release()
+    if settings.torch_compile:
+        _try_compiled(passes, decoder_layers(module))
     _notice_what_has_no_effect(settings, ranks)
     if settings.activation_offload and ranks.device.type != "cpu":
         passes.activation_context = ActivationOffload(ranks.device).hooks
@@ -193,8 +188,9 @@ def _optimizer(
 
 def _try_compiled(passes: Passes, layers: list[nn.Module]) -> None:
     """One small pass forward and backward; where it fails, the model goes on uncompiled."""
-    from verl.models.compiling import undo
+    from verl.models.compiling import compile_layers, undo
 
+    compile_layers(layers)
     try:
         passes.try_once()
     except (

@@ -123,7 +123,7 @@ class Passes:
 
     def try_once(self) -> None:
         """A few tokens forward and backward, to see whether the model runs at all."""
-        self._probe(8, "train")
+        self._probe(37, "train")
         self.model.eval()
 
     # -- without gradient ---------------------------------------------------------------------------------------

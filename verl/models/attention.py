@@ -117,7 +117,7 @@ class PackedAttention:
 
     def attend(
         self,
-        module: nn.Module,
+        module: nn.Module | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -141,15 +141,17 @@ class PackedAttention:
 
     def _choose(self, q: torch.Tensor, softcap: float | None) -> Backend:
         """The varlen kernel is the fastest there is for a ragged pack in half precision; a pack of sequences of
-        one length is an ordinary batch, for which the dense kernels are at least as good; FlexAttention serves
-        what the flash kernels lack (float32, soft-capping)."""
+        one length is an ordinary batch, for which the dense kernels are at least as good. FlexAttention serves
+        soft-capping, which the flash kernels lack; float32 and large heads go sequence by sequence."""
         if self.backend != "auto":
             return self.backend
         if not q.is_cuda:
             return "sdpa"
-        if softcap is not None or q.dtype == torch.float32 or q.shape[-1] > 256:
+        if softcap is not None:
             return "flex"
-        return "sdpa" if self._uniform() else "varlen"
+        if self._uniform() or q.dtype == torch.float32 or q.shape[-1] > 256:
+            return "sdpa"
+        return "varlen"
 
     def _uniform(self) -> bool:
         return len(set(self.lengths)) == 1
@@ -239,6 +241,10 @@ def _dense_attention(
     grouped = q.shape[1] != k.shape[1]
     if softcap is not None:
         return _softcapped_attention(q, k, v, scaling, window, softcap)
+    if grouped and q.is_cuda and q.dtype == torch.float32:
+        # The float32 kernel knows no groups, and the fallback would build the whole score matrix.
+        groups = q.shape[1] // k.shape[1]
+        k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
     if window is None or window >= length:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=length > 1, scale=scaling, enable_gqa=grouped

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from verl.models import attention
@@ -25,4 +24,6 @@ def undo(layers: Sequence[nn.Module]) -> None:
     """Back to the plain layers."""
     for layer in layers:
         layer._compiled_call_impl = None
+    import torch._dynamo
+
     torch._dynamo.reset()
