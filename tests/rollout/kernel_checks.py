@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from verl.rollout.native.kernels import attention, gated, norm, rotary, sampling
+from verl.rollout.native.kernels import attention, gated, linear, norm, rotary, sampling
 from verl.rollout.native.ops import TorchOps
 from verl.rollout.noise import sequence_key
 
@@ -58,6 +58,26 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         reference.silu_mul(*both.chunk(2, 1)),
         tolerance,
     )
+
+    for rows in (3, 20, 40):
+        x = randn(rows, 72, dtype=dtype) * 0.3
+        weights = tuple(randn(width, 72, dtype=dtype, seed=width) * 0.3 for width in (48, 16, 40))
+        biases = tuple(randn(width, dtype=dtype, seed=width) for width in (48, 16, 40))
+        for bias in (None, biases):
+            parts = [
+                torch.nn.functional.linear(x, w, None if bias is None else bias[i])
+                for i, w in enumerate(weights)
+            ]
+            check(
+                f"joined {kind} {rows}",
+                linear.joined_linear(x, weights, bias),
+                torch.cat(parts, 1),
+                tolerance,
+            )
+        theirs = reference.silu_mul(x @ weights[0].t(), x @ (weights[0].flip(0)).t())
+        check(
+            f"gated linear {kind}", linear.gated_linear(x, weights[0], weights[0].flip(0)), theirs, tolerance
+        )
 
     for heads, kv_heads, dim, block_size in ((3, 1, 16, 4), (6, 3, 32, 8)):
         contexts = [1, 0, 9, 31]

@@ -100,7 +100,7 @@ class FusedDecoder:
         where = (inputs.positions, inputs.active, inputs.table)
         for layer, (keys, values) in zip(self.layers, caches, strict=True):
             normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, self.eps)
-            qkv = _joined([layer.q, layer.k, layer.v], normed)
+            qkv = ops.joined_linear(normed, (layer.q, layer.k, layer.v))
             q = ops.rotary_cache(
                 qkv, keys, values, self.cos, self.sin, *where[:2], where[2], self.heads, layer.norms
             )
@@ -109,8 +109,7 @@ class FusedDecoder:
             )
             x = _linear(layer.o, mixed.flatten(1))
             normed, residual = ops.add_rms_norm(x, residual, layer.output_norm, self.eps)
-            both = _joined([layer.gate, layer.up], normed)
-            x = _linear(layer.down, ops.silu_mul(*both.chunk(2, dim=1)))
+            x = _linear(layer.down, ops.gated_linear(normed, layer.gate, layer.up))
         return ops.add_rms_norm(x, residual, self.model.base_model.norm.weight, self.eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -119,18 +118,6 @@ class FusedDecoder:
 
 def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, layer.weight, layer.bias)
-
-
-def _joined(layers: list[nn.Linear], x: torch.Tensor) -> torch.Tensor:
-    """The outputs of several layers side by side in one buffer."""
-    widths = [layer.out_features for layer in layers]
-    out = torch.empty(x.shape[0], sum(widths), dtype=x.dtype, device=x.device)
-    for layer, part in zip(layers, out.split(widths, dim=1), strict=True):
-        if layer.bias is None:
-            torch.mm(x, layer.weight.t(), out=part)
-        else:
-            torch.addmm(layer.bias, x, layer.weight.t(), out=part)
-    return out
 
 
 def _match_layer(layer: Any) -> FusedLayer | None:

@@ -8,10 +8,12 @@ Shapes: M rows, the cache of a layer is [blocks, kv_heads, block_size, head_dim]
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from verl.rollout import noise
 
@@ -24,7 +26,13 @@ class Ops(Protocol):
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor: ...
+    def joined_linear(self, x: torch.Tensor, layers: Seq[nn.Linear]) -> torch.Tensor:
+        """The outputs of three layers side by side: [M, N0 + N1 + N2]."""
+        ...
+
+    def gated_linear(self, x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
+        """silu(gate(x)) * up(x)."""
+        ...
 
     def rotary_cache(
         self,
@@ -106,6 +114,12 @@ class TorchOps:
         total = x if residual is None else x + residual
         return _rms_norm(total, weight, eps), total
 
+    def joined_linear(self, x: torch.Tensor, layers: Seq[nn.Linear]) -> torch.Tensor:
+        return torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], dim=1)
+
+    def gated_linear(self, x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
+        return F.silu(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
+
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) * up
 
@@ -156,7 +170,7 @@ class TorchOps:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        blocks, kv_heads, block_size, dim = keys.shape
+        _, kv_heads, block_size, dim = keys.shape
         rows, heads, _ = q.shape
         length = torch.where(active.bool(), positions + 1, 0)[:, None]
         place = torch.arange(table.shape[1] * block_size, device=q.device)
@@ -217,20 +231,49 @@ class TorchOps:
         active.mul_((~(on & ended)).to(active.dtype))
 
 
+SMALL = 1024
+"""Up to this width of the model our own products in one kernel beat several of the library's."""
+
+
+def _side_by_side(x: torch.Tensor, layers: Seq[nn.Linear]) -> torch.Tensor:
+    widths = [layer.out_features for layer in layers]
+    out = torch.empty(x.shape[0], sum(widths), dtype=x.dtype, device=x.device)
+    for layer, part in zip(layers, out.split(widths, dim=1), strict=True):
+        if layer.bias is None:
+            torch.mm(x, layer.weight.t(), out=part)
+        else:
+            torch.addmm(layer.bias, x, layer.weight.t(), out=part)
+    return out
+
+
 class TritonOps:
     """The kernels, for one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        from verl.rollout.native.kernels import attention, gated, norm, rotary, sampling
+        from verl.rollout.native.kernels import attention, gated, linear, norm, rotary, sampling
 
         self.add_rms_norm = norm.add_rms_norm
-        self.silu_mul = gated.silu_mul
+        self._silu_mul = gated.silu_mul
+        self._linear = linear
         self.rotary_cache = rotary.rotary_cache
         self.write_cache = rotary.write_cache
         self.sample_plain = sampling.sample_plain
         self.advance = sampling.advance
         self._attention = attention
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def joined_linear(self, x: torch.Tensor, layers: Seq[nn.Linear]) -> torch.Tensor:
+        biases = [layer.bias for layer in layers]
+        if x.shape[1] <= SMALL and len(layers) == 3 and len({bias is None for bias in biases}) == 1:
+            weights = tuple(layer.weight for layer in layers)
+            return self._linear.joined_linear(x, weights, None if biases[0] is None else tuple(biases))
+        return _side_by_side(x, layers)
+
+    def gated_linear(self, x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
+        if x.shape[1] <= SMALL and gate.bias is None and up.bias is None:
+            return self._linear.gated_linear(x, gate.weight, up.weight)
+        both = _side_by_side(x, [gate, up])
+        return self._silu_mul(*both.chunk(2, dim=1))
 
     def decode_attention(
         self,
