@@ -1,0 +1,89 @@
+"""A run that was stopped goes on as if it had not been: through the real command's code path."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def untimed(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
+        ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"),
+    ],
+    ids=["grpo", "ppo"],
+)
+def test_metrics_after_resuming_equal_those_of_an_uninterrupted_run(train, digits_data, extra):
+    common = (
+        *extra,
+        "trainer.test_freq=2",
+        f"data.val_files={digits_data}/val.jsonl",
+        "algorithm.use_pf_ppo=True",
+    )
+    whole = train(*common, "trainer.total_training_steps=5", folder="whole")
+    train(*common, "trainer.total_training_steps=3", folder="parts")
+    parts = train(*common, "trainer.total_training_steps=5", folder="parts")
+    by_step = {row["step"]: row for row in untimed(parts)}
+    for row in untimed(whole):
+        if row["step"] > 3:
+            assert by_step[row["step"]] == row
+    assert sorted(by_step) == [row["step"] for row in whole]
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(overrides, tmp_path):
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides("trainer.total_training_steps=1000")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    reached = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
+    assert 2 <= reached < 1000
+    assert (tmp_path / "run" / f"global_step_{reached}" / "actor" / "huggingface" / "config.json").exists()
+
+    again = [word for word in command if not word.startswith("trainer.total_training_steps")]
+    done = subprocess.run(
+        [*again, f"trainer.total_training_steps={reached + 1}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, reached + 2))
+
+
+def test_the_saved_model_is_an_ordinary_folder_with_the_trained_weights(train, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train("trainer.total_training_steps=2")
+    folder = tmp_path / "run" / "global_step_2" / "actor" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "repeat 3"}], tokenize=False)
+    assert torch.isfinite(model(**tokenizer(text, return_tensors="pt")).logits).all()
