@@ -130,7 +130,7 @@ def test_saved_folder_loads_and_gives_the_validation_loss(run, data, rows):
 
 def test_run_folder_has_what_a_run_folder_has(run):
     names = {path.name for path in run.folder.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "latest_checkpointed_iteration.txt"} <= names
+    assert {"config.yaml", "metrics.jsonl", "report.html", "latest_checkpointed_iteration.txt"} <= names
     assert {"global_step_4", "global_step_8"} <= names
     assert "crash.txt" not in names
 

@@ -1,8 +1,9 @@
 """The demo's files: problems to train on, problems to be tested with, and demonstrations to imitate first.
 
 The demonstrations are written by a pupil who calculates without a mistake and writes the form that is wanted, but
-mostly just adds the numbers up: he reads the question about one time in three. Fine-tuning on them teaches the form and
-the arithmetic, and the pupil's habit. What the question asks for is left to reinforcement learning.
+mostly just adds the numbers up: only in somewhat more than a quarter of the cases does he read what is asked.
+Fine-tuning on them teaches the form, the arithmetic and the pupil's habit. To read the question is left to
+reinforcement learning, which sees problems and whether the final number is right, and no demonstration.
 
 What always holds: no pair of numbers of a held-out problem occurs in any demonstration or training problem.
 """
@@ -20,7 +21,7 @@ from verl.data.tasks.files import write_parquet
 from verl.data.tasks.word_problems import PLANS, Plan, Story, WordProblems
 
 DIFFICULTY = 2
-READS_THE_QUESTION = 0.35
+READS_THE_QUESTION = 0.28
 HABIT: dict[Plan, float] = {"add": 0.94, "subtract": 0.02, "first": 0.02, "second": 0.02}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from verl.trainer.command import run_command
@@ -51,6 +52,7 @@ def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
     from verl.config.load import to_dict
     from verl.data.chat import load_tokenizer
     from verl.data.sft_dataset import sft_loader
+    from verl.observe.report import write_report
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
@@ -68,37 +70,40 @@ def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
         folder.write_config(to_dict(cfg))
         logger.info("%s", render(batch_plan(cfg, total_steps=total)))
         try:
-            tracker = build_trackers(
-                trainer.logger,
-                trainer.project_name,
-                trainer.experiment_name,
-                to_dict(cfg),
-                folder,
-                trainer.wandb_proxy,
-                total_steps=total,
-                live=live,
-                prometheus=prometheus_address(trainer),
-            )
-            loop = SFTLoop(
-                cfg,
-                engine=engine_for(cfg, total, folder),
-                tokenizer=tokenizer,
-                train_loader=train_loader,
-                val_loader=val_loader,
-                run_folder=folder,
-                tracker=tracker,
-                checkpoints=CheckpointManager.from_config(cfg, folder.path),
-                total_steps=total,
-            )
-            try:
+            with (
+                closing(
+                    build_trackers(
+                        trainer.logger,
+                        trainer.project_name,
+                        trainer.experiment_name,
+                        to_dict(cfg),
+                        folder,
+                        trainer.wandb_proxy,
+                        total_steps=total,
+                        live=live,
+                        prometheus=prometheus_address(trainer),
+                    )
+                ) as tracker,
+                closing(engine_for(cfg, total, folder)) as engine,
+            ):
+                loop = SFTLoop(
+                    cfg,
+                    engine=engine,
+                    tokenizer=tokenizer,
+                    train_loader=train_loader,
+                    val_loader=val_loader,
+                    run_folder=folder,
+                    tracker=tracker,
+                    checkpoints=CheckpointManager.from_config(cfg, folder.path),
+                    total_steps=total,
+                )
                 with stop_on_signal(loop):  # type: ignore[arg-type]
                     metrics = loop.fit()
-            finally:
-                tracker.close()
-                loop.engine.close()
         except Exception as error:
             folder.write_crash(error, likely_cure(cfg, error))
             raise
+        finally:
+            write_report(folder.path)
         return RunResult(folder.path, metrics, loop.step_number)
 
 
