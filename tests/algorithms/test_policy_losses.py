@@ -437,3 +437,17 @@ def test_block_by_block_keeps_to_bound_denominators(make_batch, monkeypatch):
         monkeypatch.setattr("verl.algorithms.masked.CACHE_ELEMENTS", 1)
         assert torch.isclose(run("vanilla", batch)[0], whole)
     assert not torch.isclose(run("vanilla", batch)[0], whole)
+
+
+@pytest.mark.parametrize(("name", "log_bound"), [("vanilla", 20), ("gspo", 10)])
+def test_log_ratios_are_bounded_where_the_method_says_so(name, log_bound):
+    loss, _ = get_policy_loss_fn(name)(
+        old_log_prob=torch.full((1, 3), -50.0, dtype=torch.float64),
+        log_prob=torch.zeros(1, 3, dtype=torch.float64),
+        advantages=-torch.ones(1, 3, dtype=torch.float64),
+        response_mask=torch.ones(1, 3),
+        loss_agg_mode="token-mean",
+        config=ActorConfig(clip_ratio_c=1e12),
+        rollout_is_weights=None,
+    )
+    assert loss.item() == pytest.approx(math.exp(log_bound))

@@ -229,3 +229,12 @@ def test_plain_namespace_is_enough_of_a_config(make_batch):
     batch = make_batch(0)
     weights, _, _ = compute_rollout_correction(batch.old, batch.rollout, batch.mask, SimpleNamespace())
     assert weights is None
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_log_ratios_are_bounded_by_twenty(level):
+    config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1e12)
+    old, roll = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[-300.0, 5.0]], dtype=torch.float64)
+    weights, _, _ = compute_rollout_correction(old, roll, torch.ones(1, 2), config)
+    wanted = [20.0, -5.0] if level == "token" else [15.0, 15.0]
+    assert weights.log().tolist() == [pytest.approx(wanted)]
