@@ -76,7 +76,7 @@ def together(request, tmp_path_factory):
 
 def test_ranks_agree_with_one_process(alone, together):
     expected, _ = alone
-    results, _, world = together
+    results, _, _ = together
     for name, ranks in results.items():
         tolerance = 3e-2 if name == "half_precision" else 2e-5
         want = expected[name]

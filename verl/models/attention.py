@@ -273,7 +273,8 @@ def _softcapped_attention(
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~_band(q.shape[2], window, q.device), float("-inf"))
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return torch.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
 
 VarlenKernel = Callable[

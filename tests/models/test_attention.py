@@ -1,0 +1,110 @@
+"""Packed attention against a dense score matrix with everything written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.models import attention
+from verl.models.attention import PackedAttention
+
+
+def dense(q, k, v, lengths, scaling=None, window=None, softcap=None):
+    """[1,H,N,D] -> [1,N,H,D] with one mask for the whole pack."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    at = torch.arange(len(document))
+    seen = (document[:, None] == document[None, :]) & (at[:, None] >= at[None, :])
+    if window is not None:
+        seen &= at[:, None] - at[None, :] < window
+    scores = scores.masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def make(lengths, heads=4, kv_heads=2, size=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    return [
+        torch.randn(1, n, total, size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+
+
+OPTIONS = [
+    {},
+    {"scaling": 0.7},
+    {"sliding_window": 3},
+    {"sliding_window": 100},
+    {"softcap": 2.0},
+    {"softcap": 2.0, "sliding_window": 2, "scaling": 0.3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("lengths", [[5, 1, 9, 3], [4, 4, 4], [1], [1, 1], [7]])
+def test_packed_equals_dense(lengths, options):
+    q, k, v = make(lengths)
+    packed = PackedAttention.from_lengths(lengths, "cpu")
+    out = packed.attend(None, q, k, v, **options)
+    window = options.get("sliding_window")
+    expected = dense(q, k, v, lengths, options.get("scaling"), window, options.get("softcap"))
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    own = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    want = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    for left, right in zip(own, want, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_pack_of_the_wrong_size_is_refused():
+    q, k, v = make([3, 4])
+    with pytest.raises(RuntimeError, match="lengths"):
+        PackedAttention.from_lengths([3, 5], "cpu").attend(None, q, k, v)
+
+
+def test_a_model_called_without_context_says_what_to_do():
+    with pytest.raises(RuntimeError, match="set_attn_implementation"):
+        attention._attention(None, *make([3]), None)
+
+
+def _varlen_like(q, k, v, cu_seqlens, causal, scale, window):
+    """What torch's kernel computes, by `dense`, from [N,H,D]."""
+    lengths = cu_seqlens.diff().tolist()
+    assert causal
+    left = None if window is None else window + 1
+    out = dense(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), lengths, scale, left)
+    return out[0]
+
+
+def _newer(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    assert enable_gqa or q.shape[1] == k.shape[1]
+    window = None if window_size[0] == -1 else window_size[0]
+    return _varlen_like(q, k, v, cu_q, window_size[1] == 0, scale, window)
+
+
+def _older(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
+    assert q.shape[1] == k.shape[1]
+    return _varlen_like(q, k, v, cu_q, is_causal, None, None)
+
+
+@pytest.mark.parametrize("kernel", [_newer, _older])
+def test_both_signatures_of_the_varlen_kernel_are_served(monkeypatch, kernel):
+    """The kernel itself runs on GPUs only; what is passed to it can be wrong on any machine."""
+    import torch.nn.attention.varlen as module
+
+    monkeypatch.setattr(module, "varlen_attn", kernel)
+    attention._varlen_kernel.cache_clear()
+    try:
+        lengths = [5, 1, 6]
+        q, k, v = make(lengths)
+        packed = PackedAttention.from_lengths(lengths, "cpu", backend="varlen")
+        torch.testing.assert_close(packed.attend(None, q, k, v, scaling=0.4), dense(q, k, v, lengths, 0.4))
+        if kernel is _newer:
+            out = packed.attend(None, q, k, v, sliding_window=3)
+            torch.testing.assert_close(out, dense(q, k, v, lengths, window=3))
+    finally:
+        attention._varlen_kernel.cache_clear()

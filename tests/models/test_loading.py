@@ -1,0 +1,98 @@
+"""Loading policies and critics, and refusing folders that are neither."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from verl.errors import ModelError
+from verl.models.loading import load_causal_lm, load_value_model
+from verl.models.value_model import ValueModel
+
+CPU = {"dtype": torch.float32, "device": "cpu"}
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_saved_model_comes_back(tiny, folder):
+    loaded = load_causal_lm(str(folder), **CPU)
+    ids = torch.arange(5)[None]
+    assert torch.equal(loaded(ids).logits, tiny()(ids).logits)
+
+
+def test_precision_is_the_one_asked_for(folder):
+    loaded = load_causal_lm(str(folder), dtype=torch.bfloat16, device="cpu")
+    assert {param.dtype for param in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_overrides_change_the_configuration(folder):
+    loaded = load_causal_lm(str(folder), override_config={"rms_norm_eps": 0.5}, **CPU)
+    assert loaded.model.norm.variance_epsilon == 0.5
+
+
+def test_dropout_is_switched_off(tiny, tmp_path):
+    tiny(attention_dropout=0.4).save_pretrained(tmp_path)
+    loaded = load_causal_lm(str(tmp_path), **CPU).train()
+    ids = torch.arange(6)[None]
+    assert torch.equal(loaded(ids).logits, loaded(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path / "nothing", "does not exist; set model.path"),
+        (lambda path: path, "has no config.json"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_named(tmp_path, make, message):
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ModelError, match=message):
+        load_causal_lm(str(make(tmp_path)), **CPU)
+
+
+def test_an_unknown_model_type_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(ModelError, match="no_such_model"):
+        load_causal_lm(str(tmp_path), **CPU)
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot load weights"):
+        load_causal_lm(str(folder), **CPU)
+
+
+def test_an_unknown_override_is_refused(folder):
+    with pytest.raises(ModelError, match="rope_thet"):
+        load_causal_lm(str(folder), override_config={"rope_thet": 1}, **CPU)
+
+
+def test_a_new_critic_says_zero_everywhere(folder):
+    critic = load_value_model(str(folder), **CPU)
+    assert isinstance(critic, ValueModel)
+    values = critic(input_ids=torch.arange(6)[None])
+    assert values.shape == (1, 6) and not values.any()
+
+
+def test_a_saved_head_is_used(folder):
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "score.weight": torch.ones(1, 16)}, file, metadata={"format": "pt"})
+    critic = load_value_model(str(folder), **CPU)
+    assert torch.equal(critic.score.weight, torch.ones(1, 16)) and not critic.score.bias.any()
+
+
+def test_a_head_of_several_labels_is_refused(folder):
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "score.weight": torch.ones(3, 16)}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="one scalar per token"):
+        load_value_model(str(folder), **CPU)

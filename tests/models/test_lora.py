@@ -1,0 +1,66 @@
+"""Adapters: what is trained, what is merged, what is saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.errors import ConfigError
+from verl.models.lora import adapters_off, add_lora, merged_weights, save_adapter
+
+IDS = torch.arange(6)[None]
+
+
+def adapted(tiny, targets=("all-linear",)):
+    model = tiny()
+    add_lora(model, rank=3, alpha=6, target_modules=targets)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.copy_(torch.randn(param.shape, generator=generator))
+    return model
+
+
+def test_only_adapters_are_trained(tiny):
+    model = adapted(tiny)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert not any("lm_head" in name for name in trained)
+
+
+def test_named_targets_only(tiny):
+    model = adapted(tiny, ("q_proj", "v_proj"))
+    places = {name.split(".")[-4] for name, param in model.named_parameters() if param.requires_grad}
+    assert places == {"q_proj", "v_proj"}
+
+
+def test_off_is_the_model_that_was_loaded(tiny):
+    model = adapted(tiny)
+    plain = tiny()(IDS).logits
+    assert not torch.allclose(model(IDS).logits, plain, atol=1e-3)
+    with adapters_off(model):
+        assert torch.equal(model(IDS).logits, plain)
+    assert not torch.allclose(model(IDS).logits, plain, atol=1e-3)
+
+
+def test_merged_weights_have_the_old_names_and_the_new_answers(tiny):
+    model, plain = adapted(tiny), tiny()
+    weights = dict(merged_weights(model))
+    assert weights.keys() == plain.state_dict().keys()
+    plain.load_state_dict(weights)
+    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_peft_opens_what_was_saved(tiny, tmp_path):
+    import peft
+
+    model = adapted(tiny)
+    save_adapter(model, tmp_path)
+    opened = peft.PeftModel.from_pretrained(tiny(), str(tmp_path))
+    torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_unknown_target_lists_the_known_ones(tiny):
+    with pytest.raises(ConfigError, match=r"query.*down_proj.*q_proj"):
+        add_lora(tiny(), rank=2, alpha=2, target_modules=("query",))
