@@ -93,9 +93,8 @@ def products(name: str, rows: int, hidden: int, inner: int, heads: int, kv: int,
         gated.silu_mul(out[:, :inner], out[:, inner:])
 
     whole = [torch.cat(ws) for ws in qkv]
-    say(
-        f"{name} M={rows} qkv: separate {micros(separate_qkv):.1f}, one product {micros(lambda: x @ next_of(whole).t()):.1f}"
-    )
+    single = micros(lambda: x @ next_of(whole).t())
+    say(f"{name} M={rows} qkv: separate {micros(separate_qkv):.1f}, one product {single:.1f}")
     down_in = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
     downs = [weight(hidden, inner) for _ in range(copies)]
     outs = [weight(hidden, heads * dim) for _ in range(copies)]
