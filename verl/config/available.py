@@ -28,8 +28,8 @@ def _shared(cfg: PPOConfig | SFTConfig) -> list[tuple[bool, str, str]]:
     prefix = "actor_rollout_ref.actor" if isinstance(cfg, PPOConfig) else "model"
     return [
         (
-            world_size(cfg) > 1,
-            f"training on several processes (trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, "
+            world_size(cfg) > 1 and isinstance(cfg, SFTConfig),
+            f"supervised fine-tuning on several processes (trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, "
             f"trainer.nnodes={cfg.trainer.nnodes})",
             "trainer.n_gpus_per_node=1 trainer.nnodes=1",
         ),
@@ -40,7 +40,7 @@ def _shared(cfg: PPOConfig | SFTConfig) -> list[tuple[bool, str, str]]:
             f"{prefix}.ulysses_sequence_parallel_size=1",
         ),
         (
-            ray.timeline_json_file is not None,
+            ray.timeline_json_file is not None and isinstance(cfg, SFTConfig),
             "ray_kwargs.timeline_json_file",
             "~ray_kwargs.timeline_json_file",
         ),

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint import CheckpointManager
 from verl.config.available import refuse_unavailable
 from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
@@ -25,7 +24,7 @@ from verl.reward.managers import build_reward_manager
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
 from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
-from verl.workers.local import LocalGroup
+from verl.workers.placement import build_checkpoints, build_group
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,12 +105,12 @@ def build_loop(
         live=live,
         prometheus=prometheus_address(cfg.trainer),
     )
-    workers = LocalGroup(
+    workers = build_group(
         cfg,
         parts.tokenizer,
         training_steps=parts.total_steps,
+        run_folder=parts.folder.path,
         model=model,
-        bad_batch_dir=parts.folder.path / "bad_batches",
     )
     return RLLoop(
         cfg,
@@ -122,7 +121,7 @@ def build_loop(
         val_loader=parts.val_loader,
         run_folder=parts.folder,
         tracker=tracker,
-        checkpoints=CheckpointManager.from_config(cfg, parts.folder.path),
+        checkpoints=build_checkpoints(cfg, workers, parts.folder.path),
         total_steps=parts.total_steps,
         model_size=workers.model_size(),
     )

@@ -1,0 +1,77 @@
+"""A small command line, one Ray cluster for the whole session, and a look at which processes are left."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for _name, _value in {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """An existing cluster, which runs join by RAY_ADDRESS. Starting one for every test would cost seconds each."""
+    pytest.importorskip("ray", reason="needs the package ray (pip install 'verl[ray]')")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 4, "object_store_memory": 200_000_000, "include_dashboard": False},
+    )
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.fixture
+def joined(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    return ray_cluster
+
+
+@pytest.fixture
+def overrides(tiny_model_dir: Path, digits_data: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    def make(*extra: str, folder: str = "run") -> list[str]:
+        return [
+            f"data.train_files={digits_data}/train.jsonl",
+            "data.train_batch_size=10",
+            "data.max_prompt_length=16",
+            "data.max_response_length=4",
+            f"actor_rollout_ref.model.path={tiny_model_dir}",
+            "actor_rollout_ref.actor.optim.lr=3e-3",
+            "actor_rollout_ref.rollout.n=4",
+            "algorithm.adv_estimator=grpo",
+            f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
+            "reward.in_process=True",
+            "trainer.device=cpu",
+            "trainer.logger=[]",
+            "trainer.total_training_steps=5",
+            f"trainer.default_local_dir={tmp_path}/{folder}",
+            *extra,
+        ]
+
+    return make
+
+
+@pytest.fixture
+def train(overrides: Callable[..., list[str]]) -> Callable[..., tuple[list[dict[str, Any]], Path]]:
+    """Run the command's code path; the rows of metrics.jsonl and the run folder."""
+    from verl.config.load import load_ppo_config
+    from verl.trainer.main_ppo import run
+
+    def go(*extra: str, folder: str = "run") -> tuple[list[dict[str, Any]], Path]:
+        result = run(load_ppo_config(overrides(*extra, folder=folder)))
+        rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+        return rows, result.folder
+
+    return go

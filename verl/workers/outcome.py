@@ -1,0 +1,81 @@
+"""What a call on a rank came to: a value or a failure, and the log lines it left.
+
+What always holds: an exception never crosses processes as an object of an unknown class; its traceback crosses as
+text, written where it happened, with the rank and the host that it belongs to.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl import errors
+from verl.errors import TrainingHalted, VerlError
+
+_OF_OTHERS = "died or stopped answering"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a rank."""
+
+    rank: int
+    host: str
+    pid: int
+    call: str
+    kind: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, host: str, pid: int, call: str) -> Failure:
+        text = "".join(traceback.format_exception(error))
+        return cls(rank, host, pid, call, type(error).__name__, str(error), text)
+
+    @property
+    def caused_by_another(self) -> bool:
+        """A rank that stops because its connection to another broke."""
+        return self.kind == TrainingHalted.__name__ and _OF_OTHERS in self.message
+
+    def as_error(self) -> VerlError:
+        """To raise on the controller: the same class for what a user can mend, with the place first."""
+        where = f"rank {self.rank} on {self.host} (process {self.pid}), in {self.call}"
+        known = getattr(errors, self.kind, None)
+        if isinstance(known, type) and issubclass(known, VerlError):
+            return known(f"{where}: {self.message}")
+        return TrainingHalted(f"{where}: {self.kind}: {self.message}\n\n{self.traceback}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One log record, to be said again on the controller."""
+
+    logger: str
+    level: int
+    text: str
+
+
+@dataclass
+class Outcome:
+    """Sent back for every call."""
+
+    value: Any = None
+    failure: Failure | None = None
+    lines: list[Line] = field(default_factory=list)
+
+
+class LineKeeper(logging.Handler):
+    """Keeps what a rank logs until its next answer: everything from rank 0, warnings from the others."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(logging.INFO if rank == 0 else logging.WARNING)
+        self._lines: list[Line] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(Line(record.name, record.levelno, record.getMessage()))
+
+    def take(self) -> list[Line]:
+        taken, self._lines = self._lines, []
+        return taken

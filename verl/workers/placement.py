@@ -1,0 +1,56 @@
+"""Where the roles of a run live: in this process, or on Ray when the config asks for several."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.checkpoint import CheckpointManager
+from verl.config.ranks import world_size
+from verl.errors import missing_package
+from verl.workers.local import LocalGroup
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from verl.config.schema import PPOConfig
+    from verl.workers.ray_group import RayGroup
+
+
+def build_group(
+    cfg: PPOConfig,
+    tokenizer: Any,
+    *,
+    training_steps: int,
+    run_folder: Path,
+    model: nn.Module | None = None,
+) -> LocalGroup | RayGroup:
+    """The worker group `trainer.n_gpus_per_node` and `trainer.nnodes` ask for."""
+    if world_size(cfg) == 1:
+        return LocalGroup(
+            cfg,
+            tokenizer,
+            training_steps=training_steps,
+            model=model,
+            bad_batch_dir=run_folder / "bad_batches",
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise missing_package(
+            "ray",
+            "ray",
+            f"training on {world_size(cfg)} processes (trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, "
+            f"trainer.nnodes={cfg.trainer.nnodes})",
+        )
+    from verl.workers.ray_group import RayGroup
+
+    return RayGroup(cfg, tokenizer, training_steps=training_steps, run_folder=run_folder, model=model)
+
+
+def build_checkpoints(cfg: PPOConfig, group: LocalGroup | RayGroup, folder: Path) -> Any:
+    """What the loop saves to and resumes from, for that group."""
+    if isinstance(group, LocalGroup):
+        return CheckpointManager.from_config(cfg, folder)
+    from verl.workers.ray_checkpoints import RayCheckpoints
+
+    return RayCheckpoints(group.calls)

@@ -1,0 +1,35 @@
+"""The rank as a Ray actor: calls one at a time, and a second lane on which it can always be asked for a sign."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from verl.workers.outcome import Outcome
+from verl.workers.pulse import Sign
+from verl.workers.rank import RankWorker
+
+
+class RankActor:
+    """Delegates to a RankWorker. Ray wants its methods on the class it is given."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._worker = RankWorker(rank, world_size)
+
+    def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
+        if call == "who":
+            kwargs["address"] = ray.util.get_node_ip_address()
+        return self._worker.serve(call, *args, **kwargs)
+
+    def stream(self, call: str, *args: Any) -> Iterator[Outcome]:
+        yield from self._worker.stream(call, *args)
+
+    @ray.method(concurrency_group="control")
+    def sign(self) -> Sign:
+        return self._worker.sign()
+
+
+def remote_class() -> Any:
+    return ray.remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankActor)

@@ -1,0 +1,249 @@
+"""Calls to the ranks and the waiting for them: nobody waits without a watch, and whoever fails is named.
+
+What always holds: a call returns every rank's answer or raises one `VerlError` that begins with the rank at fault;
+a rank that died is noticed by its connection, one that hangs by `trainer.watchdog_s` without a sign of life on any
+rank that is waited for. After an error nothing more is sent to the ranks but the end.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from verl.errors import TrainingHalted, VerlError
+from verl.workers.outcome import Failure, Outcome
+from verl.workers.pulse import Sign
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+GRACE_S = 10.0
+"""After a first failure: how long the others get to say what they saw."""
+SIGN_S = 5.0
+"""How long a healthy rank takes at most to answer beside its work."""
+LAST_WORDS = 12
+
+RESUME = "the same command goes on from the last checkpoint (trainer.resume_mode=auto)"
+
+
+class WorkersLost(TrainingHalted):
+    """Ranks died or hang: with `trainer.max_restarts` the run begins again from the last checkpoint."""
+
+
+class RankCalls:
+    """The ranks of one run, by their actor handles."""
+
+    def __init__(self, actors: Sequence[Any], watchdog_s: float) -> None:
+        self.actors = list(actors)
+        self.watchdog_s = watchdog_s
+        self.names = [f"rank {rank}" for rank in range(len(self.actors))]
+        self.pids: list[int | None] = [None] * len(self.actors)
+        self.addresses: list[str] = []
+        self.broken = False
+        self._unanswered: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def introduce(self) -> None:
+        """Learn who the ranks are, so that a later message can name them."""
+        for rank, who in enumerate(self.all("who")):
+            self.names[rank] = f"rank {rank} on {who['host']} (process {who['pid']})"
+            self.pids[rank] = who["pid"]
+            self.addresses.append(who["address"])
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def all(self, call: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same call to every rank; their values by rank."""
+        return self.each(call, [args] * len(self.actors), kwargs)
+
+    def each(
+        self, call: str, args: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """One call to every rank, with arguments of its own."""
+        refs = {
+            actor.serve.remote(call, *own, **(kwargs or {})): rank
+            for rank, (actor, own) in enumerate(zip(self.actors, args, strict=True))
+        }
+        return self._collect(call, refs)
+
+    def one(self, rank: int, call: str, *args: Any) -> Any:
+        return self._collect(call, {self.actors[rank].serve.remote(call, *args): rank})[0]
+
+    def _collect(self, call: str, refs: dict[Any, int]) -> list[Any]:
+        values: dict[int, Any] = {}
+        pending = dict(refs)
+        while pending:
+            for ref in self.ready(call, pending):
+                rank = pending.pop(ref)
+                try:
+                    outcome = ray.get(ref)
+                except RayError as error:
+                    self.fail(call, rank, error, pending)
+                values[rank] = self.value_of(call, rank, outcome, pending)
+        return [values[rank] for rank in sorted(values)]
+
+    def value_of(self, call: str, rank: int, outcome: Outcome, pending: Mapping[Any, int]) -> Any:
+        """The value of an answer, its log lines said; a failure is raised."""
+        for line in outcome.lines:
+            text = line.text if rank == 0 else f"{self.names[rank]}: {line.text}"
+            logging.getLogger(line.logger).log(line.level, "%s", text)
+        if outcome.failure is not None:
+            self.fail(call, rank, outcome.failure, pending)
+        return outcome.value
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def ready(self, call: str, pending: Mapping[Any, int]) -> list[Any]:
+        """Those of the awaited answers (or streams) that can be read now; at least one."""
+        asked = time.monotonic()
+        self._unanswered.clear()
+        pause = min(POLL_S, self.watchdog_s / 4)
+        while True:
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=pause, fetch_local=False)
+            if done:
+                return list(done)
+            if time.monotonic() - asked > self.watchdog_s / 2:
+                self._look_for_signs(call, sorted(set(pending.values())))
+
+    def _look_for_signs(self, call: str, ranks: list[int]) -> None:
+        """Raise when no awaited rank has moved for `watchdog_s`."""
+        signs = self._signs(ranks)
+        now = time.monotonic()
+        for rank in ranks:
+            if rank in signs:
+                self._unanswered.pop(rank, None)
+            else:
+                self._unanswered.setdefault(rank, now - SIGN_S)
+        quiet = [signs[r].still_s if r in signs else now - self._unanswered[r] for r in ranks]
+        if min(quiet) > self.watchdog_s:
+            self.broken = True
+            raise WorkersLost(self._who_waits_for_whom(call, ranks, self._signs(range(len(self.actors)))))
+
+    def _signs(self, ranks: Sequence[int]) -> dict[int, Sign]:
+        asked = {self.actors[rank].sign.remote(): rank for rank in ranks}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SIGN_S)
+        found = {}
+        for ref in answered:
+            try:
+                found[asked[ref]] = ray.get(ref)
+            except RayError:
+                continue  # dead: the awaited answer will say so
+        return found
+
+    def _who_waits_for_whom(self, call: str, ranks: list[int], signs: Mapping[int, Sign]) -> str:
+        silent = [rank for rank in range(len(self.actors)) if rank not in signs]
+        stuck = [r for r in ranks if r in signs and not signs[r].waits_for_others]
+        waiting = [r for r in ranks if r in signs and signs[r].waits_for_others]
+        finished = [r for r in range(len(self.actors)) if r not in ranks and r not in silent]
+        lines = [f"no sign of life for {self.watchdog_s:g} s (trainer.watchdog_s) in {call}."]
+        lines += [f"{self.names[rank]} does not answer at all." for rank in silent]
+        lines += [f"{signs[rank].name} stands still at {signs[rank].where}." for rank in stuck]
+        culprits = ", ".join(f"rank {rank}" for rank in sorted(silent + stuck)) or "one another"
+        lines += [f"{signs[rank].name} waits for {culprits} at {signs[rank].where}." for rank in waiting]
+        if finished and not (silent or stuck):
+            lines.append(f"Already done with it: {', '.join(f'rank {rank}' for rank in finished)}.")
+        lines.append(
+            f"The run ends here; {RESUME}. If the work really takes longer, raise trainer.watchdog_s."
+        )
+        stacks = [f"\nStack of rank {rank}:\n{signs[rank].stack}" for rank in stuck or waiting[:1]]
+        return "\n".join(lines + stacks)
+
+    # -- failing ------------------------------------------------------------------------------------------------
+
+    def fail(self, call: str, rank: int, problem: RayError | Failure, pending: Mapping[Any, int]) -> None:
+        """Hear what the others have to say for a moment, find the cause among it, raise it."""
+        self.broken = True
+        problems: dict[int, RayError | Failure] = {rank: problem}
+        if not self._is_cause(problem) or isinstance(problem, Failure):
+            problems |= self._hear(pending)
+        cause = min(problems, key=lambda r: (self._severity(problems[r]), r))
+        raise self._error(call, cause, problems[cause], [r for r in sorted(problems) if r != cause])
+
+    @staticmethod
+    def _is_cause(problem: RayError | Failure) -> bool:
+        return not (isinstance(problem, Failure) and problem.caused_by_another)
+
+    @staticmethod
+    def _severity(problem: RayError | Failure) -> int:
+        """A death explains exceptions elsewhere; an exception explains broken connections elsewhere."""
+        if not isinstance(problem, Failure):
+            return 0
+        return 2 if problem.caused_by_another else 1
+
+    def _hear(self, pending: Mapping[Any, int]) -> dict[int, RayError | Failure]:
+        heard: dict[int, RayError | Failure] = {}
+        waiting = {ref: rank for ref, rank in pending.items() if isinstance(ref, ray.ObjectRef)}
+        deadline = time.monotonic() + GRACE_S
+        while waiting and time.monotonic() < deadline:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=0.5)
+            for ref in done:
+                rank = waiting.pop(ref)
+                try:
+                    outcome = ray.get(ref)
+                except RayError as error:
+                    heard[rank] = error
+                    return heard
+                if outcome.failure is not None:
+                    heard[rank] = outcome.failure
+        return heard
+
+    def _error(self, call: str, rank: int, problem: RayError | Failure, others: list[int]) -> VerlError:
+        if isinstance(problem, Failure):
+            error = problem.as_error()
+            return WorkersLost(str(error)) if problem.caused_by_another else error
+        if isinstance(problem, RayTaskError):
+            return TrainingHalted(f"{self.names[rank]}, in {call}: {problem}")
+        stopped = f" Because of it also stopped: {', '.join(f'rank {r}' for r in others)}." if others else ""
+        return WorkersLost(
+            f"{self.names[rank]} died in {call}: {_why(problem)}.{stopped} {RESUME[0].upper()}{RESUME[1:]}."
+            f"{self._last_words(rank)}"
+        )
+
+    def _last_words(self, rank: int) -> str:
+        """The end of what the dead process wrote, where its log is on this machine."""
+        if self.pids[rank] is None or not ray.is_initialized():
+            return ""
+        folder = os.path.join(ray._private.worker.global_worker.node.get_session_dir_path(), "logs")
+        for path in glob.glob(os.path.join(folder, f"worker-*-{self.pids[rank]}.err")):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                words = [line.rstrip() for line in file if line.strip() and not line.startswith(":")]
+            if words:
+                return "\nIts last lines:\n" + "\n".join(words[-LAST_WORDS:])
+        return ""
+
+
+def _why(error: RayError) -> str:
+    """The one sentence of Ray's report that says what happened."""
+    text = str(error)
+    lowered = text.lower()
+    if "oom" in lowered or "out of memory" in lowered or "memory usage threshold" in lowered:
+        return "the node ran out of host memory and Ray ended it; lower the batch, or use more nodes"
+    if (
+        "node" in lowered
+        and ("dead" in lowered or "died" in lowered or "unreachable" in lowered)
+        and ("its node" in lowered or "node died" in lowered or "node was" in lowered)
+    ):
+        return "its node was lost"
+    for mark in ("Worker exit detail: ", "The actor is dead because ", "cause: "):
+        if mark in text:
+            return text.split(mark, 1)[1].split(". ")[0].strip().rstrip(".")[:300]
+    kind = "the process is gone" if isinstance(error, RayActorError) else type(error).__name__
+    return f"{kind}: {text.strip().splitlines()[0][:300]}" if text.strip() else kind
+
+
+def chunks(items: Sequence[Any], ranks: int) -> Iterator[list[Any]]:
+    """Large pieces first, then ever smaller ones: the last to be handed out are single prompts."""
+    at = 0
+    while at < len(items):
+        size = max(1, -(-(len(items) - at) // (2 * ranks)))
+        yield list(items[at : at + size])
+        at += size

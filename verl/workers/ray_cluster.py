@@ -1,0 +1,199 @@
+"""Joining or starting a Ray cluster, and the places of the ranks in it.
+
+What always holds: a cluster that was there before us is there after us; one that we started ends with us, also when
+we are killed. Ray's own ways of failing at the start come out as one message with the key to change.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.errors import ConfigError, VerlError
+from verl.workers.ray_actor import remote_class
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
+
+logger = logging.getLogger(__name__)
+
+CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
+_REGISTER = "register worker"
+
+
+class ClusterError(VerlError):
+    """Ray could not be started or joined, or has no room for the ranks."""
+
+
+def usable_cpus() -> int:
+    """What this process may use: a batch system's share, not all the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def register_advice(cpus: int) -> str:
+    return (
+        "When Ray says 'Unable to register worker with raylet', it starts more processes than this machine lets it, "
+        f"because it counts CPUs that belong to others; set {CPUS_KEY}={cpus}"
+    )
+
+
+class Cluster:
+    """The connection to Ray and the ranks' places."""
+
+    def __init__(self, cfg: PPOConfig) -> None:
+        self.cfg = cfg
+        self._connected_here = False
+        self._group: PlacementGroup | None = None
+        self.actors: list[Any] = []
+
+    def connect(self) -> None:
+        """Use the connection there is, join `RAY_ADDRESS` or what `ray start` started, or start a cluster here."""
+        if ray.is_initialized():
+            return
+        settings = self.cfg.ray_kwargs.ray_init
+        common: dict[str, Any] = {
+            "runtime_env": dict(settings.runtime_env) or None,
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "include_dashboard": False,
+        }
+        ranks = self.cfg.trainer.n_gpus_per_node
+        cpus = settings.num_cpus or max(usable_cpus(), ranks)
+        if cpus < ranks:
+            raise ConfigError(
+                f"{CPUS_KEY} is {cpus}, but trainer.n_gpus_per_node={ranks} processes need one each; "
+                f"set it to at least {ranks}"
+            )
+        address = os.environ.get("RAY_ADDRESS", "")
+        with _said_if_killed(register_advice(usable_cpus())):
+            try:
+                if address and address != "local":
+                    ray.init(address=address, **_for_joining(common))
+                else:
+                    self._start_or_join(cpus, common)
+            except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+                raise _start_error(error, address) from error
+        self._connected_here = True
+
+    def _start_or_join(self, cpus: int, common: dict[str, Any]) -> None:
+        try:
+            ray.init(num_cpus=cpus, **common)
+        except ValueError as error:
+            if "existing cluster" not in str(error):
+                raise
+            ray.init(**_for_joining(common))
+
+    # -- places -------------------------------------------------------------------------------------------------
+
+    def on_gpus(self) -> bool:
+        """`trainer.device`: auto means GPUs where the cluster has enough of them for every rank."""
+        wanted = self.cfg.trainer.device
+        if wanted != "auto":
+            return wanted == "cuda"
+        world = self.cfg.trainer.n_gpus_per_node * self.cfg.trainer.nnodes
+        return ray.cluster_resources().get("GPU", 0) >= world
+
+    def place(self, timeout_s: float) -> list[Any]:
+        """One actor per rank, `n_gpus_per_node` of them on each of `nnodes` nodes, rank by rank and node by node."""
+        trainer = self.cfg.trainer
+        per_node, nodes = trainer.n_gpus_per_node, trainer.nnodes
+        gpus = self.on_gpus()
+        bundle = {"CPU": per_node, **({"GPU": per_node} if gpus else {})}
+        self._group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
+        try:
+            ray.get(self._group.ready(), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise ClusterError(self._no_room(bundle)) from error
+        actor_class = remote_class()
+        world = per_node * nodes
+        self.actors = [
+            actor_class.options(
+                num_cpus=1,
+                num_gpus=1 if gpus else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=rank // per_node
+                ),
+            ).remote(rank, world)
+            for rank in range(world)
+        ]
+        return self.actors
+
+    def _no_room(self, bundle: dict[str, int]) -> str:
+        """What was asked for and what there is, node by node."""
+        asked = ", ".join(f"{count} {name}" for name, count in bundle.items())
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        there = "; ".join(
+            f"{node['NodeManagerHostname']}: "
+            + ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in bundle)
+            for node in alive
+        )
+        return (
+            f"the cluster has no room for the run: trainer.nnodes={self.cfg.trainer.nnodes} nodes with {asked} each "
+            f"are needed, and there are {len(alive)} ({there}), of which others may use a part. Lower "
+            f"trainer.nnodes or trainer.n_gpus_per_node, add nodes (ray start --address=...), or raise {CPUS_KEY}"
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the ranks, give their places back, write the timeline, and leave (or end) the cluster."""
+        if not ray.is_initialized():
+            return
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        self.actors = []
+        if self.cfg.ray_kwargs.timeline_json_file:
+            write_timeline(Path(self.cfg.ray_kwargs.timeline_json_file))
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        if self._connected_here:
+            ray.shutdown()
+            self._connected_here = False
+
+
+def write_timeline(path: Path) -> None:
+    """Every call on every rank with its begin and end, as ui.perfetto.dev and chrome://tracing open it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ray.timeline(str(path))
+    logger.info("timeline of the ranks' calls: %s (open it at https://ui.perfetto.dev)", path)
+
+
+def _for_joining(common: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in common.items() if name != "include_dashboard"}
+
+
+def _start_error(error: Exception, address: str) -> ClusterError:
+    text = str(error).strip()
+    if _REGISTER in text.lower():
+        return ClusterError(register_advice(usable_cpus()))
+    if address:
+        return ClusterError(
+            f"the Ray cluster at RAY_ADDRESS={address} could not be joined: {text}. Start it (ray start --head), "
+            "or unset RAY_ADDRESS to start one here"
+        )
+    return ClusterError(
+        f"Ray could not be started: {text}. If a cluster that no longer runs is meant, set RAY_ADDRESS=local; "
+        f"if there are too many CPUs, set {CPUS_KEY}={usable_cpus()}"
+    )
+
+
+@contextmanager
+def _said_if_killed(message: str) -> Iterator[None]:
+    """Ray ends the whole process, past every handler, when it cannot register with its own daemon. A child that
+    waits for a line says what to do when that line never comes."""
+    script = 'read -r line || printf "error: this process ended while Ray was starting. %s\\n" "$1" >&2'
+    child = subprocess.Popen(["/bin/sh", "-c", script, "sh", message], stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        child.communicate(b"started\n")

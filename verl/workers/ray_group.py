@@ -1,0 +1,200 @@
+"""The roles on several ranks, one Ray actor each, behind the interface the loop knows.
+
+What always holds: the controller sends handles, ranks fetch their own part; what a rank gets twice (the same rows
+for log-probs, reference and values) is stored once; the numbers are those of one process up to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from verl.algorithms import get_policy_loss_prepare
+from verl.data.proto import DataProto
+from verl.errors import VerlError
+from verl.observe.batch_metrics import ModelSize
+from verl.observe.metrics import Metric, reduce_metrics
+from verl.workers.group import WorkerGroup
+from verl.workers.local import _pad_id
+from verl.workers.needs import needs_critic
+from verl.workers.rank import RankSetup
+from verl.workers.ray_calls import RankCalls
+from verl.workers.ray_cluster import Cluster
+from verl.workers.ray_rollout import SpreadRollout
+from verl.workers.rollout import GenerationSettings, OnFinish, RolloutRole
+from verl.workers.shares import deal, join, pad_rows, to_arrays
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from verl.config.schema import PPOConfig
+
+logger = logging.getLogger(__name__)
+
+START_S = 300.0
+"""For processes to come up and a cluster to make room; loading models is watched by signs of life instead."""
+CLOSE_S = 10.0
+
+_INPUTS = ("input_ids", "attention_mask", "response_mask")
+_LEARNT_FROM = {
+    "actor": ("old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "rollout_is_weights"),
+    "critic": ("values", "returns"),
+}
+
+
+class RayGroup(WorkerGroup):
+    """One actor per GPU (or CPU process), all roles on each."""
+
+    def __init__(
+        self,
+        cfg: PPOConfig,
+        tokenizer: Any,
+        *,
+        training_steps: int,
+        run_folder: Path,
+        model: nn.Module | None = None,
+    ) -> None:
+        super().__init__(cfg)
+        self.cluster = Cluster(cfg)
+        self._prepare = get_policy_loss_prepare(cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
+        self._generator = torch.Generator().manual_seed(cfg.actor_rollout_ref.actor.policy_loss.seed)
+        self._stored: _Stored | None = None
+        self._size: ModelSize
+        try:
+            self.cluster.connect()
+            self.calls = RankCalls(self.cluster.place(START_S), cfg.trainer.watchdog_s)
+            self._build(tokenizer, training_steps, run_folder, model)
+            self._size = self.calls.all("model_size")[0]
+        except BaseException:
+            self.cluster.close()
+            raise
+        self.rollout = RolloutRole(SpreadRollout(self.calls), _pad_id(tokenizer))
+
+    def _build(self, tokenizer: Any, training_steps: int, run_folder: Path, model: nn.Module | None) -> None:
+        self.calls.introduce()
+        cfg = copy.deepcopy(self.cfg)
+        gpus = self.cluster.on_gpus()
+        cfg.trainer.device = "cuda" if gpus else "cpu"
+        setup = RankSetup(
+            cfg=cfg,
+            tokenizer=tokenizer,
+            training_steps=training_steps,
+            run_folder=run_folder.absolute(),
+            threads=None if gpus else max(1, torch.get_num_threads() // cfg.trainer.n_gpus_per_node),
+            one_host=len(set(self.calls.addresses)) == 1,
+            model=model,
+        )
+        if len(self.calls) > 1:
+            address = "127.0.0.1" if setup.one_host else self.calls.addresses[0]
+            setup.store = self.calls.one(0, "open_store", address)
+        self.calls.all("build", ray.put(setup))
+
+    # -- what the loop asks for ---------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
+    ) -> DataProto:
+        return self.rollout.generate(prompts, settings, on_finish)
+
+    def log_probs(
+        self, batch: DataProto, *, with_entropy: bool, with_sum_pi_squared: bool = False
+    ) -> DataProto:
+        options = {"with_entropy": with_entropy, "otb": with_sum_pi_squared}
+        return self._pass("log_probs", batch, options)
+
+    def ref_log_probs(self, batch: DataProto) -> DataProto:
+        return self._pass("ref_log_probs", batch)
+
+    def values(self, batch: DataProto) -> DataProto:
+        return self._pass("values", batch)
+
+    def train_mini_batch(self, role: str, mini: DataProto) -> dict[str, Metric]:
+        tensors = self._chosen(mini, _LEARNT_FROM[role])
+        if role == "actor" and self._prepare is not None:
+            tensors |= self._prepared(mini)
+        meta = {**mini.meta_info, "dp_size": len(self.calls)}
+        parts = self._deal(tensors).refs
+        found = self.calls.each(f"train_{role}", [(part, meta) for part in parts])
+        return reduce_metrics(found)
+
+    def publish_weights(self) -> None:
+        self.calls.all("publish", self.policy_version)
+
+    def model_size(self) -> ModelSize:
+        return self._size
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Names only: the engines are on the ranks, and so is their saving (`ray_checkpoints`)."""
+        return {"actor": None, **({"critic": None} if needs_critic(self.cfg) else {})}
+
+    def close(self) -> None:
+        if not self.calls.broken:
+            try:
+                self.calls.watchdog_s = min(self.calls.watchdog_s, CLOSE_S)
+                self.calls.all("close")
+            except VerlError as error:
+                logger.warning("the ranks did not close in order: %s", error)
+        self.cluster.close()
+
+    # -- how a batch reaches the ranks --------------------------------------------------------------------------
+
+    def _pass(self, call: str, batch: DataProto, options: Mapping[str, Any] | None = None) -> DataProto:
+        dealt = self._deal(self._chosen(batch, ()))
+        meta = {name: batch.meta_info[name] for name in ("temperature",) if name in batch.meta_info}
+        found = self.calls.each(call, [(part, meta) for part in dealt.refs], options)
+        return join(found, dealt.rows, len(batch))
+
+    def _prepared(self, mini: DataProto) -> dict[str, torch.Tensor]:
+        """What a loss chooses by comparing the tokens of the whole mini-batch, as one process would."""
+        assert self._prepare is not None
+        log_prob = self.log_probs(mini, with_entropy=False).batch["old_log_probs"]
+        found = self._prepare(
+            old_log_prob=mini.batch.get("old_log_probs", log_prob),
+            log_prob=log_prob,
+            advantages=mini.batch["advantages"],
+            response_mask=mini.batch["response_mask"],
+            config=self.cfg.actor_rollout_ref.actor,
+            generator=self._generator,
+        )
+        return {f"prepared.{name}": value for name, value in found.items()}
+
+    @staticmethod
+    def _chosen(batch: DataProto, more: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: batch.batch[name] for name in (*_INPUTS, *more) if name in batch.batch}
+
+    def _deal(self, tensors: Mapping[str, torch.Tensor]) -> _Stored:
+        """The parts in Ray's store; those of the last batch are used again while it has not changed."""
+        key = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
+        if self._stored is None or not self._stored.same(key):
+            padded = pad_rows(tensors, len(self.calls))
+            rows = deal(
+                padded["attention_mask"],
+                len(self.calls),
+                balance=self.cfg.trainer.balance_batch,
+                hidden_size=self._size.hidden,
+            )
+            refs = [ray.put(to_arrays(padded, share)) for share in rows]
+            self._stored = _Stored(key, rows, refs)
+        return self._stored
+
+
+class _Stored:
+    """The dealt parts of one batch, and which tensors they were made of."""
+
+    def __init__(
+        self, key: list[tuple[str, torch.Tensor, int]], rows: list[list[int]], refs: list[Any]
+    ) -> None:
+        self.rows, self.refs = rows, refs
+        self._key = key
+
+    def same(self, key: list[tuple[str, torch.Tensor, int]]) -> bool:
+        return len(key) == len(self._key) and all(
+            name == mine and tensor is held and version == seen
+            for (name, tensor, version), (mine, held, seen) in zip(key, self._key, strict=True)
+        )

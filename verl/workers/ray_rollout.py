@@ -1,0 +1,62 @@
+"""Generation over all ranks as one rollout engine: a queue of prompts that ranks take from as they get free.
+
+What always holds: a prompt waits in the queue until a rank is free for it, so a rank that finishes early takes what
+others have not started; the tokens do not depend on which rank drew them, because every draw is keyed by request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from verl.rollout.base import Request, Response, RolloutEngine
+from verl.workers.ray_calls import RankCalls, chunks
+
+
+class SpreadRollout(RolloutEngine):
+    """Sends requests to the ranks' engines and yields their responses as they finish."""
+
+    def __init__(self, calls: RankCalls) -> None:
+        self._calls = calls
+        self.taken: list[int] = []
+        """Of the last `generate`: requests each rank took."""
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
+        requests = list(requests)
+        self._calls.all("open_generation")
+        yield from self._run(requests)
+        self._calls.all("close_generation")
+
+    def _run(self, requests: list[Request]) -> Iterator[Response]:
+        self.taken = [0] * len(self._calls)
+        waiting = chunks(requests, len(self._calls))
+        running: dict[Any, int] = {}
+        for rank in range(len(self._calls)):
+            self._give(rank, waiting, running)
+        while running:
+            for stream in self._calls.ready("generate", running):
+                rank = running[stream]
+                try:
+                    outcome = ray.get(next(stream))
+                except StopIteration:
+                    del running[stream]
+                    self._give(rank, waiting, running)
+                    continue
+                except RayError as error:
+                    self._calls.fail("generate", rank, error, running)
+                yield from self._calls.value_of("generate", rank, outcome, running)
+
+    def _give(self, rank: int, waiting: Iterator[list[Request]], running: dict[Any, int]) -> None:
+        piece = next(waiting, None)
+        if piece is not None:
+            actor = self._calls.actors[rank]
+            stream = actor.stream.options(num_returns="streaming").remote("generate", piece)
+            running[stream] = rank
+            self.taken[rank] += len(piece)
+
+    def update_weights(self, source: Any, version: int) -> None:
+        """On every rank the engine generates from the rank's own actor: only the version is new."""
+        self._calls.all("publish", version)

@@ -1,0 +1,76 @@
+"""How a batch is dealt out to ranks and put together again.
+
+What always holds: every row goes to exactly one rank and its answer comes back to its own place; rows that only
+fill up the number have an empty mask and one attended token, so they change no result and cost next to nothing;
+what travels is numpy, which moves between processes without being copied piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.balance import karmarkar_karp, sequence_work
+from verl.data.proto import DataProto
+
+Arrays = dict[str, np.ndarray]
+
+
+def pad_rows(tensors: Mapping[str, torch.Tensor], divisor: int) -> dict[str, torch.Tensor]:
+    """Masked rows appended until `divisor` divides their number."""
+    rows = next(iter(tensors.values())).shape[0]
+    missing = -rows % divisor
+    if not missing:
+        return dict(tensors)
+    padded = {}
+    for name, tensor in tensors.items():
+        fill = tensor[:1].expand(missing, *tensor.shape[1:]).clone()
+        if name == "response_mask":
+            fill.zero_()
+        elif name == "attention_mask":
+            # One attended token, before the response: a row of none would be a row without softmax.
+            fill.zero_()
+            fill[:, tensor.shape[1] - tensors["response_mask"].shape[1] - 1] = 1
+        padded[name] = torch.cat([tensor, fill])
+    return padded
+
+
+def deal(attention_mask: torch.Tensor, ranks: int, *, balance: bool, hidden_size: int) -> list[list[int]]:
+    """Row numbers of each rank: about the same work each, or the same number of rows in order.
+
+    The number of rows must be divisible by `ranks` (`pad_rows`)."""
+    rows = attention_mask.shape[0]
+    if not balance:
+        size = rows // ranks
+        return [list(range(rank * size, (rank + 1) * size)) for rank in range(ranks)]
+    lengths = attention_mask.sum(dim=1, dtype=torch.long).tolist()
+    return karmarkar_karp(sequence_work(lengths, hidden_size), ranks)
+
+
+def to_arrays(tensors: Mapping[str, torch.Tensor], rows: Sequence[int] | None = None) -> Arrays:
+    index = None if rows is None else torch.tensor(rows, dtype=torch.long)
+    return {
+        name: (tensor if index is None else tensor.index_select(0, index)).numpy()
+        for name, tensor in tensors.items()
+    }
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+    """A batch of its own: arrays out of shared memory are read-only."""
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    return DataProto.from_dict(tensors=tensors, meta_info=meta_info)
+
+
+def join(parts: Sequence[Arrays], dealt: Sequence[Sequence[int]], rows: int) -> DataProto:
+    """The answers in the order of the batch, without those of the filling rows."""
+    order = torch.tensor([row for share in dealt for row in share], dtype=torch.long)
+    tensors = {}
+    for name in parts[0]:
+        together = torch.from_numpy(np.concatenate([part[name] for part in parts]))
+        whole = torch.empty_like(together)
+        whole[order] = together
+        tensors[name] = whole[:rows]
+    return DataProto.from_dict(tensors=tensors)
