@@ -123,3 +123,15 @@ def test_settings_without_effect_are_said(model_folder, caplog):
     cfg.reward_model.rollout.name = "vllm"
     build_reward_manager(cfg, max_response_length=8).close()
     assert "reward.reward_model.rollout.name=vllm has no effect" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_scores_agree_and_the_model_leaves_the_device(model_folder):
+    here = [r.score for r in run(config(model_folder), samples())]
+    cpu = RewardModel.load(model_folder, device="cpu")
+    assert here == pytest.approx([score for score, _ in cpu.score(samples())], abs=1e-2)
+    manager = build_reward_manager(config(model_folder), max_response_length=8)
+    manager.submit(samples()[0])
+    manager.collect()
+    model = manager._parts[0].backend._model.model
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())

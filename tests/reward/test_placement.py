@@ -254,8 +254,10 @@ def test_a_helper_process_dies_with_the_worker_that_started_it(build, tmp_path, 
     (tmp_path / "sleeper.py").write_text(
         "def compute_score(completions):\n    import time\n    time.sleep(600)\n"
     )
-    result = run(build(config(str(path), timeout_s=3.0)))[0]
-    assert result.score is None and gone(int((tmp_path / "pid").read_text()))
+    manager = build(config(str(path), timeout_s=2.0))
+    manager.submit(RewardSample(0, "", ""))
+    assert manager.collect()[0].score is None
+    assert gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_users_own_manager_is_found_by_name(build):

@@ -33,6 +33,7 @@ OUTPUT_LIMIT = 4 << 20
 _ERROR_LIMIT = 64 << 10
 _NOBODY = 65534
 _WATCH_S = 0.1
+_START_LIMIT_S = 30.0
 _SOURCE = "/solution.py"
 _SCRATCH = "/scratch"
 
@@ -140,56 +141,77 @@ def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
             return Outcome("sandbox", stderr=f"{type(error).__name__}: {error}")
         os.close(started_there)
         try:
-            end, stdout, stderr = _attend(process, settings, began)
+            watch = _Watch(process, started_here, settings)
+            end = watch.until_end()
         finally:
             processes.end_all(process.pid, token)
             process.wait()
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
-        started = os.read(started_here, 1) == b"1"
     if end == "ok" and process.returncode != 0:
         end = "timeout" if process.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU) else "error"
     return Outcome(
-        end if started else "sandbox",
-        stdout.decode(errors="replace"),
-        stderr.decode(errors="replace"),
+        end if watch.started else "sandbox",
+        watch.out.decode(errors="replace"),
+        watch.err.decode(errors="replace"),
         process.returncode,
         time.monotonic() - began,
     )
 
 
-def _attend(process: subprocess.Popen[bytes], settings: Settings, began: float) -> tuple[End, bytes, bytes]:
-    """Read what it prints until it ends or breaks a limit."""
-    assert process.stdout is not None and process.stderr is not None
-    out, err = bytearray(), bytearray()
-    deadline, next_watch = began + settings.timeout_s, began + _WATCH_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ, out)
-        selector.register(process.stderr, selectors.EVENT_READ, err)
-        while selector.get_map():
-            now = time.monotonic()
-            if now >= deadline:
-                return "timeout", bytes(out), bytes(err)
-            if now >= next_watch:
-                tree = processes.trees([process.pid])[process.pid]
-                if tree.resident_bytes > (settings.memory_limit_mb << 20):
-                    return "memory", bytes(out), bytes(err)
-                next_watch = time.monotonic() + max(_WATCH_S, 20 * (time.monotonic() - now))
-            for key, _ in selector.select(max(0.0, min(deadline, next_watch) - now)):
-                data = os.read(key.fd, 1 << 16)
-                if not data:
-                    selector.unregister(key.fileobj)
-                    continue
-                key.data.extend(data)
-                if len(out) > OUTPUT_LIMIT:
-                    return "output", bytes(out[:OUTPUT_LIMIT]), bytes(err)
-                del err[:-_ERROR_LIMIT]
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:  # it closed its output and goes on
-        return "timeout", bytes(out), bytes(err)
-    return "ok", bytes(out), bytes(err)
+class _Watch:
+    """Reads what a program prints until it ends or breaks a limit. Its time counts from its own first line."""
+
+    def __init__(self, process: subprocess.Popen[bytes], started_fd: int, settings: Settings) -> None:
+        self.process = process
+        self.started = False
+        self.out, self.err = bytearray(), bytearray()
+        self._started_fd = started_fd
+        self._settings = settings
+        self._deadline = time.monotonic() + _START_LIMIT_S
+        self._next_look = time.monotonic() + _WATCH_S
+
+    def until_end(self) -> End:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._started_fd, selectors.EVENT_READ)
+            selector.register(self.process.stdout, selectors.EVENT_READ, self.out)
+            selector.register(self.process.stderr, selectors.EVENT_READ, self.err)
+            while selector.get_map():
+                now = time.monotonic()
+                if now >= self._deadline:
+                    return "timeout"
+                if now >= self._next_look and self._too_much_memory(now):
+                    return "memory"
+                for key, _ in selector.select(max(0.0, min(self._deadline, self._next_look) - now)):
+                    data = os.read(key.fd, 1 << 16)
+                    if key.fd == self._started_fd:
+                        self._start(data)
+                    if not data or key.fd == self._started_fd:
+                        selector.unregister(key.fileobj)
+                        continue
+                    key.data.extend(data)
+                    del self.err[:-_ERROR_LIMIT]
+                    if len(self.out) > OUTPUT_LIMIT:
+                        del self.out[OUTPUT_LIMIT:]
+                        return "output"
+        try:
+            self.process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:  # it closed its output and goes on
+            return "timeout"
+        return "ok"
+
+    def _start(self, data: bytes) -> None:
+        if data:
+            self.started = True
+            self._deadline = time.monotonic() + self._settings.timeout_s
+
+    def _too_much_memory(self, now: float) -> bool:
+        tree = processes.trees([self.process.pid])[self.process.pid]
+        done = time.monotonic()
+        self._next_look = done + max(_WATCH_S, 20 * (done - now))
+        return tree.resident_bytes > (self._settings.memory_limit_mb << 20)
 
 
 def _bubblewrap(settings: Settings, source_fd: int, filter_fd: int | None, inner: list[str]) -> list[str]:

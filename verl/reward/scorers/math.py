@@ -153,20 +153,11 @@ def symbolically_equal(left: str, right: str) -> bool:
                 WorkerPool,  # only needed here; the pool's own worker imports this module
             )
 
-            spec = FunctionSpec("verl.reward.scorers.math:verify", label="math-verify")
+            spec = FunctionSpec("verl.reward.scorers.algebra:verify", label="math-verify")
             _helper = WorkerPool([spec], timeout_s=SYMBOLIC_TIMEOUT_S, memory_limit_mb=2048, quiet=True)
         _helper.submit(0, 0, [RewardSample(0, "", left, ground_truth=right)])
         result = _helper.drain()[0][0]
     return result.score == 1.0
-
-
-def verify(response: str, ground_truth: str) -> float:
-    """Runs in the helper process only: neither bounded in time nor in memory by itself."""
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    import math_verify
-
-    parsed = [math_verify.parse(f"${text}$", parsing_timeout=None) for text in (ground_truth, response)]
-    return float(math_verify.verify(*parsed, timeout_seconds=None))
 
 
 def _available() -> bool:
