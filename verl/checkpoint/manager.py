@@ -231,12 +231,23 @@ class CheckpointManager:
         beside training."""
         peers = Records(job.work, self._ranks.rank, self._ranks.world_size, self._peer_timeout_s)
         written = self._guarded(lambda: self._write(job), job)
-        written = self._guarded(lambda: peers.post(job.records if written else None), job) and written
+        written = written and self._guarded(lambda: peers.post(job.records), job)
+        if not written:
+            peers.give_up()
         if not self._ranks.first:
             return job.final if written else None
-        if not self._guarded(lambda: self._commit(job, peers), job):
+        if not (written and self._guarded(lambda: self._commit(job, peers), job)):
             self._discard(job)
             return None
+        # The checkpoint is complete; what follows can only fail to be tidy.
+        for action in (
+            lambda: write_tracker(self.run_folder, job.step),
+            lambda: apply(self.run_folder, self.limits),
+        ):
+            try:
+                action()
+            except OSError as error:
+                logger.warning("checkpoint %s is complete, but tidying up failed: %s", job.final.name, error)
         return job.final
 
     def _commit(self, job: _Job, peers: Records) -> None:
@@ -263,8 +274,6 @@ class CheckpointManager:
         for folder in sorted({job.work / name for name in records}, key=str):
             sync_folder(folder.parent)
         put_in_place(job.work, job.final)
-        write_tracker(self.run_folder, job.step)
-        apply(self.run_folder, self.limits)
 
     def _background(self, job: _Job) -> None:
         try:

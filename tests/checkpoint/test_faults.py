@@ -1,0 +1,119 @@
+"""Full disks, missing rights, vanished folders: the run goes on and the last checkpoint stays good."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from verl.checkpoint import CheckpointManager, PartSettings
+from verl.checkpoint.manifest import verify
+from verl.checkpoint.steps import list_steps
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("needs `mount`")
+    if done.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [entry.step for entry in list_steps(folder)]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_a_full_disk_costs_the_save_and_nothing_else(
+    small_disk: Path, job: ModuleType, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    """The disk is filled to every point of a save in turn, the last files included."""
+    engine = job.make_engine()
+    settings = {"actor": PartSettings(["model", "optimizer", "extra", "hf_model"], None, background)}
+    manager = CheckpointManager(small_disk / "run", settings, max_actor_to_keep=1, peer_timeout_s=20)
+    manager.save(1, {"actor": engine}, {"step": 1})
+    manager.wait()
+    size = sum(f.stat().st_size for f in (small_disk / "run").rglob("*") if f.is_file())
+    failures = 0
+    for share in (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95):
+        stuffing = small_disk / "stuffing"
+        free = shutil.disk_usage(small_disk).free
+        stuffing.write_bytes(b"x" * max(0, free - int(share * size)))
+        caplog.clear()
+        before = steps_in(small_disk / "run")
+        with caplog.at_level(logging.WARNING):
+            done = manager.save(before[0] + 1, {"actor": engine}, {"step": before[0] + 1})
+            done = manager.wait() if background else done
+        stuffing.unlink()
+        assert all(verify(entry.path) == [] for entry in list_steps(small_disk / "run"))
+        if done is None:
+            failures += 1
+            assert "could not be saved" in caplog.text and "No space left" in caplog.text
+            assert steps_in(small_disk / "run") == before
+            assert not list((small_disk / "run").glob(".global_step*"))
+        assert (
+            CheckpointManager(small_disk / "run").resume({"actor": engine})["step"]
+            == steps_in(small_disk / "run")[0]
+        )
+        job.train(engine, 1)
+    assert failures >= 5
+    done = manager.save(50, {"actor": engine}, {"step": 50})
+    assert (manager.wait() if background else done) == small_disk / "run/global_step_50"
+
+
+def test_a_folder_that_vanished_is_made_again(tmp_path: Path, job: ModuleType) -> None:
+    engine = job.make_engine()
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(1, {"actor": engine}, {})
+    shutil.rmtree(tmp_path / "run")
+    assert manager.save(2, {"actor": engine}, {"step": 2}) == tmp_path / "run/global_step_2"
+    assert manager.resume({"actor": engine}) == {"step": 2}
+
+
+def test_a_folder_that_cannot_be_made_again_costs_the_save_only(
+    tmp_path: Path, job: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = job.make_engine()
+    manager = CheckpointManager(tmp_path / "run")
+    (tmp_path / "run").write_text("a file where the folder was")
+    with caplog.at_level(logging.WARNING):
+        assert manager.save(1, {"actor": engine}, {}) is None
+    assert "could not be saved" in caplog.text and "the run goes on" in caplog.text.lower()
+
+
+def test_a_folder_without_write_permission_costs_the_save_only(
+    tmp_path: Path, job: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = job.make_engine()
+    folder = tmp_path / "run"
+    CheckpointManager(folder).save(1, {"actor": engine}, {"step": 1})
+    tmp_path.chmod(0o755)
+    folder.chmod(0o555)
+    as_root = os.geteuid() == 0
+    if as_root:  # root may write anywhere: ask as someone else
+        os.seteuid(65534)
+    try:
+        if os.access(folder, os.W_OK, effective_ids=True):
+            pytest.skip("write permission cannot be taken away here")
+        with caplog.at_level(logging.WARNING):
+            assert CheckpointManager(folder).save(2, {"actor": engine}, {}) is None
+        assert "Permission denied" in caplog.text
+    finally:
+        if as_root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+    assert CheckpointManager(folder).resume({"actor": engine}) == {"step": 1}
