@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="*", default=None, metavar="NAME", help="estimators and losses to time"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--threads", type=int, default=None, help="CPU threads of both sides (default: torch's)"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -155,7 +158,8 @@ def difference(ours: tuple[Tensor, Tensor], loop: tuple[Tensor, Tensor]) -> floa
 
 def run(args: argparse.Namespace) -> int:
     write = sys.stdout.write
-    torch.set_grad_enabled(True)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     kinds = [("estimator", name, estimator_calls) for name in loops.ESTIMATORS]
     kinds += [("loss", name, loss_calls) for name in policy_loss_names()]
     if args.only:
