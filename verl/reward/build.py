@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from verl.errors import ConfigError, RewardError
-from verl.reward import sandbox
+from verl.reward import processes, sandbox
 from verl.reward.evaluate import SCORERS, Function, ScorerFunction, load
 from verl.reward.functions import RewardFunction, Signature
 from verl.reward.inprocess import InProcessBackend
 from verl.reward.loading import FunctionSpec, check_file, spec_of
 from verl.reward.managers import FunctionRewardManager, Part, register_reward_manager
 from verl.reward.overlong import overlong_shaper
-from verl.reward.pool import WorkerPool, default_workers
+from verl.reward.pool import WorkerPool
 from verl.reward.scorers import registered_scorers, uses_sandbox
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def naive(reward_cfg: Any, **arguments: Any) -> FunctionRewardManager:
 @register_reward_manager("prime")
 def prime(reward_cfg: Any, **arguments: Any) -> FunctionRewardManager:
     """`reward.num_workers` processes."""
-    return _build(reward_cfg, workers=reward_cfg.num_workers or default_workers(), **arguments)
+    return _build(reward_cfg, workers=reward_cfg.num_workers or _default_workers(), **arguments)
 
 
 @register_reward_manager("dapo")
@@ -55,13 +55,18 @@ def dapo(reward_cfg: Any, **arguments: Any) -> FunctionRewardManager:
             "reward.reward_manager.name=dapo without reward.overlong_buffer.enable=True: no length penalty "
             "is applied"
         )
-    return _build(reward_cfg, workers=reward_cfg.num_workers or default_workers(), **arguments)
+    return _build(reward_cfg, workers=reward_cfg.num_workers or _default_workers(), **arguments)
 
 
 @register_reward_manager("batch")
 def batch(reward_cfg: Any, **arguments: Any) -> FunctionRewardManager:
     """The function sees the whole batch in one call."""
     return _build(reward_cfg, workers=1, whole_batch=True, **arguments)
+
+
+def _default_workers() -> int:
+    """One per CPU core, at most 8."""
+    return max(1, min(processes.usable_cores(), 8))
 
 
 def _build(

@@ -62,6 +62,8 @@ class FunctionRewardManager(RewardManager):
         self._parts = list(parts)
         self._shapers = list(shapers)
         self._samples: list[RewardSample] = []
+        # Part of every key, so that what an interrupted batch left behind is never taken for a result of this one.
+        self._batch = 0
 
     @property
     def reward_keys(self) -> list[str]:
@@ -106,22 +108,25 @@ class FunctionRewardManager(RewardManager):
         self._samples.append(sample)
         for number, part in enumerate(self._parts):
             if not part.backend.signatures[part.function].is_batch:
-                part.backend.submit((number, position), part.function, [sample])
+                part.backend.submit((self._batch, number, position), part.function, [sample])
 
     def collect(self) -> dict[int, RewardResult]:
         samples, self._samples = self._samples, []
         if not samples:
             return {}
+        batch, self._batch = self._batch, self._batch + 1
         for number, part in enumerate(self._parts):
             if part.backend.signatures[part.function].is_batch:
-                part.backend.submit((number, None), part.function, samples)
+                part.backend.submit((batch, number, None), part.function, samples)
         done: dict[Hashable, list[RewardResult]] = {}
         for backend in _distinct(part.backend for part in self._parts):
             done.update(backend.drain())
         results = []
         for position in range(len(samples)):
             own = [
-                done[number, None][position] if (number, None) in done else done[number, position][0]
+                done[batch, number, None][position]
+                if (batch, number, None) in done
+                else done[batch, number, position][0]
                 for number in range(len(self._parts))
             ]
             results.append(self._join(own))

@@ -15,10 +15,8 @@ import atexit
 import contextlib
 import itertools
 import logging
-import os
 import pickle
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -325,10 +323,8 @@ class WorkerPool:
             what = reason + " and was killed"
         elif status is None:
             what = "closed its result channel and was killed"
-        elif status < 0:
-            what = f"was ended by {_signal_name(-status)}" + (_OOM if -status == signal.SIGKILL else "")
         else:
-            what = f"ended its process with exit code {status}"
+            what = processes.describe_end(status)
         what += worker.last_words()
         if not worker.ready:
             self._start_failed(worker, what)
@@ -390,19 +386,3 @@ class WorkerPool:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._wake_there.send(b".")
-
-
-_OOM = " (often the kernel, out of memory)"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def default_workers() -> int:
-    """One per CPU core this process may use, at most 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, 8))

@@ -86,6 +86,24 @@ def end_all(pid: int, token: str, patience_s: float = 5.0) -> None:
         time.sleep(0.005)
 
 
+def describe_end(status: int) -> str:
+    """What became of a process, from the status Python gives it."""
+    if status >= 0:
+        return f"ended its process with exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was ended by {name}" + (
+        " (often the kernel, out of memory)" if -status == signal.SIGKILL else ""
+    )
+
+
+def usable_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def memory_of_machine() -> int:
     """Bytes this process could have at most: the machine's memory, or less in a container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
