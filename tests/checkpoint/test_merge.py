@@ -1,0 +1,307 @@
+"""The merged folder is the training model, or there is no folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl import model_merger
+from verl.checkpoint import CheckpointManager, PartSettings
+from verl.checkpoint import merge as merge_module
+from verl.checkpoint.hf_check import same_bits
+from verl.checkpoint.hf_weights import empty_model, write_weights
+from verl.checkpoint.merge import MergeOptions, merge
+from verl.checkpoint.source import WeightSource
+from verl.checkpoint.tensors import Chunk, local_chunks, write_chunks
+from verl.errors import CheckpointError
+
+STATE = {"actor": PartSettings(["model", "optimizer", "extra"]), "critic": PartSettings(["model"])}
+
+
+def save(folder: Path, engine: Any, part: str = "actor", tokenizer: Any = None) -> Path:
+    CheckpointManager(folder, STATE).save(5, {part: engine}, {}, tokenizer=tokenizer)
+    return folder / "global_step_5" / part
+
+
+@pytest.mark.parametrize("kind", [{}, {"tied": True}, {"dtype": "bfloat16"}], ids=str)
+def test_the_merged_folder_is_what_the_engine_would_have_written(
+    tmp_path: Path, job: ModuleType, tiny_tokenizer: Any, kind: Any
+) -> None:
+    engine = job.make_engine(**kind)
+    job.train(engine, 1)
+    target = merge(MergeOptions(save(tmp_path / "run", engine, tokenizer=tiny_tokenizer), tmp_path / "out"))
+    engine.save_hf(tmp_path / "live")
+    found, live = (load_file(f / "model.safetensors") for f in (target, tmp_path / "live"))
+    assert set(found) == set(live) and all(same_bits(found[name], live[name]) for name in live)
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(
+        os.listdir(target)
+    )
+    config = json.loads((target / "config.json").read_text())
+    assert config["dtype"] == kind.get("dtype", "float32")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_greedy_answers_of_the_merged_model_are_the_trainers(tmp_path: Path, job: ModuleType) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = job.make_engine(tied=True)
+    for seed in range(4):
+        job.train(engine, seed)
+    target = merge(MergeOptions(save(tmp_path / "run", engine), tmp_path / "out"))
+    merged = AutoModelForCausalLM.from_pretrained(target).eval()
+    prompt = torch.tensor([[5, 9, 3]])
+    answers = []
+    with engine.full_parameters() as own:
+        own.set_attn_implementation("sdpa")
+        for model in (own.eval(), merged):
+            tokens = prompt
+            for _ in range(12):
+                step = model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+                tokens = torch.cat([tokens, step], dim=1)
+            answers.append(tokens.tolist())
+    assert answers[0] == answers[1]
+
+
+def test_a_value_model_merges_and_is_recognised(tmp_path: Path, job: ModuleType) -> None:
+    from transformers import AutoModelForTokenClassification
+
+    engine = job.make_engine("critic")
+    job.train(engine, 1)
+    part = save(tmp_path / "run", engine, "critic")
+    target = merge(MergeOptions(part, tmp_path / "out", is_value_model=True))
+    model = AutoModelForTokenClassification.from_pretrained(target)
+    assert torch.equal(model.score.weight, dict(engine.export_parameters())["score.weight"])
+    actor = save(tmp_path / "other", job.make_engine())
+    with pytest.raises(CheckpointError, match="--is-value-model was given, but .* holds a LlamaForCausalLM"):
+        merge(MergeOptions(actor, tmp_path / "out2", is_value_model=True))
+
+
+def test_another_precision_can_be_asked_for(tmp_path: Path, job: ModuleType) -> None:
+    engine = job.make_engine()
+    job.train(engine, 1)
+    target = merge(MergeOptions(save(tmp_path / "run", engine), tmp_path / "out", dtype="bfloat16"))
+    found = load_file(target / "model.safetensors")
+    for name, value in engine.export_parameters():
+        assert same_bits(found[name], value.to(torch.bfloat16))
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_lora_is_merged_as_the_engine_merges_it_or_kept(tmp_path: Path, job: ModuleType) -> None:
+    peft = pytest.importorskip("peft")
+    base = job.make_model(0)
+    base.save_pretrained(tmp_path / "base")
+    engine = job.make_engine(lora_rank=2)
+    for seed in range(3):
+        job.train(engine, seed)
+    part = save(tmp_path / "run", engine)
+    merged = load_file(
+        merge(MergeOptions(part, tmp_path / "m", base_dir=tmp_path / "base")) / "model.safetensors"
+    )
+    exported = dict(engine.export_parameters())
+    assert set(merged) == set(exported)
+    for name, value in exported.items():
+        assert torch.allclose(merged[name], value, atol=1e-7), name
+    assert not torch.equal(
+        merged["model.layers.0.mlp.up_proj.weight"], base.model.layers[0].mlp.up_proj.weight
+    )
+
+    kept = merge(MergeOptions(part, tmp_path / "k", lora="keep"))
+    model = peft.PeftModel.from_pretrained(job.make_model(0), kept).merge_and_unload()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, exported[name], atol=1e-6), name
+    with pytest.raises(CheckpointError, match="--base_dir"):
+        merge(MergeOptions(part, tmp_path / "x"))
+
+
+def _change(folder: Path, change: Any) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+FAULTS = {
+    "a bit": lambda w: w["model.norm.weight"].view(torch.int32)[3].bitwise_xor_(1),
+    "a lost tensor": lambda w: w.pop("model.layers.1.mlp.up_proj.weight"),
+    "two swapped": lambda w: w.update(
+        {
+            "model.layers.0.mlp.up_proj.weight": w["model.layers.1.mlp.up_proj.weight"],
+            "model.layers.1.mlp.up_proj.weight": w["model.layers.0.mlp.up_proj.weight"].clone(),
+        }
+    ),
+    "a surplus tensor": lambda w: w.update({"model.extra": torch.zeros(2)}),
+    "another type": lambda w: w.update({"model.norm.weight": w["model.norm.weight"].double()}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_merge_that_loses_or_changes_a_tensor_is_refused_and_leaves_nothing(
+    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    part = save(tmp_path / "run", job.make_engine())
+
+    def faulty(folder: Path, *arguments: Any) -> Any:
+        written = write_weights(folder, *arguments)
+        _change(folder, FAULTS[fault])
+        return written
+
+    monkeypatch.setattr(merge_module, "write_weights", faulty)
+    arguments = ["merge", "--local_dir", str(part), "--target_dir", str(tmp_path / "out")]
+    assert model_merger.main(arguments) == 2
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_a_model_that_answers_otherwise_is_refused(
+    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tensors right, but the configuration makes another model of them."""
+    part = save(tmp_path / "run", job.make_engine())
+    original = merge_module.check_tensors
+
+    def then_spoil(folder: Path, *arguments: Any) -> int:
+        count = original(folder, *arguments)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+        return count
+
+    monkeypatch.setattr(merge_module, "check_tensors", then_spoil)
+    with pytest.raises(CheckpointError, match="answers a fixed prompt otherwise"):
+        merge(MergeOptions(part, tmp_path / "out"))
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_a_damaged_checkpoint_is_not_merged(tmp_path: Path, job: ModuleType) -> None:
+    part = save(tmp_path / "run", job.make_engine())
+    file = next((part / "model").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged: actor/model/model_world_size_1_rank_0.safetensors"):
+        merge(MergeOptions(part, tmp_path / "out"))
+
+
+def test_a_target_in_use_is_not_overwritten_unless_asked(tmp_path: Path, job: ModuleType) -> None:
+    part = save(tmp_path / "run", job.make_engine())
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/precious").write_text("p")
+    with pytest.raises(CheckpointError, match="not empty.*--overwrite"):
+        merge(MergeOptions(part, tmp_path / "out"))
+    assert (tmp_path / "out/precious").exists()
+    merge(MergeOptions(part, tmp_path / "out", overwrite=True))
+    assert not (tmp_path / "out/precious").exists() and (tmp_path / "out/model.safetensors").exists()
+
+
+def test_the_folder_may_be_named_as_the_pages_name_it(tmp_path: Path, job: ModuleType) -> None:
+    save(tmp_path / "run", job.make_engine())
+    for index, name in enumerate(("global_steps_5/actor", "global_step_5", "global_step_5/actor/")):
+        assert merge(MergeOptions(tmp_path / "run" / name, tmp_path / f"out{index}", logits=False)).exists()
+    for name, words in (
+        ("global_step_5/critic", "not a folder"),
+        ("", "has no ckpt_contents.json|not a folder"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            merge(MergeOptions(tmp_path / "run" / name, tmp_path / "no"))
+
+
+def test_tying_is_refused_when_the_output_matrix_is_another(tmp_path: Path, job: ModuleType) -> None:
+    part = save(tmp_path / "run", job.make_engine(tied=False))
+    with pytest.raises(CheckpointError, match="'lm_head.weight' differs from 'model.embed_tokens.weight'"):
+        merge(MergeOptions(part, tmp_path / "out", tie_word_embedding=True))
+    engine = job.make_engine(tied=True)
+    target = merge(MergeOptions(save(tmp_path / "tied", engine), tmp_path / "out2", tie_word_embedding=True))
+    assert "lm_head.weight" not in load_file(target / "model.safetensors")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "phi", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_architecture_is_written_as_transformers_writes_it(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    """In several shard files, from a source cut into two ranks' shards."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32,
+        "tie_word_embeddings": tied, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    if architecture == "qwen3_moe":
+        options |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **options)
+    model = AutoModelForCausalLM.from_config(config)
+    state = {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    halves: list[list[Chunk]] = [[], []]
+    for name, value in state.items():
+        cut = (value.shape[0] + 1) // 2
+        rest = (0,) * (value.ndim - 1)
+        halves[0].append(Chunk(name, (0, *rest), value[:cut]))
+        if cut < value.shape[0]:
+            halves[1].append(Chunk(name, (cut, *rest), value[cut:]))
+    files = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    for file, chunks in zip(files, halves, strict=True):
+        write_chunks(file, chunks)
+    (tmp_path / "out").mkdir()
+    with WeightSource(files) as source:
+        written = write_weights(
+            tmp_path / "out", source, empty_model(config), torch.float32, shard_bytes=8000
+        )
+    assert len(written) > 2
+    model.save_pretrained(tmp_path / "reference")
+    reference = load_file(tmp_path / "reference/model.safetensors")
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == set(reference)
+    for file in set(index.values()):
+        for name, value in load_file(tmp_path / "out" / file).items():
+            assert index[name] == file and same_bits(value, reference[name]), name
+
+
+def test_writing_holds_one_tensor_at_a_time(
+    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import weakref
+
+    model = job.make_model(num_hidden_layers=6)
+    write_chunks(tmp_path / "x.safetensors", local_chunks(model.state_dict()))
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    original = WeightSource.get
+
+    def counted(self: WeightSource, name: str) -> torch.Tensor:
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in alive))
+        alive.append(weakref.ref(value := original(self, name)))
+        return value
+
+    monkeypatch.setattr(WeightSource, "get", counted)
+    (tmp_path / "out").mkdir()
+    with WeightSource([tmp_path / "x.safetensors"]) as source:
+        write_weights(tmp_path / "out", source, empty_model(model.config), torch.float32)
+    assert len(alive) > 50 and most <= 1
+
+
+def test_the_test_word_tells_what_differs(
+    tmp_path: Path, job: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = job.make_engine()
+    part = save(tmp_path / "run", engine)
+    target = merge(MergeOptions(part, tmp_path / "out"))
+    compare = ["test", "--backend", "fsdp", "--local_dir", str(part), "--test_hf_dir", str(target)]
+    assert model_merger.main(compare) == 0
+    assert "all equal" in capsys.readouterr().out
+    merge(MergeOptions(part, tmp_path / "half", dtype="bfloat16"))
+    assert model_merger.main([*compare[:-1], str(tmp_path / "half")]) == 0
+    assert "equal as bfloat16" in capsys.readouterr().out
+    _change(target, lambda w: w["model.norm.weight"].add_(0.5))
+    assert model_merger.main(compare) == 1
+    out = capsys.readouterr().out
+    assert (
+        "model.norm.weight: 16 of 16 numbers differ, by at most 0.5" in out
+        and "1 of 21 tensors differ" in out
+    )
