@@ -238,3 +238,11 @@ def test_log_ratios_are_bounded_by_twenty(level):
     weights, _, _ = compute_rollout_correction(old, roll, torch.ones(1, 2), config)
     wanted = [20.0, -5.0] if level == "token" else [15.0, 15.0]
     assert weights.log().tolist() == [pytest.approx(wanted)]
+
+
+@pytest.mark.parametrize("rule", [name for name in REJECTION_RULES if not name.endswith("k1")])
+def test_padding_never_rejects_a_sequence(rule, make_batch):
+    """With a lower bound above 0, a masked position counted as 'no difference' would."""
+    batch = make_batch(1)
+    _, mask, _ = correct(batch, rollout_rs=rule, rollout_rs_threshold="1e-12_1e12")
+    assert torch.equal(mask, batch.mask)
