@@ -33,6 +33,9 @@ def run(args: argparse.Namespace) -> int:
     from verl.trainer.setup import quiet_transformers
 
     quiet_transformers()
+    show.line(
+        "A tiny language model learns to answer word problems: no download, a few minutes, two CPU cores."
+    )
     show.headline("1  a tiny model and its data")
     parameters = build_model_folder(out / "model", args.seed)
     files = write_files(out / "data", args.seed)

@@ -22,7 +22,7 @@ from verl.data.tasks.word_problems import PLANS, Plan, Story, WordProblems
 
 DIFFICULTY = 2
 READS_THE_QUESTION = 0.28
-HABIT: dict[Plan, float] = {"add": 0.94, "subtract": 0.02, "first": 0.02, "second": 0.02}
+HABIT: dict[Plan, float] = {"add": 0.88, "subtract": 0.08, "first": 0.02, "second": 0.02}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Files:
 
 
 def write_files(
-    folder: Path, seed: int, *, demonstrations: int = 20_000, train: int = 4000, held_out: int = 300
+    folder: Path, seed: int, *, demonstrations: int = 24_000, train: int = 4000, held_out: int = 300
 ) -> Files:
     """All files of one demo run. The held-out problems are the same for every seed."""
     files = Files(*(folder / f"{name}.parquet" for name in ("sft_train", "sft_val", "train", "held_out")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ def line(text: str) -> None:
 
 def command(words: str, arguments: Sequence[str]) -> None:
     """The command this stage is, as it could be typed."""
-    line(f"$ {words} \\\n    " + " \\\n    ".join(arguments))
+    line(f"$ {words} \\\n    " + " \\\n    ".join(shlex.quote(argument) for argument in arguments))
 
 
 def samples(before: Sequence[Answer], after: Sequence[Answer]) -> None:

@@ -13,8 +13,8 @@ from verl.demo.data import Files
 if TYPE_CHECKING:
     from verl.trainer.main_ppo import RunResult
 
-SFT_STEPS = 350
-RL_STEPS = 40
+SFT_STEPS = 450
+RL_STEPS = 45
 REWARD_FILE = Path(__file__).with_name("reward.py")
 LOGGER = "demo"
 
@@ -53,7 +53,7 @@ def rl_arguments(model: Path, files: Files, folder: Path, seed: int) -> list[str
         "actor_rollout_ref.actor.optim.lr=5e-4",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
         f"trainer.total_training_steps={RL_STEPS}",
-        "trainer.test_freq=10",
+        "trainer.test_freq=15",
         *_run_arguments("grpo", folder, seed),
     ]
 
