@@ -101,11 +101,11 @@ class TrainEngine(ABC):
     def save_hf(self, folder: Path) -> None:
         """Write an ordinary Hugging Face folder: weights as safetensors, config, generation config (rank 0 writes)."""
 
-    def offload(self, model: bool = True, optimizer: bool = True) -> None:
+    def offload(self, model: bool = True, optimizer: bool = True) -> None:  # noqa: B027  an engine may have nothing to do
         """Move parameters and optimiser state to host memory until `onload`."""
 
-    def onload(self, model: bool = True, optimizer: bool = True) -> None:
+    def onload(self, model: bool = True, optimizer: bool = True) -> None:  # noqa: B027  an engine may have nothing to do
         """Bring them back."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  an engine may have nothing to do
         """Release everything."""

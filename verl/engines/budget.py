@@ -43,12 +43,14 @@ def measure(
     probe: Callable[[int], None], device: torch.device, *, reserve_bytes: int = 0, label: str = ""
 ) -> int:
     """Tokens per micro-batch. `probe(n)` runs one pass over n tokens; `reserve_bytes` will be needed elsewhere."""
-    if device.type == "cuda":
-        fixed, slope = _cuda_cost(probe, device)
-        cap = CAP_CUDA
-    else:
-        fixed, slope = 0.0, _saved_bytes(probe, 128) / 128
-        cap = CAP_CPU
+    cap = CAP_CUDA if device.type == "cuda" else CAP_CPU
+    try:
+        fixed, slope = _cuda_cost(probe, device) if device.type == "cuda" else _host_cost(probe)
+    except torch.OutOfMemoryError:
+        log.warning(
+            "%s: even the probe does not fit into device memory; micro-batches of %d tokens", label, SMALLEST
+        )
+        return SMALLEST
     tokens = fitting_tokens(free_bytes(device) - reserve_bytes, fixed, slope, cap)
     log.info(
         "%s: micro-batches of up to %d tokens (measured: %.1f KiB per token, %.2f GiB free)",
@@ -76,8 +78,9 @@ def _cuda_cost(probe: Callable[[int], None], device: torch.device) -> tuple[floa
     return max(peaks[0] - slope * few, 0.0), slope
 
 
-def _saved_bytes(probe: Callable[[int], None], tokens: int) -> float:
-    """What autograd keeps for the backward pass, each storage once."""
+def _host_cost(probe: Callable[[int], None]) -> tuple[float, float]:
+    """What autograd keeps for the backward pass, each storage once: (0, per token)."""
+    tokens = 128
     seen: dict[int, int] = {}
 
     def count(x: torch.Tensor) -> torch.Tensor:
@@ -86,4 +89,4 @@ def _saved_bytes(probe: Callable[[int], None], tokens: int) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
         probe(tokens)
-    return float(sum(seen.values()))
+    return 0.0, sum(seen.values()) / tokens

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from verl.models.lora import merged_weights
+from verl.models.quiet import quiet_transformers
 from verl.models.value_model import ValueModel
 
 
@@ -21,6 +22,18 @@ def whole_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
     an engine that keeps its own copy of the output matrix would otherwise keep a stale one."""
     for name, value in merged_weights(model):
         yield name, value.to(dtype) if value.is_floating_point() else value
+
+
+def exported_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same under the names of the model's files. Where transformers joins tensors on loading (the experts of a
+    mixture), they come apart again, because that is what other engines read."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, value in whole_weights(model, dtype):
+        if isinstance(model, ValueModel):
+            yield name, value
+        else:
+            yield from revert_weight_conversion(model, {name: value}).items()
 
 
 def save_folder(model: Any, folder: Path, dtype: torch.dtype, write: bool) -> None:
@@ -39,18 +52,11 @@ def save_folder(model: Any, folder: Path, dtype: torch.dtype, write: bool) -> No
 
 
 def _save_causal_lm(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    from transformers.utils import logging as transformers_logging
-
     for name, target in (getattr(model, "_tied_weights_keys", None) or {}).items():
         if model.config.tie_word_embeddings and name in weights and target in weights:
             del weights[name]
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
+    with quiet_transformers():
         model.save_pretrained(folder, state_dict=weights)
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _save_value_model(model: ValueModel, weights: dict[str, torch.Tensor], folder: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from verl.algorithms.aggregation import batch_counts
 from verl.data.proto import DataProto
 from verl.engines.base import LossFn, TrainEngine
-from verl.engines.export import save_folder, whole_weights
+from verl.engines.export import exported_weights, save_folder
 from verl.engines.guard import NonFiniteGuard
 from verl.engines.offload import move_model
 from verl.engines.optim import MasterAdamW
@@ -160,7 +160,7 @@ class FSDPEngine(TrainEngine):
             yield self.model
 
     def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return whole_weights(self.model, self.settings.dtype)
+        return exported_weights(self.model, self.settings.dtype)
 
     def save_hf(self, folder: Path) -> None:
         with self.ranks.watching():

@@ -115,11 +115,13 @@ class Passes:
             self.release()
             return
         self.model.train()
-        with self.activation_context():
-            answers = self.run(described, options)
-        if any(answer.requires_grad for answer in answers.values()):
-            _sum_of(answers).mul(0.0).backward()
-        self.clear_gradients()
+        try:
+            with self.activation_context():
+                answers = self.run(described, options)
+            if any(answer.requires_grad for answer in answers.values()):
+                _sum_of(answers).mul(0.0).backward()
+        finally:
+            self.clear_gradients()
 
     def try_once(self) -> None:
         """A few tokens forward and backward, to see whether the model runs at all."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from verl.errors import ModelError
+from verl.models.quiet import quiet_transformers
 from verl.models.value_model import ValueModel
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,10 @@ def _first_line(error: BaseException) -> str:
 def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     source = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
     try:
-        return auto_class.from_pretrained(
-            source, config=config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+        with quiet_transformers():
+            return auto_class.from_pretrained(
+                source, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"cannot load weights from {path!r}: {_first_line(error)} (model.path)") from error
 

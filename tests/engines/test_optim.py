@@ -1,0 +1,264 @@
+"""AdamW over masters, its schedule and its cheaper variants."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from verl.engines.low_memory_adamw import Quantised, round_stochastically
+from verl.engines.optim import MasterAdamW
+from verl.engines.schedule import Schedule
+from verl.errors import ConfigError
+
+
+def parameters(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "matrix": nn.Parameter(torch.randn(6, 5, generator=generator).to(dtype)),
+        "vector": nn.Parameter(torch.randn(7, generator=generator).to(dtype)),
+    }
+
+
+def run(optimizer, params, steps=4, micro_batches=1):
+    generator = torch.Generator().manual_seed(9)
+    results = []
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            target = {name: torch.randn(param.shape, generator=generator) for name, param in params.items()}
+            loss = sum(((param.float() - target[name]) ** 2).sum() for name, param in params.items())
+            loss.backward()
+        results.append(optimizer.step())
+    return results
+
+
+def test_float32_parameters_are_their_own_masters_and_follow_torch():
+    params, reference = parameters(), parameters()
+    optimizer = MasterAdamW(params.items(), schedule=Schedule(lr=0.1), weight_decay=0.1)
+    assert all(optimizer.masters[name] is param for name, param in params.items())
+    groups = [
+        {"params": [reference["matrix"]], "weight_decay": 0.1},
+        {"params": [reference["vector"]], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(groups, lr=0.1)
+    run(optimizer, params)
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(4):
+        target = {name: torch.randn(param.shape, generator=generator) for name, param in reference.items()}
+        sum(((p - target[name]) ** 2).sum() for name, p in reference.items()).backward()
+        plain.step()
+        plain.zero_grad()
+    for name, param in params.items():
+        torch.testing.assert_close(param, reference[name], rtol=1e-6, atol=1e-6)
+
+
+def test_half_precision_parameters_learn_steps_smaller_than_their_rounding():
+    """0.0001 is below the rounding step of bfloat16 at 1: without a master nothing would ever move."""
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    same = param
+    optimizer = MasterAdamW([("w", param)], schedule=Schedule(lr=1e-4))
+    for _ in range(50):
+        param.float().sum().backward()
+        optimizer.step()
+    assert optimizer.masters["w"][0].item() == pytest.approx(1 - 50e-4, abs=1e-5)
+    assert param is same and param[0].item() == pytest.approx(0.995, abs=0.003)
+    assert torch.equal(param, optimizer.masters["w"].bfloat16())
+
+
+def test_gradients_of_many_micro_batches_are_summed_in_float32():
+    """256 + 1 is 256 in bfloat16; the sum of 256 and sixteen ones is not."""
+    param = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([("w", param)], schedule=Schedule(lr=0.0))
+    (param * 256).sum().backward()
+    assert optimizer.named_gradients()["w"].dtype == torch.bfloat16  # one micro-batch needs no copy
+    for _ in range(16):
+        param.sum().backward()
+    assert optimizer.named_gradients()["w"].item() == 272.0
+    assert optimizer.step()["grad_norm"] == pytest.approx(272.0)
+
+
+def test_clipping_bounds_the_norm_and_reports_the_one_before():
+    params = parameters()
+    taken = {}
+
+    class Spy:
+        def step(self, gradients, lr, factor):
+            taken.update({name: gradient * factor for name, gradient in gradients.items()})
+
+    optimizer = MasterAdamW(params.items(), schedule=Schedule(lr=0.1), grad_clip=0.5)
+    optimizer.rule = Spy()
+    sum((param**2).sum() for param in params.values()).backward()
+    expected = math.sqrt(sum(float((2 * param.detach()).square().sum()) for param in params.values()))
+    result = optimizer.step()
+    assert result["grad_norm"] == pytest.approx(expected, rel=1e-5)
+    after = math.sqrt(sum(float(gradient.square().sum()) for gradient in taken.values()))
+    assert after == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype, poison):
+    params = parameters(dtype)
+    optimizer = MasterAdamW(params.items(), schedule=Schedule(lr=0.1, kind="linear", total_steps=10))
+    run(optimizer, params, steps=2)
+    before = {name: param.detach().clone() for name, param in params.items()}
+    moments = {n: s.clone() for n, s in optimizer.state_dict()["exp_avg"].items()}
+    (params["vector"].float() * torch.tensor([poison, 1, 1, 1, 1, 1, 1])).sum().backward()
+    result = optimizer.step()
+    assert result["skipped"] == 1.0 and optimizer.step_count == 2
+    assert all(torch.equal(param, before[name]) for name, param in params.items())
+    assert all(torch.equal(s, moments[n]) for n, s in optimizer.state_dict()["exp_avg"].items())
+    assert run(optimizer, params, steps=1)[0]["skipped"] == 0.0
+
+
+def test_state_comes_back_bit_for_bit():
+    for dtype in (torch.float32, torch.bfloat16):
+        params, other = parameters(dtype), parameters(dtype, seed=3)
+        first = MasterAdamW(params.items(), schedule=Schedule(lr=0.05))
+        second = MasterAdamW(other.items(), schedule=Schedule(lr=0.05))
+        run(first, params)
+        state = first.state_dict()
+        for name, master in second.masters.items():
+            with torch.no_grad():
+                master.copy_(first.masters[name])
+        second.write_back()
+        second.load_state_dict(state)
+        run(first, params)
+        run(second, other)
+        assert all(torch.equal(param, other[name]) for name, param in params.items())
+
+
+def test_gradients_can_be_rolled_back():
+    params = parameters(torch.bfloat16)
+    optimizer = MasterAdamW(params.items(), schedule=Schedule(lr=0.1))
+    params["matrix"].float().sum().backward()
+    snapshot = optimizer.gradient_snapshot()
+    sum(param.float().square().sum() for param in params.values()).backward()
+    optimizer.restore_gradients(snapshot)
+    found = optimizer.named_gradients()
+    assert found.keys() == {"matrix"} and torch.equal(found["matrix"].float(), torch.ones(6, 5))
+
+
+def test_many_buckets_step_like_one(monkeypatch):
+    from verl.engines import optim
+
+    params, other = parameters(), parameters()
+    whole = MasterAdamW(params.items(), schedule=Schedule(lr=0.1), grad_clip=0.3)
+    monkeypatch.setattr(optim, "BUCKET", 8)
+    cut = MasterAdamW(other.items(), schedule=Schedule(lr=0.1), grad_clip=0.3)
+    assert len(cut.rule.buckets) == 2
+    run(whole, params)
+    run(cut, other)
+    for name, param in params.items():
+        torch.testing.assert_close(param, other[name])
+
+
+def test_float16_searches_a_loss_scale():
+    params = parameters(torch.float16)
+    optimizer = MasterAdamW(params.items(), schedule=Schedule(lr=0.01), scale_loss=True)
+    start = optimizer.loss_scale
+    assert start > 1
+    (params["vector"].float().sum() * optimizer.loss_scale * 1e9).backward()
+    assert optimizer.step()["skipped"] == 1.0 and optimizer.loss_scale == start / 2
+    (params["vector"].float().sum() * optimizer.loss_scale).backward()
+    assert optimizer.step()["grad_norm"] == pytest.approx(math.sqrt(7), rel=1e-3)
+
+
+# -- cheaper variants -----------------------------------------------------------------------------------------------
+
+
+def test_int8_moments_stay_close_to_float32():
+    params, exact = parameters(), parameters()
+    small = MasterAdamW(params.items(), schedule=Schedule(lr=0.05), moments="int8")
+    full = MasterAdamW(exact.items(), schedule=Schedule(lr=0.05))
+    run(small, params, steps=10)
+    run(full, exact, steps=10)
+    for name, param in params.items():
+        assert (param - exact[name]).abs().max() < 0.05
+        assert not torch.equal(param, exact[name])
+    held = small.rule._first["matrix"]
+    assert held.codes.dtype == torch.int8
+
+
+def test_int8_state_survives_a_round_trip():
+    params = parameters()
+    optimizer = MasterAdamW(params.items(), schedule=Schedule(lr=0.05), moments="int8")
+    run(optimizer, params)
+    codes = {name: held.codes.clone() for name, held in optimizer.rule._root_second.items()}
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(held.codes, codes[name]) for name, held in optimizer.rule._root_second.items())
+
+
+def test_quantising_the_second_moment_never_shrinks_it():
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(0)) ** 4
+    held = Quantised(x, signed=False)
+    held.set(x, up=True)
+    assert (held.get() >= x * 0.99 - 1e-5).all()
+
+
+def test_stochastic_rounding_is_right_on_average():
+    x = torch.full((20000,), 1.0 + 1 / 512)
+    rounded = round_stochastically(x, torch.bfloat16, torch.Generator().manual_seed(0))
+    assert set(rounded.float().unique().tolist()) == {1.0, 1.0078125}
+    assert rounded.float().mean().item() == pytest.approx(1 + 1 / 512, abs=1e-4)
+
+
+def test_stochastic_rounding_trains_without_masters():
+    param = nn.Parameter(torch.ones(2000, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([("w", param)], schedule=Schedule(lr=1e-4), stochastic_rounding=True)
+    assert optimizer.masters["w"] is param
+    for _ in range(50):
+        param.float().sum().backward()
+        optimizer.step()
+    assert param.float().mean().item() == pytest.approx(0.995, abs=5e-4)
+
+
+# -- schedules ------------------------------------------------------------------------------------------------------
+
+
+def test_constant_after_warm_up():
+    schedule = Schedule(lr=1.0, warmup_steps=3)
+    assert [schedule.at(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_linear_and_cosine_end_at_the_minimum():
+    linear = Schedule(lr=2.0, kind="linear", total_steps=10, min_lr_ratio=0.1)
+    assert (
+        linear.at(0) == 2.0
+        and linear.at(5) == pytest.approx(2.0 * 0.55)
+        and linear.at(10) == pytest.approx(0.2)
+    )
+    cosine = Schedule(lr=2.0, kind="cosine", warmup_steps=2, total_steps=12)
+    assert cosine.at(2) == 2.0
+    assert cosine.at(7) == pytest.approx(1.0)
+    assert cosine.at(12) == pytest.approx(0.0) and cosine.at(50) == pytest.approx(0.0)
+
+
+class Section:
+    lr = 1.0
+    lr_scheduler_type = "cosine"
+    lr_warmup_steps = -1
+    lr_warmup_steps_ratio = 0.2
+    min_lr_ratio = 0.0
+
+
+def test_warm_up_in_steps_or_as_a_share():
+    assert Schedule.from_config(Section, 20).warmup_steps == 4
+    explicit = type("Explicit", (Section,), {"lr_warmup_steps": 7})
+    assert Schedule.from_config(explicit, 20).warmup_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr_scheduler_type": "wavy", "lr_warmup_steps": 0}, "wavy.*constant, cosine, linear"),
+        ({}, "total_training_steps"),
+        ({"lr_scheduler_type": "constant"}, "lr_warmup_steps_ratio=0.2"),
+        ({"lr_warmup_steps_ratio": 0.0}, "needs the number of optimiser steps"),
+    ],
+)
+def test_impossible_schedules_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Schedule.from_config(type("Changed", (Section,), changes), None)
