@@ -27,6 +27,7 @@ from verl.checkpoint.files import FileRecord, files_below, record_of, sync_file,
 from verl.checkpoint.hf_folder import stream_weights, write_hf_folder
 from verl.checkpoint.manifest import Manifest, installed_versions, read_manifest, verify, write_manifest
 from verl.checkpoint.parts import Snapshot, load_part, load_tree, save_tree, snapshot, write_snapshot
+from verl.checkpoint.plain import Encoded, encode
 from verl.checkpoint.ranks import Ranks
 from verl.checkpoint.retention import Limits, apply
 from verl.checkpoint.staging import Staging
@@ -67,8 +68,8 @@ class _Job:
     final: Path
     snapshots: dict[str, Snapshot]
     contents: dict[str, list[str]]
-    trainer_state: Any
-    random_state: Any
+    trees: dict[str, Encoded]
+    """The trainer's state and this rank's random states, as they were at the moment of saving."""
     metrics: dict[str, float]
     records: dict[str, FileRecord] = field(default_factory=dict)
     to_stream: list[str] = field(default_factory=list)
@@ -152,7 +153,6 @@ class CheckpointManager:
         job = self._start(step, engines, trainer_state, metrics or {}, copy=background)
         steps = (
             lambda: self._open(job),
-            lambda: self._write_states(job),
             lambda: self._write_hf(job, engines, tokenizer),
         )
         # After each, all ranks agree whether to go on: one that failed alone would leave the others waiting.
@@ -190,14 +190,16 @@ class CheckpointManager:
             contents[name] = self._contents(name, engine)
             taken = snapshot(engine, contents[name])
             snapshots[name] = self._staging.copy(name, taken) if copy else taken
+        trees = {RANDOM_STATE.format(self._ranks.rank): encode(rng.capture())}
+        if self._ranks.first:
+            trees[TRAINER_STATE] = encode(dict(trainer_state))
         return _Job(
             step=step,
             work=work_folder(self.run_folder, step),
             final=self.run_folder / step_name(step),
             snapshots=snapshots,
             contents=contents,
-            trainer_state=dict(trainer_state),
-            random_state=rng.capture(),
+            trees=trees,
             metrics=self._kept_metrics(metrics),
         )
 
@@ -209,12 +211,6 @@ class CheckpointManager:
             for name in job.snapshots:
                 (job.work / name).mkdir()
 
-    def _write_states(self, job: _Job) -> None:
-        """In the foreground always: they are small, and move on while a background save is under way."""
-        if self._ranks.first:
-            job.records |= save_tree(job.work, TRAINER_STATE, job.trainer_state)
-        job.records |= save_tree(job.work, RANDOM_STATE.format(self._ranks.rank), job.random_state)
-
     def _write_hf(self, job: _Job, engines: Mapping[str, TrainEngine], tokenizer: Any) -> None:
         for name, engine in engines.items():
             weights = "hf_model" in job.contents[name]
@@ -222,6 +218,8 @@ class CheckpointManager:
                 job.to_stream.append(name)
 
     def _write(self, job: _Job) -> None:
+        for name, tree in job.trees.items():
+            job.records |= save_tree(job.work, name, tree)
         for name, taken in job.snapshots.items():
             written = write_snapshot(job.work / name, taken, self._ranks.rank, self._ranks.world_size)
             job.records |= {f"{name}/{file}": record for file, record in written.items()}

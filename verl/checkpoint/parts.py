@@ -20,7 +20,7 @@ import torch
 
 from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.manifest import Manifest
-from verl.checkpoint.plain import decode, encode
+from verl.checkpoint.plain import Encoded, decode, encode
 from verl.checkpoint.tensors import Chunk, local_chunks, read_into, read_whole, write_chunks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
@@ -114,9 +114,9 @@ def _own_plain(files: Sequence[Path], rank: int) -> Any:
     return decode(by_rank.get(rank, by_rank[min(by_rank)]).read_text(encoding="utf-8"), {})
 
 
-def save_tree(folder: Path, name: str, tree: Any) -> dict[str, FileRecord]:
-    """A tree of plain values and tensors as `{name}.json` and, where there are tensors, `{name}.safetensors`."""
-    text, tensors = encode(tree)
+def save_tree(folder: Path, name: str, tree: Encoded) -> dict[str, FileRecord]:
+    """An encoded tree as `{name}.json` and, where there are tensors, `{name}.safetensors`."""
+    text, tensors = tree
     records = {f"{name}.json": write_file(folder / f"{name}.json", text)}
     if tensors:
         chunks = [Chunk(key, (0,) * tensor.ndim, tensor) for key, tensor in tensors.items()]

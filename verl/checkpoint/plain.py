@@ -16,11 +16,14 @@ import torch
 
 from verl.errors import CheckpointError
 
+Encoded = tuple[str, dict[str, torch.Tensor]]
+"""JSON text in which tensors are references, and the tensors by name."""
+
 _TAGS = ("__tensor__", "__array__", "__tuple__", "__pairs__", "__bytes__")
 
 
-def encode(tree: Any) -> tuple[str, dict[str, torch.Tensor]]:
-    """JSON text in which tensors are references, and copies of the tensors by name, on the CPU."""
+def encode(tree: Any) -> Encoded:
+    """The tree, with copies of its tensors on the CPU."""
     tensors: dict[str, torch.Tensor] = {}
     document = _encode(tree, "", tensors)
     return json.dumps(document, ensure_ascii=False, indent=1), tensors

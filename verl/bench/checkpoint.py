@@ -1,0 +1,192 @@
+"""`verl bench checkpoint`: saving and loading against plain `torch.save` and `torch.load` of the same state.
+
+The state is that of a real engine after one update: float32 weights and both moments. Every way is measured in
+turn, several times over, after the disk has come to rest; the median counts. `torch.save` alone returns before
+the data is on the disk; the line with fsync gives the same promise as a checkpoint does. Loading by a checkpoint
+includes comparing every checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.checkpoint import CheckpointManager, PartSettings
+from verl.config.schema import ActorConfig, ModelConfig
+from verl.engines import build_engine
+
+STATE = ["model", "optimizer", "extra"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--millions", type=int, default=60, help="parameters of the model (default: 60)")
+    parser.add_argument("--repeat", type=int, default=5, help="times each way is measured (default: 5)")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+
+
+def make_engine(millions: int, device: str) -> Any:
+    """A Llama of about that many parameters, with an optimiser that has stepped once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden = 512
+    layer = 4 * hidden * hidden + 3 * hidden * 4 * hidden
+    layers = max(1, (millions * 1_000_000 - 2 * 16000 * hidden) // layer)
+    config = LlamaConfig(
+        vocab_size=16000,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    engine = build_engine(
+        "actor",
+        ModelConfig(dtype="float32"),
+        ActorConfig(),
+        model=model,
+        device=device,
+        total_steps=10,
+        seed=0,
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    engine.optimizer_step()
+    return engine
+
+
+class Ways:
+    """The things that are timed."""
+
+    def __init__(self, engine: Any, folder: Path) -> None:
+        self.engine = engine
+        self.file = folder / "state.pt"
+        self.plain = self._manager(folder / "state")
+        self.whole = self._manager(folder / "whole", "hf_model")
+        self.background = self._manager(folder / "background", background=True)
+        self._step = 0
+
+    @staticmethod
+    def _manager(folder: Path, *more: str, background: bool = False) -> CheckpointManager:
+        settings = {"actor": PartSettings([*STATE, *more], None, background)}
+        return CheckpointManager(folder, settings, max_actor_to_keep=1)
+
+    def torch_save(self) -> None:
+        torch.save(self.engine.state_dict(), self.file)
+
+    def torch_save_synced(self) -> None:
+        self.torch_save()
+        descriptor = os.open(self.file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def save(self) -> None:
+        self._save(self.plain)
+
+    def save_whole(self) -> None:
+        self._save(self.whole)
+
+    def save_in_background(self) -> None:
+        self._save(self.background)
+
+    def finish_background(self) -> None:
+        self.background.wait()
+
+    def torch_load(self) -> None:
+        self.engine.load_state_dict(torch.load(self.file, weights_only=True))
+
+    def load(self) -> None:
+        self.plain.resume({"actor": self.engine})
+
+    def _save(self, manager: CheckpointManager) -> None:
+        self._step += 1
+        manager.save(self._step, {"actor": self.engine}, {"step": self._step})
+
+
+def measure(ways: Ways, repeat: int) -> dict[str, float]:
+    """Median seconds of each way; one round before counts for nothing."""
+    order: tuple[Callable[[], None], ...] = (
+        ways.torch_save,
+        ways.torch_save_synced,
+        ways.save,
+        ways.save_whole,
+        ways.save_in_background,
+        ways.finish_background,
+        ways.torch_load,
+        ways.load,
+    )
+    seconds: dict[str, list[float]] = {}
+    for turn in range(repeat + 1):
+        for way in order:
+            if way.__name__ != "finish_background":
+                os.sync()
+            start = time.perf_counter()
+            way()
+            if turn:
+                seconds.setdefault(way.__name__, []).append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def folder_size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def report(ways: Ways, seconds: dict[str, float], parameters: int) -> list[str]:
+    size = {
+        "torch_save": ways.file.stat().st_size,
+        "save": folder_size(ways.plain.run_folder),
+        "save_whole": folder_size(ways.whole.run_folder),
+        "save_in_background": folder_size(ways.background.run_folder),
+    }
+    rows = (
+        ("torch.save", "torch_save", "torch_save"),
+        ("torch.save and fsync", "torch_save_synced", "torch_save"),
+        ("checkpoint, same state", "save", "torch_save"),
+        ("checkpoint with whole weights for transformers", "save_whole", "torch_save"),
+        ("checkpoint in the background: training waits", "save_in_background", "torch_save"),
+        ("checkpoint in the background: until it is done", "finish_background", "torch_save"),
+        ("torch.load into the engine", "torch_load", "torch_load"),
+        ("resume, checksums compared", "load", "torch_load"),
+    )
+    lines = [f"{'':<48} {'seconds':>9} {'ratio':>7} {'bytes/param':>12}"]
+    for label, name, against in rows:
+        width = f"{size[name] / parameters:>12.2f}" if name in size else f"{'':>12}"
+        lines.append(f"{label:<48} {seconds[name]:>9.3f} {seconds[name] / seconds[against]:>6.2f}x {width}")
+    return lines
+
+
+def run(args: argparse.Namespace) -> int:
+    engine = make_engine(args.millions, args.device)
+    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
+    folder = Path(tempfile.mkdtemp(prefix="verl-bench-", dir=args.folder))
+    try:
+        ways = Ways(engine, folder)
+        seconds = measure(ways, args.repeat)
+        lines = report(ways, seconds, parameters)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.stdout.write(
+        f"{parameters / 1e6:.1f} M parameters in float32 with both moments, {args.device}, median of {args.repeat}, "
+        f"torch {torch.__version__}, {os.cpu_count()} cores\n\n" + "\n".join(lines) + "\n"
+    )
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="verl bench checkpoint", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
