@@ -204,6 +204,11 @@ def test_a_fork_bomb_is_stopped_long_before_the_deadline(faults, make_sample):
     assert time.monotonic() - began < 200.0  # stopped by the count, not by the deadline
 
 
+def test_a_crash_is_seen_at_once_although_a_child_lives_on(faults, make_sample, tmp_path):
+    result = run(faults(timeout_s=300.0), make_sample, ["double fork and crash"], tmp_path)[0]
+    assert "exit code 7" in (result.error or "")
+
+
 @pytest.mark.parametrize("fault", ["fork and hang", "double fork and hang", "double fork and crash"])
 def test_what_the_function_started_dies_with_it(faults, make_sample, tmp_path, gone, fault):
     results = run(faults(), make_sample, ["ok", fault, "ok"], tmp_path)

@@ -430,6 +430,8 @@ def test_the_code_scorer_through_worker_processes(no_children_left):
         "n = int(input())\nprint(n * 2 if n < 5 else 'no')": 2 / 3,
         "while True: pass": 0.0,
         "import os\nos.kill(os.getppid(), 9)": 0.0,
+        "import os\nwhile True: os.fork()": 0.0,
+        "hoard = []\nwhile True: hoard.append(bytearray(1 << 24))": 0.0,
     }
     for index, text in enumerate(answers):
         manager.submit(

@@ -23,7 +23,7 @@ from typing import Any
 
 from verl.reward import processes
 from verl.reward.base import RewardResult
-from verl.reward.worker import HEADER, WorkerSetup
+from verl.reward.worker import HEADER, WorkerSetup, longest_line
 
 _output_log = logging.getLogger("verl.reward.output")
 
@@ -31,7 +31,7 @@ _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "from verl.reward.worker import main; main(int(sys.argv[1]))"
 )
-_MAX_UNREAD = 16 << 20
+_SLACK = 1 << 20
 _TAIL = 2000
 _SHOWN_LINES = 50
 
@@ -65,6 +65,7 @@ class WorkerHandle:
         self.exclusive = False
         self.started_at = self.last_reply_at = time.monotonic()
         self._unread = bytearray()
+        self._searched = 0
         self._unsent = bytearray()
         self._tail = self._partial = b""
         self._shown = 0
@@ -128,12 +129,16 @@ class WorkerHandle:
                 yield from self._lines()
                 raise Broken("")
             self._unread += data
-            if len(self._unread) > _MAX_UNREAD:
+            if (
+                len(self._unread)
+                > sum(longest_line(len(task.rows)) for task in self.outstanding.values()) + _SLACK
+            ):
                 raise Broken("flooded its result channel")
         yield from self._lines()
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        while (end := self._unread.find(b"\n")) >= 0:
+        while (end := self._unread.find(b"\n", self._searched)) >= 0:
+            self._searched = 0
             line = bytes(self._unread[:end])
             del self._unread[: end + 1]
             try:
@@ -143,6 +148,7 @@ class WorkerHandle:
             if not isinstance(message, dict):
                 raise Broken("wrote into its result channel")
             yield message
+        self._searched = len(self._unread)
 
     def take_reply(self, message: dict[str, Any]) -> tuple[Task, list[RewardResult]]:
         """The task a message answers, and its results. Raises Broken."""

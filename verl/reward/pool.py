@@ -36,7 +36,7 @@ from verl.reward.worker import WorkerSetup
 _log = logging.getLogger(__name__)
 
 MAX_PROCESSES = 64
-"""Processes one worker may have at the same time, itself included."""
+"""Processes one worker may have at the same time, itself included, besides those of a sandbox."""
 _MAX_ZOMBIES = 128
 _START_LIMIT_S = 600.0
 _MAX_FAILED_STARTS = 3
@@ -69,9 +69,14 @@ class WorkerPool:
         self._setup = WorkerSetup(
             tuple(specs), timeout_s, memory_limit_mb, dict(scorers or {}), sandbox_settings or Settings()
         )
+        # Programs in the sandbox are descendants too, and have limits of their own.
+        guests = self._setup.sandbox_settings
         self._memory_limit = (
-            (memory_limit_mb << 20) if memory_limit_mb else processes.memory_of_machine() // 2
+            (memory_limit_mb + guests.memory_limit_mb) << 20
+            if memory_limit_mb
+            else processes.memory_of_machine() // 2
         )
+        self._process_limit = MAX_PROCESSES + guests.max_processes
         self._per_worker = max(1, max_concurrency // num_workers)
         self._signatures: list[Signature] | None = None
         self._numbers = itertools.count()
@@ -289,8 +294,13 @@ class WorkerPool:
         seen = processes.trees([worker.pid for worker in busy])
         for worker in busy:
             tree = seen[worker.pid]
-            if len(tree.pids) > MAX_PROCESSES:
-                text = f"started {len(tree.pids) - 1} processes (at most {MAX_PROCESSES - 1}) and was killed with them"
+            if worker.process.poll() is not None:  # a child of it still holds the channel open
+                self._lost(worker, "")
+            elif len(tree.pids) > self._process_limit:
+                text = (
+                    f"started {len(tree.pids) - 1} processes (at most {self._process_limit - 1}) and was killed "
+                    f"with them"
+                )
                 self._blame_running(worker, text)
             elif tree.resident_bytes > self._memory_limit:
                 text = (

@@ -31,7 +31,12 @@ from verl.reward.loading import FunctionSpec, load_function
 from verl.reward.scorers import register_scorer
 
 HEADER = struct.Struct(">I")
-_MAX_LINE = 4 << 20
+
+
+def longest_line(samples: int) -> int:
+    """How long the reply about so many samples may be."""
+    return (1 << 20) + samples * (64 << 10)
+
 
 Task = tuple[int, int, list[RewardSample]]
 
@@ -129,10 +134,14 @@ def _nonblocking_twin(channel: socket.socket) -> socket.socket:
 
 
 def _keep_from_children(channel: socket.socket) -> None:
+    descriptor = channel.fileno()
+    os.set_inheritable(descriptor, False)
+
     def in_child() -> None:
         processes.die_with_parent()
         with contextlib.suppress(OSError):
-            channel.close()
+            # Not close(): the number would be given to the next file the child opens.
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor, inheritable=False)
 
     os.register_at_fork(after_in_child=in_child)
 
@@ -159,10 +168,9 @@ def _read_frame(reader: io.BufferedReader) -> bytes | None:
 def _reply(channel: socket.socket, number: int, name: str, results: list[RewardResult]) -> None:
     message = {"id": number, "results": [[r.score, r.extra, r.error] for r in results]}
     text = json.dumps(message)
-    if len(text) > _MAX_LINE:
-        error = (
-            f"Reward function {name}: its extra values take {len(text)} characters; at most {_MAX_LINE} fit"
-        )
+    limit = longest_line(len(results))
+    if len(text) > limit:
+        error = f"Reward function {name}: its extra values take {len(text)} characters; at most {limit} fit"
         message["results"] = [[None, {}, error] for _ in results]
         text = json.dumps(message)
     _write(channel, text.encode() + b"\n")
