@@ -87,7 +87,6 @@ def _newer(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1
 
 
 def _older(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
-    assert q.shape[1] == k.shape[1]
     return _varlen_like(q, k, v, cu_q, is_causal, None, None)
 
 

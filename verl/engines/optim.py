@@ -67,7 +67,9 @@ class TorchAdamW:
                 adamw.grad_scale = torch.full((), 1.0 / factor, device=device)  # type: ignore[attr-defined]
                 adamw.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
             elif factor != 1.0:
-                torch._foreach_mul_([local(g) for n in present if (g := self.masters[n].grad) is not None], factor)
+                torch._foreach_mul_(
+                    [local(g) for n in present if (g := self.masters[n].grad) is not None], factor
+                )
             adamw.step()
             adamw.grad_scale = adamw.found_inf = None  # type: ignore[attr-defined]
             for name in present:

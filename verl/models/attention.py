@@ -311,12 +311,8 @@ def _varlen_kernel() -> VarlenKernel:
             options["scale"] = scaling
         elif scaling is not None:
             q = q * (scaling * q.shape[-1] ** 0.5)
-        if q.shape[1] != k.shape[1]:
-            if "enable_gqa" in known:
-                options["enable_gqa"] = True
-            else:
-                groups = q.shape[1] // k.shape[1]
-                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        if q.shape[1] != k.shape[1] and "enable_gqa" in known:
+            options["enable_gqa"] = True  # earlier releases group heads without being told
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
         return cast(torch.Tensor, out)
 
