@@ -180,13 +180,13 @@ def test_every_kind_of_question_has_its_templates():
 def test_only_an_empty_folder_is_written_to(tmp_path, monkeypatch):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "precious.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="--out .*used is not an empty folder"):
+    with pytest.raises(ConfigError, match="--out .*used is not empty"):
         cli.choose_folder(tmp_path / "used")
+    with pytest.raises(ConfigError, match="cannot write to .*precious.txt"):
+        cli.choose_folder(tmp_path / "used" / "precious.txt")
     assert cli.choose_folder(tmp_path / "new") == tmp_path / "new"
     monkeypatch.chdir(tmp_path)
-    first = cli.choose_folder(None)
-    first.mkdir(parents=True)
-    assert cli.choose_folder(None) != first
+    assert [cli.choose_folder(None).name for _ in range(3)] == ["run-1", "run-2", "run-3"]
 
 
 def test_both_stages_are_valid_command_lines(files, folder, tmp_path):

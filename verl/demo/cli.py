@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import tempfile
 import time
 from pathlib import Path
 
@@ -73,13 +75,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose_folder(wanted: Path | None) -> Path:
-    """A folder with nothing in it, so that no earlier run is resumed or overwritten."""
-    if wanted is None:
-        number = 1
-        while (HOME / f"run-{number}").exists():
-            number += 1
-        return HOME / f"run-{number}"
-    wanted = wanted.expanduser()
-    if wanted.exists() and (not wanted.is_dir() or any(wanted.iterdir())):
-        raise ConfigError(f"--out {wanted} is not an empty folder; give a new or empty one")
-    return wanted
+    """Make a folder with nothing in it, so that no earlier run is resumed or overwritten."""
+    try:
+        if wanted is None:
+            return _next_free(HOME)
+        wanted = wanted.expanduser()
+        wanted.mkdir(parents=True, exist_ok=True)
+        if any(wanted.iterdir()):
+            raise ConfigError(f"--out {wanted} is not empty; give a new or empty folder")
+        with tempfile.TemporaryFile(dir=wanted):
+            return wanted
+    except OSError as error:
+        raise ConfigError(
+            f"the demo cannot write to {wanted or HOME}: {error.strerror or error}. Give a folder with --out"
+        ) from error
+
+
+def _next_free(home: Path) -> Path:
+    home.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = home / f"run-{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable")

@@ -62,7 +62,7 @@ def headline(text: str) -> None:
 def line(text: str) -> None:
     from rich.text import Text
 
-    shared_console().print(Text(text))
+    shared_console().print(Text(text), soft_wrap=True)
 
 
 def command(words: str, arguments: Sequence[str]) -> None:
@@ -72,14 +72,15 @@ def command(words: str, arguments: Sequence[str]) -> None:
 
 def samples(before: Sequence[Answer], after: Sequence[Answer]) -> None:
     """One problem of each kind with its answers before and after."""
+    from rich.text import Text
+
     for old, new in examples(before, after):
         line(f"  {old.question}")
-        line(f"    before  {_mark(old)}  {old.response}")
-        line(f"    after   {_mark(new)}  {new.response}")
-
-
-def _mark(answer: Answer) -> str:
-    return "right" if answer.right else "wrong"
+        for when, answer in (("before", old), ("after ", new)):
+            mark = Text("right", "green") if answer.right else Text("wrong", "red")
+            shared_console().print(
+                Text(f"    {when}  ") + mark + Text(f"  {answer.response}"), soft_wrap=True
+            )
 
 
 def results(before: Sequence[Answer], after: Sequence[Answer]) -> None:
