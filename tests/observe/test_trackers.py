@@ -39,7 +39,7 @@ class Broken:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         raise ConnectionError("no route")
 
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: list[Any]) -> None:
         raise ConnectionError("no route")
 
     def close(self) -> None:

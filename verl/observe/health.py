@@ -22,7 +22,27 @@ KL_OF_UPDATE_BOUND = 0.1
 
 # The metrics rules look at; the others are not remembered.
 WATCHED = frozenset(
-    ["reward/mean", "reward/min", "reward/max", "reward/calls", "reward/failed", "actor/pg_loss", "actor/grad_norm", "actor/skipped", "actor/kl", "actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl", "actor/entropy", "critic/vf_loss", "critic/grad_norm", "critic/skipped", "train/loss", "response_length/clip_ratio", "training/rollout_probs_diff_mean"]
+    [
+        "reward/mean",
+        "reward/min",
+        "reward/max",
+        "reward/calls",
+        "reward/failed",
+        "actor/pg_loss",
+        "actor/grad_norm",
+        "actor/skipped",
+        "actor/kl",
+        "actor/kl_loss",
+        "actor/reward_kl_penalty",
+        "actor/ppo_kl",
+        "actor/entropy",
+        "critic/vf_loss",
+        "critic/grad_norm",
+        "critic/skipped",
+        "train/loss",
+        "response_length/clip_ratio",
+        "training/rollout_probs_diff_mean",
+    ]
 )
 
 

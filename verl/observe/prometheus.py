@@ -73,7 +73,7 @@ class PrometheusTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._text = exposition(step, metrics)
 
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: list[Any]) -> None:
         return None
 
     def close(self) -> None:

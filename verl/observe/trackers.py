@@ -54,7 +54,7 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None: ...
+    def log_samples(self, step: int, rows: list[Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -115,7 +115,7 @@ class FanOut:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._each("log", step, metrics)
 
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: list[Any]) -> None:
         self._each("log_samples", step, rows)
 
     def note(self, text: str) -> None:
@@ -156,7 +156,7 @@ class FileTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run_folder.append_metrics(step, metrics)
 
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: list[Any]) -> None:
         return None
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class ConsoleTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.console.log(step, metrics)
 
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: list[Any]) -> None:
         for row in rows:
             fields = "  ".join(f"{name}={_shorten(value)}" for name, value in row.items())
             self.console.note(f"step {step} sample  {fields}")
@@ -209,7 +209,7 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: list[Any]) -> None:
         if rows:
             columns = list(rows[0])
             data = [[_plain(row.get(column)) for column in columns] for row in rows]
@@ -236,7 +236,7 @@ class TensorboardTracker:
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def log_samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: list[Any]) -> None:
         for index, row in enumerate(rows):
             text = "\n\n".join(f"**{name}**: {_plain(value)}" for name, value in row.items())
             self._writer.add_text(f"validation/sample_{index}", text, step)
