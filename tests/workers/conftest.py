@@ -12,7 +12,7 @@ import pytest
 
 for _name, _value in {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }.items():

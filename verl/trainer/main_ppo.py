@@ -55,12 +55,18 @@ def run(
     live: bool = False,
 ) -> RunResult:
     """Train as `cfg` says. What is given as an object replaces what the config names."""
+    from verl.workers.restarts import with_restarts
+
+    given = {"tokenizer": tokenizer, "reward_function": reward_function, "train_loader": train_loader}
+    return with_restarts(cfg, lambda: run_once(cfg, given, model=model, live=live))
+
+
+def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, live: bool) -> RunResult:
+    """One start of a run, from its last checkpoint (or afresh) to its end."""
     from verl.observe.report import write_report
     from verl.trainer.assembly import build_loop, open_run
 
-    with open_run(
-        cfg, tokenizer=tokenizer, reward_function=reward_function, train_loader=train_loader
-    ) as parts:
+    with open_run(cfg, **given) as parts:
         loop = build_loop(cfg, parts, model=model, live=live)
         try:
             with stop_on_signal(loop):

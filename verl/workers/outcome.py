@@ -14,7 +14,12 @@ from typing import Any
 from verl import errors
 from verl.errors import TrainingHalted, VerlError
 
-_OF_OTHERS = "died or stopped answering"
+# How the engines say that a connection to another rank broke (`verl.engines.ranks`).
+_OF_OTHERS = ("died or stopped answering", "communication failed although")
+
+
+class WorkersLost(TrainingHalted):
+    """Ranks died or hang: with `trainer.max_restarts` the run begins again from the last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Failure:
     @property
     def caused_by_another(self) -> bool:
         """A rank that stops because its connection to another broke."""
-        return self.kind == TrainingHalted.__name__ and _OF_OTHERS in self.message
+        return self.kind == TrainingHalted.__name__ and any(text in self.message for text in _OF_OTHERS)
 
     def as_error(self) -> VerlError:
         """To raise on the controller: the same class for what a user can mend, with the place first."""

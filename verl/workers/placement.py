@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,9 @@ def build_group(
             f"training on {world_size(cfg)} processes (trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, "
             f"trainer.nnodes={cfg.trainer.nnodes})",
         )
+    # Our own message names the rank that died; Ray's would stand beside it in its own words.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from verl.workers.ray_group import RayGroup
 
     return RayGroup(cfg, tokenizer, training_steps=training_steps, run_folder=run_folder, model=model)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -56,6 +57,8 @@ class RankSetup:
     threads: int | None = None
     """For a CPU rank; None: as torch finds it."""
     one_host: bool = True
+    search_path: tuple[str, ...] = ()
+    """Where the controller finds modules; plugins are found there too, if the folder is on this node."""
     model: nn.Module | None = None
 
 
@@ -169,8 +172,8 @@ class RankWorker:
 
     # -- coming together ----------------------------------------------------------------------------------------
 
-    def do_who(self, address: str = "127.0.0.1") -> dict[str, Any]:
-        return {"host": socket.gethostname(), "pid": os.getpid(), "address": address}
+    def do_who(self, address: str = "127.0.0.1", log: str = "") -> dict[str, Any]:
+        return {"host": socket.gethostname(), "pid": os.getpid(), "address": address, "log": log}
 
     def do_open_store(self, address: str) -> tuple[str, int]:
         """On rank 0: the meeting point, on a port the system picks, reachable by this address only."""
@@ -192,6 +195,7 @@ class RankWorker:
         from verl.trainer.setup import quiet_transformers, seed_everything
 
         quiet_transformers()
+        sys.path += [folder for folder in setup.search_path if folder not in sys.path]
         import_plugins(setup.cfg)
         if setup.threads is not None:
             torch.set_num_threads(setup.threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ class RankActor:
     def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
         if call == "who":
             kwargs["address"] = ray.util.get_node_ip_address()
+            kwargs["log"] = os.path.realpath("/proc/self/fd/2")
         return self._worker.serve(call, *args, **kwargs)
 
     def stream(self, call: str, *args: Any) -> Iterator[Outcome]:
@@ -32,4 +34,5 @@ class RankActor:
 
 
 def remote_class() -> Any:
-    return ray.remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankActor)
+    remote: Any = ray.remote  # its annotations do not know concurrency groups
+    return remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankActor)

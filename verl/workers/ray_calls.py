@@ -7,34 +7,31 @@ rank that is waited for. After an error nothing more is sent to the ranks but th
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from verl.errors import TrainingHalted, VerlError
-from verl.workers.outcome import Failure, Outcome
+from verl.workers.outcome import Failure, Outcome, WorkersLost
 from verl.workers.pulse import Sign
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 GRACE_S = 10.0
-"""After a first failure: how long the others get to say what they saw."""
+"""After a rank says that another is gone: how long to wait for the news of that other one."""
+AFTERTHOUGHT_S = 1.0
+"""After an exception: whether a death elsewhere explains it."""
 SIGN_S = 5.0
 """How long a healthy rank takes at most to answer beside its work."""
 LAST_WORDS = 12
 
 RESUME = "the same command goes on from the last checkpoint (trainer.resume_mode=auto)"
-
-
-class WorkersLost(TrainingHalted):
-    """Ranks died or hang: with `trainer.max_restarts` the run begins again from the last checkpoint."""
 
 
 class RankCalls:
@@ -44,7 +41,7 @@ class RankCalls:
         self.actors = list(actors)
         self.watchdog_s = watchdog_s
         self.names = [f"rank {rank}" for rank in range(len(self.actors))]
-        self.pids: list[int | None] = [None] * len(self.actors)
+        self.logs = [""] * len(self.actors)
         self.addresses: list[str] = []
         self.broken = False
         self._unanswered: dict[int, float] = {}
@@ -52,11 +49,14 @@ class RankCalls:
     def __len__(self) -> int:
         return len(self.actors)
 
-    def introduce(self) -> None:
-        """Learn who the ranks are, so that a later message can name them."""
-        for rank, who in enumerate(self.all("who")):
+    def introduce(self, patience_s: float) -> None:
+        """Learn who the ranks are, so that a later message can name them. Processes may take long to come up."""
+        watchdog_s, self.watchdog_s = self.watchdog_s, max(self.watchdog_s, patience_s)
+        found = self.all("who")
+        self.watchdog_s = watchdog_s
+        for rank, who in enumerate(found):
             self.names[rank] = f"rank {rank} on {who['host']} (process {who['pid']})"
-            self.pids[rank] = who["pid"]
+            self.logs[rank] = who["log"]
             self.addresses.append(who["address"])
 
     # -- calls --------------------------------------------------------------------------------------------------
@@ -112,9 +112,9 @@ class RankCalls:
             if done:
                 return list(done)
             if time.monotonic() - asked > self.watchdog_s / 2:
-                self._look_for_signs(call, sorted(set(pending.values())))
+                self._look_for_signs(call, sorted(set(pending.values())), asked)
 
-    def _look_for_signs(self, call: str, ranks: list[int]) -> None:
+    def _look_for_signs(self, call: str, ranks: list[int], asked: float) -> None:
         """Raise when no awaited rank has moved for `watchdog_s`."""
         signs = self._signs(ranks)
         now = time.monotonic()
@@ -124,7 +124,8 @@ class RankCalls:
             else:
                 self._unanswered.setdefault(rank, now - SIGN_S)
         quiet = [signs[r].still_s if r in signs else now - self._unanswered[r] for r in ranks]
-        if min(quiet) > self.watchdog_s:
+        # A rank that was idle for long has not hung: only the time since it was asked counts.
+        if min(*quiet, now - asked) > self.watchdog_s:
             self.broken = True
             raise WorkersLost(self._who_waits_for_whom(call, ranks, self._signs(range(len(self.actors)))))
 
@@ -159,18 +160,14 @@ class RankCalls:
 
     # -- failing ------------------------------------------------------------------------------------------------
 
-    def fail(self, call: str, rank: int, problem: RayError | Failure, pending: Mapping[Any, int]) -> None:
+    def fail(self, call: str, rank: int, problem: RayError | Failure, pending: Mapping[Any, int]) -> NoReturn:
         """Hear what the others have to say for a moment, find the cause among it, raise it."""
         self.broken = True
         problems: dict[int, RayError | Failure] = {rank: problem}
-        if not self._is_cause(problem) or isinstance(problem, Failure):
-            problems |= self._hear(pending)
+        if isinstance(problem, Failure):
+            problems |= self._hear(pending, GRACE_S if problem.caused_by_another else AFTERTHOUGHT_S)
         cause = min(problems, key=lambda r: (self._severity(problems[r]), r))
         raise self._error(call, cause, problems[cause], [r for r in sorted(problems) if r != cause])
-
-    @staticmethod
-    def _is_cause(problem: RayError | Failure) -> bool:
-        return not (isinstance(problem, Failure) and problem.caused_by_another)
 
     @staticmethod
     def _severity(problem: RayError | Failure) -> int:
@@ -179,10 +176,10 @@ class RankCalls:
             return 0
         return 2 if problem.caused_by_another else 1
 
-    def _hear(self, pending: Mapping[Any, int]) -> dict[int, RayError | Failure]:
+    def _hear(self, pending: Mapping[Any, int], seconds: float) -> dict[int, RayError | Failure]:
         heard: dict[int, RayError | Failure] = {}
         waiting = {ref: rank for ref, rank in pending.items() if isinstance(ref, ray.ObjectRef)}
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + seconds
         while waiting and time.monotonic() < deadline:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=0.5)
             for ref in done:
@@ -210,15 +207,19 @@ class RankCalls:
 
     def _last_words(self, rank: int) -> str:
         """The end of what the dead process wrote, where its log is on this machine."""
-        if self.pids[rank] is None or not ray.is_initialized():
+        if not os.path.isfile(self.logs[rank]):
             return ""
-        folder = os.path.join(ray._private.worker.global_worker.node.get_session_dir_path(), "logs")
-        for path in glob.glob(os.path.join(folder, f"worker-*-{self.pids[rank]}.err")):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                words = [line.rstrip() for line in file if line.strip() and not line.startswith(":")]
-            if words:
-                return "\nIts last lines:\n" + "\n".join(words[-LAST_WORDS:])
-        return ""
+        with open(self.logs[rank], encoding="utf-8", errors="replace") as file:
+            words = [line.rstrip() for line in file if line.strip() and not line.startswith(":")]
+        return "\nIts last lines:\n" + "\n".join(words[-LAST_WORDS:]) if words else ""
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def dismiss(self, seconds: float) -> None:
+        """Let the ranks close what they opened, for as long as that may take; whatever they answer is unheard."""
+        if not self.broken:
+            refs = [actor.serve.remote("close") for actor in self.actors]
+            ray.wait(refs, num_returns=len(refs), timeout=seconds)
 
 
 def _why(error: RayError) -> str:

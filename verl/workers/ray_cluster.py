@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
+ROOM_S = 30.0
+"""How long a restart waits for its places; a node counts as lost after half of it."""
 _REGISTER = "register worker"
 
 
@@ -100,19 +102,14 @@ class Cluster:
         if wanted != "auto":
             return wanted == "cuda"
         world = self.cfg.trainer.n_gpus_per_node * self.cfg.trainer.nnodes
-        return ray.cluster_resources().get("GPU", 0) >= world
+        return bool(ray.cluster_resources().get("GPU", 0) >= world)
 
     def place(self, timeout_s: float) -> list[Any]:
         """One actor per rank, `n_gpus_per_node` of them on each of `nnodes` nodes, rank by rank and node by node."""
-        trainer = self.cfg.trainer
-        per_node, nodes = trainer.n_gpus_per_node, trainer.nnodes
+        per_node, nodes = self.cfg.trainer.n_gpus_per_node, self.cfg.trainer.nnodes
+        if not self._reserve(timeout_s) or self._group is None:
+            raise ClusterError(self._no_room())
         gpus = self.on_gpus()
-        bundle = {"CPU": per_node, **({"GPU": per_node} if gpus else {})}
-        self._group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
-        try:
-            ray.get(self._group.ready(), timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise ClusterError(self._no_room(bundle)) from error
         actor_class = remote_class()
         world = per_node * nodes
         self.actors = [
@@ -127,8 +124,35 @@ class Cluster:
         ]
         return self.actors
 
-    def _no_room(self, bundle: dict[str, int]) -> str:
+    def _bundle(self) -> dict[str, int]:
+        """What the ranks of one node need."""
+        per_node = self.cfg.trainer.n_gpus_per_node
+        return {"CPU": per_node, **({"GPU": per_node} if self.on_gpus() else {})}
+
+    def _reserve(self, timeout_s: float) -> bool:
+        """All nodes' places or none."""
+        bundles: list[dict[str, float]] = [dict(self._bundle()) for _ in range(self.cfg.trainer.nnodes)]
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
+        return bool(self._group.wait(timeout_s))
+
+    def room(self) -> tuple[int, int]:
+        """Nodes and ranks per node that can be had now: as many as the config asks for, or what is left."""
+        trainer = self.cfg.trainer
+        if self._reserve(ROOM_S):
+            return trainer.nnodes, trainer.n_gpus_per_node
+        bundle = self._bundle()
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        ranks = [int(min(node.get(name, 0) for name in bundle)) for node in alive]
+        whole = sum(count >= trainer.n_gpus_per_node for count in ranks)
+        if whole:
+            return min(whole, trainer.nnodes), trainer.n_gpus_per_node
+        if not max(ranks, default=0):
+            raise ClusterError(self._no_room())
+        return 1, max(ranks)
+
+    def _no_room(self) -> str:
         """What was asked for and what there is, node by node."""
+        bundle = self._bundle()
         asked = ", ".join(f"{count} {name}" for name, count in bundle.items())
         alive = [node for node in ray.nodes() if node["Alive"]]
         there = "; ".join(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,6 @@ import torch
 
 from verl.algorithms import get_policy_loss_prepare
 from verl.data.proto import DataProto
-from verl.errors import VerlError
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
 from verl.workers.group import WorkerGroup
@@ -77,7 +78,7 @@ class RayGroup(WorkerGroup):
         self.rollout = RolloutRole(SpreadRollout(self.calls), _pad_id(tokenizer))
 
     def _build(self, tokenizer: Any, training_steps: int, run_folder: Path, model: nn.Module | None) -> None:
-        self.calls.introduce()
+        self.calls.introduce(START_S)
         cfg = copy.deepcopy(self.cfg)
         gpus = self.cluster.on_gpus()
         cfg.trainer.device = "cuda" if gpus else "cpu"
@@ -88,6 +89,7 @@ class RayGroup(WorkerGroup):
             run_folder=run_folder.absolute(),
             threads=None if gpus else max(1, torch.get_num_threads() // cfg.trainer.n_gpus_per_node),
             one_host=len(set(self.calls.addresses)) == 1,
+            search_path=tuple(os.path.abspath(folder) for folder in sys.path),
             model=model,
         )
         if len(self.calls) > 1:
@@ -134,12 +136,7 @@ class RayGroup(WorkerGroup):
         return {"actor": None, **({"critic": None} if needs_critic(self.cfg) else {})}
 
     def close(self) -> None:
-        if not self.calls.broken:
-            try:
-                self.calls.watchdog_s = min(self.calls.watchdog_s, CLOSE_S)
-                self.calls.all("close")
-            except VerlError as error:
-                logger.warning("the ranks did not close in order: %s", error)
+        self.calls.dismiss(CLOSE_S)
         self.cluster.close()
 
     # -- how a batch reaches the ranks --------------------------------------------------------------------------
