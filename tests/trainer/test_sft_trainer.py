@@ -155,6 +155,19 @@ def test_conversations_teach_the_same_as_pairs(run, model, data, tmp_path):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-6)
 
 
+def test_adapters_alone_are_trained_and_merged_into_the_saved_folder(model, data, tmp_path):
+    from safetensors.torch import load_file
+
+    result = train(model, data, tmp_path / "lora", "model.lora_rank=4", "model.lora_alpha=8", "optim.lr=0.02")
+    lines = metrics(result.folder)
+    assert lines[-1]["train/loss"] < 0.9 * lines[0]["train/loss"]
+    before = load_file(model / "model.safetensors")
+    after = load_file(result.folder / "global_step_8/actor/huggingface/model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert set(after) == set(before)
+    assert changed and all(name.endswith("_proj.weight") for name in changed)
+
+
 def test_interrupted_run_goes_on_as_if_never_interrupted(run, model, data, tmp_path, monkeypatch):
     """Stopped in the middle of step 6 it goes on after the checkpoint of step 4."""
     out, whole_step = tmp_path / "cut", sft_trainer.SFTLoop.step

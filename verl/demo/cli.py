@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from verl.trainer.setup import quiet_transformers
 
     quiet_transformers()
+    limit_threads(4)
     show.line(
         "A tiny language model learns to answer word problems: no download, a few minutes, two CPU cores."
     )
@@ -72,6 +73,13 @@ def run(args: argparse.Namespace) -> int:
     show.line(f"took {time.monotonic() - started:.0f} s")
     show.line(f"demo: held-out accuracy {accuracy(before):.2f} -> {accuracy(after):.2f}")
     return 0
+
+
+def limit_threads(most: int) -> None:
+    """Splitting a tiny model's products over many cores costs more than it gains."""
+    import torch
+
+    torch.set_num_threads(min(torch.get_num_threads(), most))
 
 
 def choose_folder(wanted: Path | None) -> Path:
