@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--responses", type=int, default=4096, help="responses to score (default: 4096)")
     parser.add_argument("--milliseconds", type=float, default=5.0, help="time of one call (default: 5)")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
+    parser.add_argument("--repeat", type=int, default=2, help="batches; the quickest counts (default: 2)")
     parser.add_argument("--characters", type=int, default=2000, help="length of a response (default: 2000)")
     parser.add_argument(
         "--wait",
@@ -42,8 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if min(args.responses, args.workers, args.characters) < 1 or args.milliseconds <= 0:
-        raise ConfigError("--responses, --workers, --characters and --milliseconds must be positive.")
+    if min(args.responses, args.workers, args.characters, args.repeat) < 1 or args.milliseconds <= 0:
+        raise ConfigError(
+            "--responses, --workers, --characters, --repeat and --milliseconds must be positive."
+        )
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
         path = Path(folder, "slow_reward.py")
         path.write_text(_FUNCTION.format(wait=_WAITS[args.wait]))
@@ -56,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
         manager = build_reward_manager(config, max_response_length=1)
         try:
             started = time.perf_counter() - start
-            first = _time(manager, samples)
-            second = _time(manager, samples)
+            seconds = [_time(manager, samples) for _ in range(args.repeat)]
         finally:
             manager.close()
     ideal = args.responses * args.milliseconds / 1000 / args.workers
@@ -66,12 +68,14 @@ def run(args: argparse.Namespace) -> int:
         f"{args.workers} workers",
         f"  start of the processes  {started:8.3f} s  (once)",
         f"  ideal                   {ideal:8.3f} s",
-        f"  first batch             {first:8.3f} s   {first / ideal:.3f}x of the ideal",
-        f"  second batch            {second:8.3f} s   {second / ideal:.3f}x of the ideal",
-        f"reward workers: {second / ideal:.2f}x of the ideal time (at most {_LIMIT}x wanted)",
+        *(
+            f"  batch {n}                 {t:8.3f} s   {t / ideal:.3f}x of the ideal"
+            for n, t in enumerate(seconds, 1)
+        ),
+        f"reward workers: {min(seconds) / ideal:.2f}x of the ideal time (at most {_LIMIT}x wanted)",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
-    return 0 if second / ideal <= _LIMIT else 1
+    return 0 if min(seconds) / ideal <= _LIMIT else 1
 
 
 def _samples(count: int, characters: int) -> list[RewardSample]:

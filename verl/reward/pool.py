@@ -41,7 +41,10 @@ _MAX_ZOMBIES = 128
 _START_LIMIT_S = 600.0
 _MAX_FAILED_STARTS = 3
 _GRACE_S = 2.0  # an async function's own deadline fires first; this is for one that blocks its event loop
-_QUICK_S = 0.05  # calls shorter than this are sent one ahead, so that a worker need not wait for the next
+_AHEAD_S = (
+    0.05  # so much work is sent ahead of time, so that a worker need not wait for us between quick calls
+)
+_MAX_AHEAD = 16
 _WATCH_S = 0.1
 
 
@@ -186,7 +189,8 @@ class WorkerPool:
             return not worker.outstanding
         if self._concurrent:
             return len(worker.outstanding) < self._per_worker
-        return len(worker.outstanding) < (2 if self._call_s < _QUICK_S else 1)
+        ahead = int(_AHEAD_S / self._call_s) if self._call_s else 1
+        return len(worker.outstanding) <= min(ahead, _MAX_AHEAD)
 
     @property
     def _concurrent(self) -> bool:
