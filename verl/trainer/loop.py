@@ -164,7 +164,8 @@ class RLLoop:
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Advantages and returns, then what leaves the loss: rejected, overlong, not drawn again."""
-        algorithm, metrics = self.cfg.algorithm, {}
+        algorithm = self.cfg.algorithm
+        metrics: dict[str, float] = {}
         if algorithm.use_kl_in_reward:
             kl = float(np.mean(batch.non_tensor_batch["kl"]))
             metrics |= {"actor/kl": kl, "actor/kl_coef": self.kl_controller.value}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.algorithms import agg_loss, get_policy_loss_fn, get_policy_loss_prepare, kl_penalty
+from verl.algorithms import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.algorithms.aggregation import loss_denominators
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric
@@ -61,13 +61,11 @@ class RolloutGap:
 class ActorRole:
     """Wraps a TrainEngine with the policy loss; one per rank."""
 
-    def __init__(self, engine: TrainEngine, cfg: ActorConfig, *, loss_scale_factor: int, seed: int) -> None:
+    def __init__(self, engine: TrainEngine, cfg: ActorConfig, *, loss_scale_factor: int) -> None:
         self.engine = engine
         self.cfg = cfg
         self._loss = get_policy_loss_fn(cfg.policy_loss.loss_mode)
-        self._prepare = get_policy_loss_prepare(cfg.policy_loss.loss_mode)
         self._loss_scale_factor = cfg.loss_scale_factor or loss_scale_factor
-        self._generator = torch.Generator().manual_seed(seed)
         self._gap = RolloutGap()
 
     def log_probs(self, batch: DataProto, *, with_entropy: bool, with_sum_pi_squared: bool) -> DataProto:
@@ -88,28 +86,12 @@ class ActorRole:
     def train_mini_batch(self, mini: DataProto) -> dict[str, Metric]:
         """One optimiser step. `mini` is this rank's share; its meta_info holds the whole mini-batch's counts."""
         temperature = mini.meta_info["temperature"]
-        if self._prepare is not None:
-            self._add_prepared(mini, temperature)
         self._gap.reset()
         metrics = self.engine.forward_backward(
             mini, self._micro_batch_loss, temperature=temperature, with_entropy=True
         )
         step = self.engine.optimizer_step()
         return {**metrics, **self._gap.metrics(), **step_metrics("actor", step)}
-
-    def _add_prepared(self, mini: DataProto, temperature: float) -> None:
-        """Statistics over the whole mini-batch, which no micro-batch could know alone."""
-        assert self._prepare is not None
-        log_prob = self.engine.log_probs(mini, temperature=temperature)["log_probs"]
-        prepared = self._prepare(
-            old_log_prob=mini.batch.get("old_log_probs", log_prob),
-            log_prob=log_prob,
-            advantages=mini.batch["advantages"],
-            response_mask=mini.batch["response_mask"],
-            config=self.cfg,
-            generator=self._generator,
-        )
-        mini.batch.update({f"prepared.{name}": value for name, value in prepared.items()})
 
     def _micro_batch_loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         cfg, tensors, mask = self.cfg, micro.batch, micro.batch["response_mask"]

@@ -115,9 +115,7 @@ class TrainerWorker:
         self.cfg = _config(overrides)
         arr = self.cfg.actor_rollout_ref
         self._engine = build_engine("actor", arr.model, arr.actor, model=model, device=device, seed=0)
-        self._role = ActorRole(
-            self._engine, arr.actor, loss_scale_factor=self.cfg.data.max_response_length, seed=0
-        )
+        self._role = ActorRole(self._engine, arr.actor, loss_scale_factor=self.cfg.data.max_response_length)
         self._adv_estimator = adv_estimator
         self._rewards = None
         if reward_function is not None:

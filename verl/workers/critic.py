@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 class CriticRole:
     """Wraps a TrainEngine with a value head; one per rank."""
 
-    def __init__(self, engine: TrainEngine, cfg: CriticConfig) -> None:
+    def __init__(self, engine: TrainEngine, cfg: CriticConfig, *, loss_scale_factor: int) -> None:
         self.engine = engine
         self.cfg = cfg
+        self._loss_scale_factor = loss_scale_factor
 
     def values(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"values": self.engine.values(batch)})
@@ -41,6 +42,7 @@ class CriticRole:
             response_mask=mask,
             cliprange_value=self.cfg.cliprange_value,
             loss_agg_mode=self.cfg.loss_agg_mode,
+            loss_scale_factor=self._loss_scale_factor,
             **info,
         )
         tokens = mask.sum()

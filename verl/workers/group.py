@@ -9,6 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from verl.algorithms.registry import Prepare, get_policy_loss_prepare
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric, average_metrics
 from verl.workers.mini_batches import mini_batches
@@ -76,8 +80,32 @@ class WorkerGroup(ABC):
 
     def _update(self, role: str, batch: DataProto, size: int, epochs: int) -> dict[str, float]:
         seed = self.cfg.data.seed + self.policy_version
+        prepare = None
+        if role == "actor":
+            prepare = get_policy_loss_prepare(self.cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
         parts = []
-        for mini in mini_batches(batch, size, epochs, seed=seed):
-            if mini.meta_info["batch_num_tokens"] > 0:
-                parts.append(self.train_mini_batch(role, mini))
+        for number, mini in enumerate(mini_batches(batch, size, epochs, seed=seed)):
+            if mini.meta_info["batch_num_tokens"] == 0:
+                continue
+            if prepare is not None:
+                self._add_prepared(mini, prepare, number)
+            parts.append(self.train_mini_batch(role, mini))
         return average_metrics(parts)
+
+    def _add_prepared(self, mini: DataProto, prepare: Prepare, number: int) -> None:
+        """What a loss chooses by comparing tokens across the mini-batch is chosen here, where all of it is at hand:
+        no micro-batch and no rank could do it alone."""
+        actor = self.cfg.actor_rollout_ref.actor
+        log_prob = self.log_probs(mini, with_entropy=False).batch["old_log_probs"]
+        # A seed per mini-batch instead of a generator's state: a resumed run draws the same tokens.
+        drawn = [actor.policy_loss.seed, self.policy_version, number]
+        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(drawn).generate_state(1)[0]))
+        prepared = prepare(
+            old_log_prob=mini.batch.get("old_log_probs", log_prob),
+            log_prob=log_prob,
+            advantages=mini.batch["advantages"],
+            response_mask=mini.batch["response_mask"],
+            config=actor,
+            generator=generator,
+        )
+        mini.batch.update({f"prepared.{name}": value for name, value in prepared.items()})

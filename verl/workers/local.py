@@ -80,7 +80,6 @@ class LocalGroup(WorkerGroup):
             self.actor_engine,
             arr.actor,
             loss_scale_factor=cfg.data.max_response_length,
-            seed=arr.actor.policy_loss.seed,
         )
         self.rollout = RolloutRole(
             build_rollout(arr.rollout.name, self.actor_engine, tokenizer, arr.rollout), _pad_id(tokenizer)
@@ -101,7 +100,7 @@ class LocalGroup(WorkerGroup):
                 total_steps=steps * cfg.critic.ppo_epochs,
                 **common,
             )
-            self.critic = CriticRole(engine, cfg.critic)
+            self.critic = CriticRole(engine, cfg.critic, loss_scale_factor=cfg.data.max_response_length)
         for name, engine in self._engines():
             self._park(name, engine)
 
