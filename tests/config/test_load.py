@@ -325,3 +325,21 @@ def test_loading_and_planning_load_no_torch(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "KV cache" in result.stdout
+
+
+def test_a_comma_list_is_one_value_for_the_keys_that_take_one():
+    from verl.config.load import load_ppo_config
+
+    rules = "algorithm.rollout_correction"
+    config = load_ppo_config(
+        [
+            "actor_rollout_ref.model.path=x",
+            "data.train_files=y",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=4",
+            f"{rules}.rollout_rs=seq_mean_k1,token_k2",
+            f"{rules}.rollout_rs_threshold=0.5_2.0,0.1",
+        ]
+    )
+    assert config.algorithm.rollout_correction.rollout_rs == "seq_mean_k1,token_k2"
+    assert config.algorithm.rollout_correction.rollout_rs_threshold == "0.5_2.0,0.1"

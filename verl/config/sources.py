@@ -216,6 +216,10 @@ class Override:
     delete: bool = False
 
 
+COMMA_KEYS = (".rollout_rs", ".rollout_rs_threshold")
+"""Keys whose one text value is a comma list; anywhere else commas would ask for several runs."""
+
+
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
     """Hydra-style overrides, in order; `key=`, `+key=` and `++key=` are the same, since the schema is strict."""
     overrides = list(overrides)
@@ -235,6 +239,8 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
             raise ConfigError(f"'{text}' names a package (@), which config keys do not have; write key=value")
         if override.type is OverrideType.DEL:
             parsed.append(Override(name, delete=True))
+        elif isinstance(value, Sweep) and name.endswith(COMMA_KEYS):
+            parsed.append(Override(name, text.split("=", 1)[1]))
         elif isinstance(value, Sweep):
             raise ConfigError(
                 f"'{text}' gives several values; one run takes one. A list is written {name}=[a,b]"
