@@ -20,7 +20,7 @@ for _name, _value in {
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[str]:
+def ray_cluster() -> Iterator[Any]:
     """An existing cluster, which runs join by RAY_ADDRESS. Starting one for every test would cost seconds each."""
     pytest.importorskip("ray", reason="needs the package ray (pip install 'verl[ray]')")
     from ray.cluster_utils import Cluster
@@ -29,13 +29,14 @@ def ray_cluster() -> Iterator[str]:
         initialize_head=True,
         head_node_args={"num_cpus": 4, "object_store_memory": 200_000_000, "include_dashboard": False},
     )
-    yield cluster.address
+    yield cluster
     cluster.shutdown()
 
 
 @pytest.fixture
-def joined(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+def joined(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs join the session's cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
     return ray_cluster
 
 

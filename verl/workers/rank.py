@@ -9,9 +9,11 @@ whole for that long. No exception leaves `serve`: it comes back as a `Failure` w
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 FLUSH_S = 0.1
 """Finished responses travel together when they finish this close to each other."""
+_SIOCGIFADDR = 0x8915  # Linux
 
 
 @dataclass
@@ -101,8 +104,6 @@ class RankGroup(LocalGroup):
             model=setup.model,
             bad_batch_dir=setup.run_folder / "bad_batches",
         )
-        # What compares tokens across a mini-batch is prepared on the controller, which sees all of it.
-        self.actor._prepare = None
         self.held = HeldWeights(self.actor_engine)
         self.rollout.engine.update_weights(self.held, 0)
         self._generation: ExitStack | None = None
@@ -135,6 +136,7 @@ class RankWorker:
         root = logging.getLogger()
         root.addHandler(self._lines)
         root.setLevel(logging.INFO)
+        self._address = "127.0.0.1"
         self._store: Any = None
         self._group: RankGroup | None = None
         self._checkpoints: CheckpointManager | None = None
@@ -173,6 +175,7 @@ class RankWorker:
     # -- coming together ----------------------------------------------------------------------------------------
 
     def do_who(self, address: str = "127.0.0.1", log: str = "") -> dict[str, Any]:
+        self._address = address
         return {"host": socket.gethostname(), "pid": os.getpid(), "address": address, "log": log}
 
     def do_open_store(self, address: str) -> tuple[str, int]:
@@ -209,8 +212,10 @@ class RankWorker:
     def _join(self, setup: RankSetup) -> None:
         assert setup.store is not None
         cuda = setup.cfg.trainer.device == "cuda"
-        if setup.one_host and not cuda:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Left alone, gloo takes the address of the host's name, which is often one that others cannot reach.
+        interface = interface_of("127.0.0.1" if setup.one_host else self._address)
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
             self._store = dist.TCPStore(*setup.store, self.world_size, is_master=False)
         dist.init_process_group(
@@ -297,6 +302,19 @@ class RankWorker:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that carries an IPv4 address; None where it cannot be found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
 
 
 def _arrays(batch: DataProto) -> dict[str, np.ndarray]:

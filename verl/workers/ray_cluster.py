@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
 ROOM_S = 30.0
-"""How long a restart waits for its places; a node counts as lost after half of it."""
+"""How long a restart waits for its places; Ray counts a node as lost after half of it."""
 _REGISTER = "register worker"
 
 
@@ -131,24 +132,33 @@ class Cluster:
 
     def _reserve(self, timeout_s: float) -> bool:
         """All nodes' places or none."""
-        bundles: list[dict[str, float]] = [dict(self._bundle()) for _ in range(self.cfg.trainer.nnodes)]
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
+        if self._group is None:
+            bundles: list[dict[str, float]] = [dict(self._bundle()) for _ in range(self.cfg.trainer.nnodes)]
+            self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         return bool(self._group.wait(timeout_s))
 
     def room(self) -> tuple[int, int]:
         """Nodes and ranks per node that can be had now: as many as the config asks for, or what is left."""
         trainer = self.cfg.trainer
-        if self._reserve(ROOM_S):
-            return trainer.nnodes, trainer.n_gpus_per_node
-        bundle = self._bundle()
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        ranks = [int(min(node.get(name, 0) for name in bundle)) for node in alive]
+        deadline = time.monotonic() + ROOM_S
+        while time.monotonic() < deadline:
+            if self._reserve(1.0):
+                return trainer.nnodes, trainer.n_gpus_per_node
+            ranks = self._ranks_by_node()
+            if sum(count >= trainer.n_gpus_per_node for count in ranks) < trainer.nnodes:
+                break
         whole = sum(count >= trainer.n_gpus_per_node for count in ranks)
         if whole:
             return min(whole, trainer.nnodes), trainer.n_gpus_per_node
         if not max(ranks, default=0):
             raise ClusterError(self._no_room())
         return 1, max(ranks)
+
+    def _ranks_by_node(self) -> list[int]:
+        """How many ranks each node that is alive could hold."""
+        names = self._bundle()
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return [int(min(node.get(name, 0) for name in names)) for node in alive]
 
     def _no_room(self) -> str:
         """What was asked for and what there is, node by node."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from verl.algorithms import get_policy_loss_prepare
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
@@ -63,8 +62,6 @@ class RayGroup(WorkerGroup):
     ) -> None:
         super().__init__(cfg)
         self.cluster = Cluster(cfg)
-        self._prepare = get_policy_loss_prepare(cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
-        self._generator = torch.Generator().manual_seed(cfg.actor_rollout_ref.actor.policy_loss.seed)
         self._stored: _Stored | None = None
         self._size: ModelSize
         try:
@@ -117,9 +114,8 @@ class RayGroup(WorkerGroup):
         return self._pass("values", batch)
 
     def train_mini_batch(self, role: str, mini: DataProto) -> dict[str, Metric]:
-        tensors = self._chosen(mini, _LEARNT_FROM[role])
-        if role == "actor" and self._prepare is not None:
-            tensors |= self._prepared(mini)
+        prepared = [name for name in mini.batch if name.startswith("prepared.")]
+        tensors = self._chosen(mini, [*_LEARNT_FROM[role], *prepared])
         meta = {**mini.meta_info, "dp_size": len(self.calls)}
         parts = self._deal(tensors).refs
         found = self.calls.each(f"train_{role}", [(part, meta) for part in parts])
@@ -146,20 +142,6 @@ class RayGroup(WorkerGroup):
         meta = {name: batch.meta_info[name] for name in ("temperature",) if name in batch.meta_info}
         found = self.calls.each(call, [(part, meta) for part in dealt.refs], options)
         return join(found, dealt.rows, len(batch))
-
-    def _prepared(self, mini: DataProto) -> dict[str, torch.Tensor]:
-        """What a loss chooses by comparing the tokens of the whole mini-batch, as one process would."""
-        assert self._prepare is not None
-        log_prob = self.log_probs(mini, with_entropy=False).batch["old_log_probs"]
-        found = self._prepare(
-            old_log_prob=mini.batch.get("old_log_probs", log_prob),
-            log_prob=log_prob,
-            advantages=mini.batch["advantages"],
-            response_mask=mini.batch["response_mask"],
-            config=self.cfg.actor_rollout_ref.actor,
-            generator=self._generator,
-        )
-        return {f"prepared.{name}": value for name, value in found.items()}
 
     @staticmethod
     def _chosen(batch: DataProto, more: Sequence[str]) -> dict[str, torch.Tensor]:
