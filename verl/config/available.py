@@ -51,7 +51,7 @@ def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
     rollout, model = cfg.actor_rollout_ref.rollout, cfg.reward.reward_model
     key = "actor_rollout_ref.rollout"
     return [
-        (rollout.name in ("vllm", "sglang"), f"{key}.name={rollout.name}", f"{key}.name=native"),
+        (rollout.name == "sglang", f"{key}.name=sglang", f"{key}.name=native"),
         (rollout.multi_turn.enable, f"{key}.multi_turn.enable=True", f"{key}.multi_turn.enable=False"),
         (rollout.mode == "server", f"{key}.mode=server", f"{key}.mode=inprocess"),
         (

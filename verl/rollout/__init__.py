@@ -52,8 +52,14 @@ def _not_here_yet(name: str) -> RolloutFactory:
     return refuse
 
 
-for _name in ("vllm", "sglang"):
-    register_rollout(_name)(_not_here_yet(_name))
+@register_rollout("vllm")
+def _vllm(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
+    from verl.rollout.vllm import build
+
+    return build(source, tokenizer, config)
+
+
+register_rollout("sglang")(_not_here_yet("sglang"))
 
 
 def known_rollouts() -> list[str]:

@@ -1,0 +1,158 @@
+"""Weights on their way: buckets through shared memory, fingerprints, the probe, tied matrices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.errors import RolloutError, TrainingHalted
+from verl.rollout.handover import Manifest, check_probe, compare, fingerprint, probe_prompt, trainer_log_probs
+from verl.rollout.handover.buckets import cut, read_buckets, remove, shared_folder, write_buckets
+from verl.rollout.handover.weights import TiedHead, base_weights, tied_head, weights_of, with_tied_head
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+
+
+@given(place=st.integers(0, 599), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_any_single_changed_value_changes_the_fingerprint(place: int, dtype: torch.dtype) -> None:
+    tensor = torch.linspace(-1, 1, 600, dtype=torch.float32).to(dtype).reshape(20, 30)
+    changed = tensor.clone()
+    changed.view(-1)[place] += 0.25
+    assert fingerprint(changed) != fingerprint(tensor)
+
+
+def test_the_fingerprint_sees_order_shape_and_type_but_not_strides() -> None:
+    tensor = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
+    assert fingerprint(tensor) == fingerprint(tensor.t().contiguous().t())
+    assert fingerprint(tensor) != fingerprint(tensor.flip(0))
+    assert fingerprint(tensor) != fingerprint(tensor.reshape(60, 40))
+    assert fingerprint(tensor) != fingerprint(tensor.half())
+    assert fingerprint(torch.empty(0, 3)) != fingerprint(torch.empty(0, 4))
+    for dtype in TYPES:
+        assert fingerprint(tensor.to(dtype)) == fingerprint(tensor.to(dtype).clone())
+
+
+def test_a_difference_stops_the_run_with_both_values() -> None:
+    sent = {"a": "1", "b": "2"}
+    compare(sent, dict(sent), 3, "engine")
+    for received, shown in (
+        ({"a": "1", "b": "9"}, "b: sent 2, received 9"),
+        ({"a": "1"}, "b: sent 2, received nothing"),
+        ({"a": "1", "b": "2", "c": "4"}, "c: not sent, received 4"),
+    ):
+        with pytest.raises(TrainingHalted, match="policy version 3") as caught:
+            compare(sent, received, 3, "engine")
+        assert shown in str(caught.value)
+
+
+def some_weights() -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(8, 8), (100,), (50, 20), (3,), (64, 64), (1,)]
+    pairs = [(f"w{i}", torch.randn(*size, generator=generator)) for i, size in enumerate(sizes)]
+    return [*pairs, ("tied", pairs[0][1]), ("half", torch.ones(7, dtype=torch.bfloat16))]
+
+
+def test_buckets_keep_to_their_size_and_lose_nothing() -> None:
+    pairs = some_weights()
+    buckets = list(cut(pairs, 4000))
+    assert [name for bucket in buckets for name in bucket] == [name for name, _ in pairs]
+    for bucket in buckets:
+        size = sum(t.numel() * t.element_size() for t in bucket.values())
+        assert size <= 4000 or len(bucket) == 1
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_every_reader_gets_every_weight_and_nothing_stays_behind(readers: int) -> None:
+    folder, most = shared_folder(), 0
+    sent, manifests = Manifest(), [Manifest() for _ in range(readers)]
+
+    def read(number: int) -> None:
+        nonlocal most
+        for _ in manifests[number].watch(read_buckets(folder, number, 20)):
+            most = max(most, len(list(folder.glob("bucket_*.safetensors"))))
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(readers)]
+    for thread in threads:
+        thread.start()
+    count = write_buckets(sent.watch(some_weights()), folder, readers, timeout_s=20, limit=1000)
+    for thread in threads:
+        thread.join()
+    assert count > 3 and most <= 2, "no more than two buckets are alive"
+    for received in manifests:
+        compare(sent, received, 0, "test")
+    assert not list(folder.glob("bucket_*.safetensors"))
+    remove(folder)
+    assert not folder.exists()
+
+
+def test_a_side_that_does_not_come_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match="the trainer waited for the engine's workers to take bucket 0"):
+        write_buckets(some_weights(), tmp_path, 1, timeout_s=0.05, limit=1000)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RolloutError, match="worker 2 waited for bucket 0 .* which the trainer did not write"):
+        list(read_buckets(tmp_path / "empty", 2, 0.05))
+
+
+def test_a_failure_of_the_reader_ends_the_writer_at_once(tmp_path: Path) -> None:
+    def dead() -> None:
+        raise RolloutError("the engine died")
+
+    with pytest.raises(RolloutError, match="the engine died"):
+        write_buckets(some_weights(), tmp_path, 1, timeout_s=600, check=dead, limit=1000)
+
+
+def test_a_tied_output_matrix_is_always_sent(tiny: Callable[..., Any]) -> None:
+    model = tiny("llama_tied")
+    tied = tied_head(model)
+    assert tied == TiedHead("model.embed_tokens.weight", "lm_head.weight")
+    assert tied_head(tiny("llama")) is None
+    without = [(n, t) for n, t in weights_of(model) if n != "lm_head.weight"]
+    sent = dict(with_tied_head(without, tied))
+    assert torch.equal(sent["lm_head.weight"], model.model.embed_tokens.weight)
+    assert [n for n, _ in with_tied_head(weights_of(model), tied)].count("lm_head.weight") == 1
+    with pytest.raises(RolloutError, match="neither lm_head.weight nor"):
+        list(with_tied_head([("x", torch.ones(1))], tied))
+
+
+def test_base_weights_leave_adapters_out_and_merged_ones_take_them_in(tiny: Callable[..., Any]) -> None:
+    from verl.models.lora import add_lora
+
+    plain, model = tiny("llama"), tiny("llama")
+    add_lora(model, rank=2, alpha=4, target_modules=["q_proj"])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.fill_(0.1)
+    expected = plain.state_dict()
+    base, merged = dict(base_weights(model)), dict(weights_of(model))
+    assert set(base) == set(merged) == set(expected)
+    assert all(torch.equal(base[name], expected[name]) for name in expected)
+    different = {name for name in expected if not torch.equal(merged[name], expected[name])}
+    assert different == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+
+
+def test_the_probe_compares_with_the_trainers_log_probs(tiny: Callable[..., Any]) -> None:
+    model = tiny("llama")
+    prompt = probe_prompt(97)
+    assert len(set(prompt)) > 8 and all(0 <= token < 97 for token in prompt)
+    tokens = [3, 50, 9]
+    with torch.no_grad():
+        rows = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].log_softmax(-1)
+    expected = [float(rows[len(prompt) - 1 + i, token]) for i, token in enumerate(tokens)]
+    ours = trainer_log_probs(model, prompt, tokens)
+    assert ours == pytest.approx(expected, abs=1e-5)
+    assert check_probe(expected, ours, "float32", 1, "test") < 1e-4
+    wrong = [value + 0.01 for value in expected]
+    with pytest.raises(
+        TrainingHalted, match=r"version 4: .* differ by 0.01 on average, 0.002 is what float32"
+    ):
+        check_probe(wrong, ours, "float32", 4, "test")
+    check_probe(wrong, ours, "bfloat16", 4, "test")
+    assert trainer_log_probs([("w", torch.ones(1))], prompt, tokens) is None

@@ -1,0 +1,110 @@
+"""Our keys as vLLM's arguments, without vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from verl.config.schema import RolloutConfig
+from verl.errors import ConfigError, MissingPackage
+from verl.rollout.base import SamplingParams
+from verl.rollout.vllm import version
+from verl.rollout.vllm.settings import engine_arguments, log_probs_mode, read_model, sampling_arguments
+
+
+def section(**changes: Any) -> RolloutConfig:
+    config = RolloutConfig(name="vllm")
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return config
+
+
+def test_versions_outside_the_range_get_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for good in ("0.24.0", "0.32.0", "0.32.1+cpu", "0.25.0rc1"):
+        assert version.supported(good)
+    for bad in ("0.23.9", "0.33.0", "1.0", "unknown", "0.3.2"):
+        assert not version.supported(bad)
+    monkeypatch.setattr(version, "installed_version", lambda: "0.11.0")
+    monkeypatch.setattr(version.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=r"vLLM 0.11.0 is installed, .* works with >=0.24,<0.33"):
+        version.require_vllm()
+    monkeypatch.setattr(version, "installed_version", lambda: "0.30.0")
+    assert version.require_vllm() == "0.30.0"
+    monkeypatch.setattr(version, "installed_version", lambda: None)
+    with pytest.raises(MissingPackage, match=r"pip install 'verl\[vllm\]'"):
+        version.require_vllm()
+
+
+def test_the_model_is_described_without_its_weights(tiny: Callable[..., Any]) -> None:
+    facts = read_model(tiny("qwen2"), None)
+    files = [path.name for path in facts.folder.iterdir()]
+    content = json.loads((facts.folder / "config.json").read_text())
+    assert files == ["config.json"]
+    assert content["architectures"] == ["Qwen2ForCausalLM"] and content["hidden_size"] == 32
+    assert (facts.vocab_size, facts.eos_ids, facts.dtype, facts.device) == (97, {2}, "float32", "cpu")
+    assert facts.tied is None and facts.lora_rank == 0 and facts.max_positions == 512
+
+
+def test_keys_become_arguments(tiny: Callable[..., Any]) -> None:
+    facts = read_model(tiny("llama"), None)
+    config = section(max_num_seqs=7, max_model_len=99, tensor_model_parallel_size=2, seed=5)
+    config.engine_kwargs.vllm = {"disable_cascade_attn": True, "max_num_batched_tokens": 300}
+    arguments = engine_arguments(config, facts)
+    expected = {
+        "max_num_seqs": 7,
+        "max_model_len": 99,
+        "tensor_parallel_size": 2,
+        "seed": 5,
+        "dtype": "float32",
+        "enforce_eager": True,  # no graphs on the CPU
+        "disable_cascade_attn": True,
+        "max_num_batched_tokens": 300,
+        "load_format": "dummy",
+    }
+    assert {key: arguments[key] for key in expected} == expected
+    assert "gpu_memory_utilization" not in arguments and "enable_lora" not in arguments
+    assert engine_arguments(section(), facts)["max_num_batched_tokens"] == 8192
+    assert engine_arguments(section(max_num_batched_tokens=8), facts)["max_num_batched_tokens"] == 1024
+
+
+def test_keys_for_a_gpu(tiny: Callable[..., Any]) -> None:
+    from dataclasses import replace
+
+    facts = replace(read_model(tiny("llama"), None), device="cuda", dtype="bfloat16", lora_rank=24)
+    arguments = engine_arguments(section(gpu_memory_utilization=0.4, enforce_eager=False), facts)
+    assert arguments["gpu_memory_utilization"] == 0.4 and arguments["enable_sleep_mode"] is True
+    assert arguments["enforce_eager"] is False and arguments["dtype"] == "bfloat16"
+    assert arguments["max_lora_rank"] == 32 and arguments["enable_lora"] is True
+    assert "quantization" not in arguments
+    fp8 = engine_arguments(section(dtype="fp8", free_cache_engine=False), facts)
+    assert fp8["quantization"] == "fp8" and fp8["dtype"] == "bfloat16" and fp8["enable_sleep_mode"] is False
+    assert engine_arguments(section(dtype="float16"), facts)["dtype"] == "float16"
+    with pytest.raises(ConfigError, match="lora_rank is 1024"):
+        engine_arguments(section(), replace(facts, lora_rank=1024))
+
+
+def test_what_the_hand_over_stands_on_cannot_be_overridden(tiny: Callable[..., Any]) -> None:
+    config = section()
+    config.engine_kwargs.vllm = {"load_format": "auto"}
+    with pytest.raises(ConfigError, match=r"engine_kwargs.vllm.load_format is decided by verl"):
+        engine_arguments(config, read_model(tiny("llama"), None))
+
+
+def test_log_probs_in_our_convention_or_an_error() -> None:
+    assert log_probs_mode(section(temperature=0.6)) == "processed_logprobs"
+    assert log_probs_mode(section(top_p=0.9)) == "raw_logprobs"
+    assert log_probs_mode(section(temperature=0.6, raw_log_probs=True)) == "raw_logprobs"
+    with pytest.raises(ConfigError, match=r"before top_p and top_k at temperature=0.6"):
+        log_probs_mode(section(temperature=0.6, top_p=0.9, top_k=5))
+
+
+def test_end_tokens_are_stop_tokens_unless_ignored() -> None:
+    sampling = SamplingParams(max_tokens=10, stop_token_ids=(9,), top_k=-1)
+    given = sampling_arguments(sampling, frozenset({2, 4}), seed=3, done=4)
+    assert given["stop_token_ids"] == [2, 4, 9] and given["max_tokens"] == 6 and given["seed"] == 3
+    assert given["top_k"] == 0
+    ignoring = SamplingParams(stop_token_ids=(9,), ignore_eos=True)
+    assert sampling_arguments(ignoring, frozenset({2}), 0, 0)["stop_token_ids"] == [9]

@@ -1,0 +1,24 @@
+"""Weights on their way from the trainer to an engine that keeps its own copy of them.
+
+`weights` is what leaves, `buckets` how it crosses to other processes, `fingerprint` and `probe` how both sides
+know that the same weights arrived and are the ones computed with.
+
+What always holds: after a hand-over the engine generates from exactly what the trainer sent, or the run stops
+with both values in the message.
+"""
+
+from verl.rollout.handover.fingerprint import Manifest, compare, fingerprint
+from verl.rollout.handover.probe import check_probe, probe_prompt, trainer_log_probs
+from verl.rollout.handover.weights import base_weights, weights_of, with_tied_head
+
+__all__ = [
+    "Manifest",
+    "base_weights",
+    "check_probe",
+    "compare",
+    "fingerprint",
+    "probe_prompt",
+    "trainer_log_probs",
+    "weights_of",
+    "with_tied_head",
+]
