@@ -75,6 +75,7 @@ def test_a_file_with_a_function_after_a_colon_and_neighbours_to_import(reward_fi
         (FunctionSpec("verl.errors", "compute_scores"), ["compute_scores", "missing_package", ".name"]),
         (FunctionSpec("verl.errors:__doc__"), ["__doc__", "str", "not a function"]),
         (FunctionSpec(""), ["must be a Python file"]),
+        (FunctionSpec("verl.errors:missing_package", "other"), ["missing_package", "other", "keep one"]),
     ],
 )
 def test_what_is_not_there_is_named(spec, words):

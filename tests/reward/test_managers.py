@@ -90,7 +90,13 @@ def test_dapo_lowers_long_responses():
     manager = build_reward_manager(cfg, function=lambda response: 1.0, max_response_length=100)
     results = run(manager, [sample(0, response_length=50), sample(1, response_length=90)])
     assert (results[0].score, results[1].score) == (1.0, 0.5)
-    assert results[1].extra["overlong_reward"] == -0.5 and results[1].extra["overlong"] == 1.0
+    assert results[1].extra == {}
+    cfg.overlong_buffer.log = True
+    manager = build_reward_manager(cfg, function=lambda response: 1.0, max_response_length=100)
+    assert run(manager, [sample(1, response_length=90)])[1].extra == {
+        "overlong_reward": -0.5,
+        "overlong": 1.0,
+    }
     cfg.overlong_buffer.len = 101
     with pytest.raises(ConfigError, match="between 1 and data.max_response_length=100"):
         build_reward_manager(cfg, function=lambda response: 1.0, max_response_length=100)

@@ -120,9 +120,9 @@ def test_a_model_whose_numbers_overflow_leaves_no_score(tmp_path):
 
 def test_settings_without_effect_are_said(model_folder, caplog):
     cfg = config(model_folder)
-    cfg.reward_model.rollout.name = "vllm"
+    cfg.reward_model.n_gpus_per_node = 1
     build_reward_manager(cfg, max_response_length=8).close()
-    assert "reward.reward_model.rollout.name=vllm has no effect" in caplog.text
+    assert "reward.reward_model.n_gpus_per_node and nnodes have no effect" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -184,6 +184,11 @@ def test_several_functions_with_weights(build, reward_file):
         build(cfg)
 
 
+def test_a_function_given_as_argument_replaces_those_of_the_config_and_says_so(build, reward_file, caplog):
+    assert run(build(config(reward_file), lambda response: 7.0))[0].score == 7.0
+    assert "replaces reward.custom_reward_function.path" in caplog.text
+
+
 def test_the_batch_manager_wants_a_function_of_the_batch(build, reward_file):
     assert [result.score for result in run(build(config(reward_file, "batch", manager="batch")))] == [
         3.0,

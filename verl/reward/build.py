@@ -81,7 +81,9 @@ def _build(
     sandbox.configure(sandbox.Settings.from_config(reward_cfg))
     buffer = reward_cfg.overlong_buffer
     shapers = (
-        [overlong_shaper(max_response_length, buffer.len, buffer.penalty_factor)] if buffer.enable else []
+        [overlong_shaper(max_response_length, buffer.len, buffer.penalty_factor, buffer.log)]
+        if buffer.enable
+        else []
     )
     sources = _given(function, reward_cfg) if function is not None else _named(reward_cfg)
     parts: list[Part] = []
@@ -132,6 +134,11 @@ def _named(reward_cfg: Any) -> list[Source]:
 def _given(function: Any, reward_cfg: Any) -> list[Source]:
     """Functions handed over as objects."""
     kwargs = dict(reward_cfg.custom_reward_function.reward_kwargs or {})
+    if reward_cfg.custom_reward_function.path or reward_cfg.functions:
+        _log.warning(
+            "reward: the function given as an argument replaces reward.custom_reward_function.path and "
+            "reward.functions"
+        )
     several = isinstance(function, Sequence) and not isinstance(function, str)
     sources: list[Source] = []
     for item in function if several else [function]:

@@ -84,7 +84,11 @@ def _split_target(spec: FunctionSpec) -> tuple[str, str | None]:
     path, colon, inline = spec.path.strip().rpartition(":")
     if not colon:
         return spec.path.strip(), spec.name
-    # The name inside the path is the more specific one; `name` may only be a schema's default.
+    if spec.name not in (None, DEFAULT_NAMES[0], inline):  # the schema's default name is nobody's wish
+        raise RewardError(
+            f"{spec.key}.path={spec.path!r} names the function {inline!r} and {spec.key}.name={spec.name!r} another; "
+            f"keep one of them."
+        )
     return path, inline
 
 

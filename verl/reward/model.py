@@ -136,12 +136,6 @@ class ModelBackend:
             raise ModelError(
                 f"reward.reward_model.model_path={path!r} is not a model folder: it has no config.json."
             )
-        if config.rollout.name != "hf":
-            _log.warning(
-                "reward.reward_model.rollout.name=%s has no effect: reward models run in transformers, on the "
-                "trainer's device",
-                config.rollout.name,
-            )
         if config.n_gpus_per_node or config.nnodes:
             _log.warning("reward.reward_model.n_gpus_per_node and nnodes have no effect on one process")
         return cls(config)

@@ -11,8 +11,10 @@ from verl.reward.base import RewardResult, RewardSample
 Shaper = Callable[[Sequence[RewardSample], list[RewardResult]], list[RewardResult]]
 
 
-def overlong_shaper(max_response_length: int, buffer_len: int, penalty_factor: float) -> Shaper:
-    """Adds DAPO's overlong penalty and reports it as `overlong_reward` and `overlong`."""
+def overlong_shaper(
+    max_response_length: int, buffer_len: int, penalty_factor: float, report: bool = False
+) -> Shaper:
+    """Adds DAPO's overlong penalty; with `report` the extra values `overlong_reward` and `overlong` tell of it."""
     if not 0 < buffer_len <= max_response_length:
         raise ConfigError(
             f"reward.overlong_buffer.len is {buffer_len}; it must be between 1 and "
@@ -27,13 +29,13 @@ def overlong_shaper(max_response_length: int, buffer_len: int, penalty_factor: f
         lengths = torch.tensor([sample.response_length for sample in samples], dtype=torch.long)
         penalties = overlong_penalty(lengths, max_response_length, buffer_len, penalty_factor).tolist()
         return [
-            result if result.score is None else _add(result, penalty)
+            result if result.score is None else _add(result, penalty, report)
             for result, penalty in zip(results, penalties, strict=True)
         ]
 
     return shape
 
 
-def _add(result: RewardResult, penalty: float) -> RewardResult:
-    extra = {**result.extra, "overlong_reward": penalty, "overlong": float(penalty < 0)}
-    return replace(result, score=(result.score or 0.0) + penalty, extra=extra)
+def _add(result: RewardResult, penalty: float, report: bool) -> RewardResult:
+    told = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if report else {}
+    return replace(result, score=(result.score or 0.0) + penalty, extra={**result.extra, **told})
