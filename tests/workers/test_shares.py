@@ -1,0 +1,111 @@
+"""Dealing a batch out and putting it together again; what a rank says about itself. No Ray needed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.errors import RolloutError, TrainingHalted
+from verl.rollout.base import Request
+from verl.workers.outcome import Failure
+from verl.workers.pulse import Pulse
+from verl.workers.rank import RankWorker, interface_of
+from verl.workers.shares import deal, from_arrays, join, pad_rows, to_arrays
+
+
+def make(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    P, T = 5, 7
+    lengths = torch.randint(1, T + 1, (rows,), generator=g)
+    mask = (torch.arange(T) < lengths[:, None]).long()
+    return {
+        "input_ids": torch.randint(3, 50, (rows, P + T), generator=g),
+        "attention_mask": torch.cat([torch.ones(rows, P, dtype=torch.long), mask], 1),
+        "response_mask": mask,
+        "advantages": torch.randn(rows, T, generator=g),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 30), ranks=st.integers(1, 7), balance=st.booleans())
+def test_every_row_comes_back_to_its_place(rows, ranks, balance):
+    tensors = make(rows)
+    padded = pad_rows(tensors, ranks)
+    assert len(padded["input_ids"]) % ranks == 0
+    dealt = deal(padded["attention_mask"], ranks, balance=balance, hidden_size=64)
+    assert sorted(row for share in dealt for row in share) == list(range(len(padded["input_ids"])))
+    parts = [from_arrays(to_arrays(padded, share)) for share in dealt]
+    answers = [to_arrays({"out": part.batch["advantages"] * 2}) for part in parts]
+    torch.testing.assert_close(join(answers, dealt, rows).batch["out"], tensors["advantages"] * 2)
+
+
+def test_filling_rows_are_masked_and_short():
+    padded = pad_rows(make(5), 4)
+    assert padded["response_mask"][5:].sum() == 0
+    assert padded["attention_mask"][5:].sum(-1).tolist() == [1, 1, 1]
+    assert padded["response_mask"][:5].equal(make(5)["response_mask"])
+
+
+def test_work_is_balanced():
+    """One long sequence weighs as much as many short ones."""
+    mask = torch.zeros(9, 800, dtype=torch.long)
+    mask[0] = 1
+    mask[1:, :100] = 1
+    shares = deal(mask, 2, balance=True, hidden_size=0)
+    assert sorted(map(len, shares)) == [1, 8]
+
+
+def test_parts_can_be_written_to():
+    part = from_arrays(to_arrays(make(3)))
+    part.batch["advantages"].zero_()  # arrays out of shared memory are read-only; a batch is not
+
+
+def test_a_failure_keeps_its_class_and_says_where():
+    def fail(error: Exception) -> Failure:
+        return Failure.of(error, rank=2, host="node7", pid=41, call="generate")
+
+    known = fail(RolloutError("the prompt is too long")).as_error()
+    assert isinstance(known, RolloutError)
+    assert str(known) == "rank 2 on node7 (process 41), in generate: the prompt is too long"
+    unknown = fail(ZeroDivisionError("division by zero")).as_error()
+    assert isinstance(unknown, TrainingHalted)
+    assert "ZeroDivisionError: division by zero" in str(unknown) and "Traceback" not in str(known)
+
+
+def test_no_exception_leaves_serve():
+    worker = RankWorker(0, 1)
+    outcome = worker.serve("open_store", "no such address.invalid")
+    assert outcome.failure is not None and outcome.failure.call == "open_store"
+    assert "Traceback" in outcome.failure.traceback
+    streamed = list(worker.stream("generate", [Request("a", [1])]))
+    assert streamed[-1].failure is not None
+
+
+def test_a_sign_shows_where_a_call_hangs():
+    pulse = Pulse(3)
+    release = threading.Event()
+
+    def hang() -> None:
+        with pulse.serving("log_probs"):
+            release.wait()
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while pulse.sign().still_s < 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    sign = pulse.sign()
+    release.set()
+    thread.join()
+    assert sign.call == "log_probs" and sign.still_s >= 1 and not sign.waits_for_others
+    assert "release.wait()" in sign.stack and sign.name.startswith("rank 3 on ")
+    assert pulse.sign().where == "between calls"
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
