@@ -123,7 +123,11 @@ class Bench:
         table("training steps", head, (self.row(label, work) for label, work in works.items()))
 
     def parts(self) -> None:
-        checks = (*train_parts.check_packing(self.device), *train_parts.check_head(self.device))
+        checks = (
+            *train_parts.check_packing(self.device),
+            *train_parts.check_layers(self.device),
+            *train_parts.check_head(self.device),
+        )
         table("checks", ("what", "difference", "verdict"), checks)
         self.figures["checks"] = [list(row) for row in checks]
         attention: list[list[str]] = []

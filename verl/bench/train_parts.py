@@ -73,6 +73,52 @@ def check_packing(device: torch.device) -> Iterator[Row]:
         yield (f"packed = padded, {name}", f"log-probs {gap:.1e}, gradient {relative:.1e} relative", verdict)
 
 
+def check_layers(device: torch.device) -> Iterator[Row]:
+    """The fused norms and MLPs, and the one-pass optimiser, against the plain ones."""
+    from verl.engines.optim import MasterAdamW, OnePassAdamW, TorchAdamW
+    from verl.engines.schedule import Schedule
+    from verl.models.fused_layers import fuse
+
+    if device.type != "cuda":
+        return
+    work = Workload(SHAPES["tiny"], (64,))
+    ids = make_batch(work).batch["input_ids"].to(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = []
+        for fused in (True, False):
+            model = new_model(work, device, dtype)
+            count = fuse(model, device) if fused else 0
+            logits = model(ids).logits.float()
+            logits.square().mean().backward()
+            gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+            found.append((logits.detach(), gradient, count))
+        gap = max(float((a - b).norm() / b.norm()) for a, b in zip(found[0][:2], found[1][:2], strict=True))
+        good = gap < (1e-4 if dtype == torch.float32 else 3e-2) and found[0][2] > 0
+        name = str(dtype).removeprefix("torch.")
+        yield (
+            f"fused layers = plain, {name}",
+            f"{gap:.1e} relative, {found[0][2]} modules",
+            "ok" if good else "WRONG",
+        )
+    results = []
+    for one_pass in (True, False):
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(700, 300, device=device).bfloat16())
+        optimizer = MasterAdamW([("w", param)], schedule=Schedule(lr=0.01), grad_clip=1.0)
+        if not one_pass:
+            optimizer.rule = TorchAdamW(optimizer.masters, 0.01, betas=(0.9, 0.999), eps=1e-8)
+        elif not isinstance(optimizer.rule, OnePassAdamW):
+            yield ("one-pass AdamW = torch", "not used", "WRONG")
+            return
+        for _ in range(5):
+            (param.float() ** 2).sum().backward()
+            optimizer.step()
+        results.append((optimizer.masters["w"], param.detach()))
+    gap = float((results[0][0] - results[1][0]).abs().max())
+    agree = gap < 1e-5 and torch.equal(results[0][1], results[0][0].bfloat16())
+    yield ("one-pass AdamW = torch", f"{gap:.1e}", "ok" if agree else "WRONG")
+
+
 def check_head(device: torch.device) -> Iterator[Row]:
     """Every kernel of the fused head against plain log_softmax in float32."""
     generator = torch.Generator(device).manual_seed(0)

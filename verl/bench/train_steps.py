@@ -183,13 +183,13 @@ def measure(
     seconds = (time.perf_counter() - begin) / steps
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else float("nan")
     del step
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     clean(device)
     return Measured(seconds, peak, loss)
 
 
 def clean(device: torch.device) -> None:
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -26,6 +26,7 @@ from verl.engines.sharding import decoder_layers, release, shard
 from verl.errors import ModelError
 from verl.models.attention import use_verl_attention
 from verl.models.forward import attach
+from verl.models.fused_layers import fuse
 from verl.models.loading import disable_dropout, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
 from verl.models.packability import packing_fault
@@ -85,6 +86,8 @@ def assemble(
     if settings.gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module.eval()
+    if not settings.torch_compile:
+        fuse(module, ranks.device)
     attach(module)
     mesh = _mesh(settings, ranks)
     if mesh is not None:

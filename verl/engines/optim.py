@@ -20,7 +20,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from verl.engines.low_memory_adamw import LowMemoryAdamW
+from verl.engines.one_pass_adamw import OnePassAdamW
 from verl.engines.schedule import Schedule
+from verl.models.kernels import triton_fault
 
 FIRST_LOSS_SCALE = 2.0**12
 GROW_EVERY = 1000
@@ -149,13 +151,27 @@ class MasterAdamW:
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._collector(name)))
         if scale_loss:
             self.loss_scale = FIRST_LOSS_SCALE
-        self.rule: TorchAdamW | LowMemoryAdamW
+        self.rule: TorchAdamW | OnePassAdamW | LowMemoryAdamW
         if moments == "float32" and not stochastic_rounding:
-            self.rule = TorchAdamW(self.masters, weight_decay, betas=betas, eps=eps)
+            if self._one_pass_fits():
+                self.rule = OnePassAdamW(self.params, self.masters, weight_decay, betas=betas, eps=eps)
+            else:
+                self.rule = TorchAdamW(self.masters, weight_decay, betas=betas, eps=eps)
         else:
             self.rule = LowMemoryAdamW(
                 self.masters, weight_decay, betas=betas, eps=eps, int8=moments == "int8", seed=seed
             )
+
+    def _one_pass_fits(self) -> bool:
+        """Every parameter half precision, whole, dense and on a GPU where our kernels work."""
+        return bool(self.params) and all(
+            self.masters[name] is not param
+            and param.is_cuda
+            and not hasattr(param, "to_local")
+            and param.is_contiguous()
+            and triton_fault(param.device) is None
+            for name, param in self.params.items()
+        )
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
@@ -235,7 +251,8 @@ class MasterAdamW:
             if self.grad_clip > 0 and norm > self.grad_clip:
                 factor *= self.grad_clip / (norm + 1e-6)
             self.rule.step(gradients, lr, factor)
-            self.write_back()
+            if not isinstance(self.rule, OnePassAdamW):
+                self.write_back()
             self.step_count += 1
         self._adapt_loss_scale(finite)
         self.zero_grad()

@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import torch
 
+from verl.models.kernels import triton_fault
+
 _SLICE_BYTES_CPU = 16 << 20
 _SLICE_BYTES_CUDA = 512 << 20
 _FEWEST_COLUMNS = 256
@@ -60,18 +62,9 @@ def slice_columns(tokens: int, device: torch.device) -> int:
     return max(columns // _FEWEST_COLUMNS * _FEWEST_COLUMNS, _FEWEST_COLUMNS)
 
 
-@lru_cache(maxsize=1)
-def _triton_works() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def _use_triton(options: HeadOptions, x: torch.Tensor) -> bool:
     if options.kernel == "auto":
-        return x.is_cuda and x.dtype != torch.float64 and _triton_works()
+        return x.is_cuda and x.dtype != torch.float64 and triton_fault(x.device) is None
     return options.kernel == "triton"
 
 
@@ -84,6 +77,28 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
     else:
         x = (a @ b).float()
     return x if bias is None else x.add_(bias)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b in the precision of `total`, in place."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and _adds_in_place(a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += _product(a, b)
+
+
+@lru_cache(maxsize=8)
+def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds a half-precision product to a float32 matrix without a detour; found by trying."""
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.full((16, 16), 0.5, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 16.5).all())
 
 
 class _Statistics:
@@ -237,7 +252,7 @@ class _FusedHead(torch.autograd.Function):
             )
             del x
             if grad_hidden is not None:
-                grad_hidden += _product(grad_x, weight[part])
+                _add_product(grad_hidden, grad_x, weight[part])
             if grad_weight is not None:
                 torch.mm(grad_x.t(), hidden, out=grad_weight[part])
             if grad_bias is not None:

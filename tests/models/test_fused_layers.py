@@ -1,0 +1,106 @@
+"""Fused norms and MLPs: same numbers, same gradients, only for modules we know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from verl.models import fused_layers, kernels
+
+INTERPRETED = """
+import copy
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from conftest import tiny_model
+from verl.models.fused_layers import fuse, unfuse
+from verl.models.kernels.layers import gated, rms_norm
+
+cpu = torch.device("cpu")
+torch.manual_seed(0)
+x = torch.randn(2, 7, 12, requires_grad=True)
+w = torch.randn(12, requires_grad=True)
+y = torch.randn(2, 7, 12, requires_grad=True)
+out = torch.randn(2, 7, 12)
+
+def compare(ours, plain, inputs):
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    pairs = zip(torch.autograd.grad((ours * out).sum(), inputs), torch.autograd.grad((plain * out).sum(), inputs))
+    for left, right in pairs:
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+
+compare(rms_norm(x, w, 1e-3), w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3), (x, w))
+compare(gated(x, y), torch.nn.functional.silu(x) * y, (x, y))
+
+from verl.models.kernels.adamw import adamw_step
+param = torch.randn(5, 600).bfloat16()
+master = param.float()
+first, second = torch.zeros_like(master), torch.zeros_like(master)
+reference = torch.nn.Parameter(master.clone())
+plain = torch.optim.AdamW([reference], lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
+for updates in range(1, 4):
+    gradient = torch.randn(5, 600)
+    adamw_step(param, master, first, second, gradient, updates=updates, lr=0.1, betas=(0.8, 0.95), eps=1e-6,
+               weight_decay=0.3, factor=0.5)
+    reference.grad = gradient * 0.5
+    plain.step()
+torch.testing.assert_close(master, reference.detach(), rtol=1e-5, atol=1e-5)
+torch.testing.assert_close(param.float(), master, rtol=2**-7, atol=0)  # the interpreter cuts bits off
+
+for architecture, expected in (("llama", 7), ("qwen3", 11), ("gemma", 0)):
+    extra = {"head_dim": 8} if architecture != "llama" else {}
+    plain = tiny_model(architecture, **extra)
+    ours = copy.deepcopy(plain)
+    assert fuse(ours, cpu, force=True) == expected, architecture
+    ids = torch.arange(9)[None]
+    left, right = ours(ids).logits, plain(ids).logits
+    torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+    left.square().sum().backward(), right.square().sum().backward()
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3, msg=name)
+    unfuse(ours)
+    assert torch.equal(ours(ids).logits, plain(ids).logits)
+"""
+
+
+def test_fused_layers_equal_plain_ones_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", INTERPRETED, os.path.dirname(__file__)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_nothing_is_exchanged_on_a_cpu(tiny):
+    model = tiny()
+    assert fused_layers.fuse(model, torch.device("cpu")) == 0
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_triton_that_does_not_work_is_said_and_left_out(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(fused_layers, "triton_fault", lambda device: "no C compiler")
+    assert fused_layers.fuse(tiny(), torch.device("cpu"), force=True) == 0
+    assert "no C compiler" in caplog.text
+
+
+def test_without_a_gpu_triton_reports_its_fault():
+    kernels.triton_fault.cache_clear()
+    assert kernels.triton_fault(torch.device("cpu")) is not None
+
+
+def test_a_module_that_computes_something_else_keeps_its_code(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(fused_layers, "triton_fault", lambda device: None)
+    monkeypatch.setattr(
+        fused_layers, "_known", lambda module: _wrong if type(module).__name__ == "LlamaMLP" else None
+    )
+    model = tiny()
+    assert fused_layers.fuse(model, torch.device("cpu"), force=True) == 0
+    assert "LlamaMLP differs" in caplog.text
+
+
+def _wrong(module, x):
+    return module.down_proj(module.up_proj(x))
