@@ -325,7 +325,7 @@ PPO_RULES: tuple[Rule, ...] = (
     ),
     # rewards
     Rule(
-        _under("reward", "custom_reward_function.name", "custom_reward_function.reward_kwargs"),
+        _under("reward", "custom_reward_function.name"),
         lambda c: bool(c.reward.custom_reward_function.path),
         "reward.custom_reward_function.path is not set",
     ),

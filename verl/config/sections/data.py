@@ -43,7 +43,7 @@ class _RowsConfig:
     )
     system_prompt: str | None = key(None, "system message put first where a row's messages have none")
     dataloader_num_workers: int = key(
-        0, "processes that read and tokenise rows; 0: in the main process", ge=0
+        0, "threads that read and tokenise rows ahead; 0: in the main thread", ge=0
     )
     train_max_samples: int = key(-1, "use only so many training rows; -1: all", ge=-1)
     val_max_samples: int = key(-1, "use only so many validation rows; -1: all", ge=-1)

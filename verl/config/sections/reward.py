@@ -141,7 +141,9 @@ class RewardConfig:
         False, "call the function in the trainer's process (it holds a GPU, cannot be pickled)"
     )
     max_concurrency: int = key(64, "calls of an async function at the same time", ge=1)
-    memory_limit_mb: int | None = key(None, "memory of one worker process; default: no limit", ge=16)
+    memory_limit_mb: int | None = key(
+        None, "memory of one worker process; default: half of the machine's", ge=16
+    )
     reward_model: RewardModelConfig = section(RewardModelConfig, "a reward model")
     judge: JudgeConfig = section(JudgeConfig, "a language model as judge")
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, "remote service that runs code")
