@@ -20,7 +20,7 @@ _spec.loader.exec_module(faults)
 
 PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
 PHASES = [
-    "build",
+    "model_size",
     "open_generation",
     "generate",
     "log_probs",
@@ -53,7 +53,7 @@ def nobody_left() -> bool:
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_killed_rank_is_named_and_the_run_goes_on_after_it(phase, train, joined, faulty):
     once = "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.n_gpus_per_node=2"
-    plugin = faulty(phase, "kill", nth=1 if phase in ("build", "save") else 2)
+    plugin = faulty(phase, "kill", nth=1 if phase in ("model_size", "save") else 2)
     with pytest.raises(WorkersLost) as caught:
         train(*PPO, *once, plugin)
     message = str(caught.value)

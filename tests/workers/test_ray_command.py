@@ -1,0 +1,137 @@
+"""The command itself with a cluster of its own: it starts Ray, and however it ends, nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.errors import ConfigError, MissingPackage
+
+pytestmark = pytest.mark.components
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1"}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def family(pid: int) -> set[int]:
+    """All living descendants of a process."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                parents[int(entry.name)] = int(fields[1])
+    found = {pid}
+    while True:
+        more = {child for child, parent in parents.items() if parent in found} - found
+        if not more:
+            return found - {pid}
+        found |= more
+
+
+def wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def gone(pids: set[int]) -> bool:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_a_signal(number, overrides, tmp_path):
+    log = tmp_path / "log.txt"
+    arguments = overrides("trainer.n_gpus_per_node=2", "trainer.total_training_steps=500")
+    process = start(arguments, log)
+    try:
+        wait_for_steps(tmp_path / "run", 2, process, log)
+        started = family(process.pid)
+        assert len(started) >= 4, "ranks and Ray's own processes"
+        process.send_signal(number)
+        code = process.wait(timeout=120)
+    finally:
+        process.kill()
+    assert gone(started)
+    if number == signal.SIGTERM:
+        assert code == 0, log.read_text()[-3000:]
+        saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
+        rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert rows[-1]["training/global_step"] == saved >= 2
+
+
+def test_more_ranks_than_cpus_given_is_refused(overrides, monkeypatch):
+    from verl.config.load import load_ppo_config
+    from verl.workers.ray_cluster import Cluster
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cfg = load_ppo_config(overrides("trainer.n_gpus_per_node=3", "ray_kwargs.ray_init.num_cpus=2"))
+    with pytest.raises(ConfigError, match="ray_kwargs.ray_init.num_cpus is 2, but trainer.n_gpus_per_node=3"):
+        Cluster(cfg).connect()
+
+
+def test_no_room_says_what_there_is(overrides, joined):
+    from verl.config.load import load_ppo_config
+    from verl.workers.ray_cluster import Cluster, ClusterError
+
+    cluster = Cluster(load_ppo_config(overrides("trainer.n_gpus_per_node=3", "trainer.nnodes=3")))
+    cluster.connect()
+    try:
+        with pytest.raises(ClusterError, match="trainer.nnodes=3 nodes with 3 CPU each are needed"):
+            cluster.place(timeout_s=1.0)
+    finally:
+        cluster.close()
+
+
+def test_without_ray_the_message_names_the_extra(overrides, monkeypatch, tmp_path):
+    import importlib.util
+
+    from verl.config.load import load_ppo_config
+    from verl.workers.placement import build_group
+
+    cfg = load_ppo_config(overrides("trainer.n_gpus_per_node=2"))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else found(name))
+    with pytest.raises(MissingPackage, match=r"trainer.n_gpus_per_node=2.*verl\[ray\]"):
+        build_group(cfg, None, training_steps=1, run_folder=tmp_path)
+
+
+def test_ray_ending_the_process_at_its_start_is_answered_with_the_key():
+    """What Ray does when it cannot register with its daemon: _exit(1), past every handler."""
+    script = textwrap.dedent(
+        """
+        import os
+        from verl.workers.ray_cluster import _said_if_killed, register_advice
+        with _said_if_killed(register_advice(6)):
+            os._exit(1)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "Unable to register worker with raylet" in done.stderr
+    assert "set ray_kwargs.ray_init.num_cpus=6" in done.stderr
