@@ -113,6 +113,15 @@ def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return train(engine, rank, world)
 
 
+def small_moments(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    role = {**ROLE, "optim.moments": "int8"}
+    engine = conftest.make_engine(model=conftest.make_model(), role=role)
+    result = train(engine, rank, world)
+    held = engine.state_dict()["optimizer"]["exp_avg"]
+    assert all(value.shape == engine.optimizer.masters[name].shape for name, value in held.items())
+    return result
+
+
 def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
@@ -153,6 +162,7 @@ SCENARIOS = {
         lora,
         generate_and_resume,
         half_precision,
+        small_moments,
         killed,
     )
 }

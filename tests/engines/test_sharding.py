@@ -21,6 +21,7 @@ ALL = [
     "lora",
     "generate_and_resume",
     "half_precision",
+    "small_moments",
 ]
 LIMIT_S = 200
 
@@ -82,14 +83,14 @@ def test_ranks_agree_with_one_process(alone, together):
     expected, _ = alone
     results, _, _ = together
     for name, ranks in results.items():
-        tolerance = 3e-2 if name == "half_precision" else 2e-5
+        tolerance = {"half_precision": 3e-2, "small_moments": 5e-3}.get(name, 2e-5)
         want = expected[name]
         before = torch.cat([rank["before"] for rank in ranks])
         torch.testing.assert_close(
             before, want["before"], rtol=tolerance, atol=tolerance, msg=f"{name} before"
         )
         for rank in ranks:
-            assert rank["norms"] == pytest.approx(want["norms"], rel=1e-4 if tolerance < 1e-2 else 0.1), name
+            assert rank["norms"] == pytest.approx(want["norms"], rel=max(1e-4, 3 * tolerance)), name
             assert rank["weights"].keys() == want["weights"].keys()
             for weight, value in want["weights"].items():
                 torch.testing.assert_close(

@@ -127,6 +127,7 @@ class Bench:
             *train_parts.check_packing(self.device),
             *train_parts.check_layers(self.device),
             *train_parts.check_head(self.device),
+            *train_parts.check_offload(self.device),
         )
         table("checks", ("what", "difference", "verdict"), checks)
         self.figures["checks"] = [list(row) for row in checks]

@@ -242,3 +242,57 @@ def compare_head(
         figures[f"{name} memory share"] = peak / base[1] if base[1] else float("nan")
     clean(device)
     return rows, figures
+
+
+# -- memory that moves ----------------------------------------------------------------------------------------------
+
+
+def check_offload(device: torch.device) -> Iterator[Row]:
+    """Three steps with parameters, moments or activations kept in host memory against three steps without."""
+    if device.type != "cuda":
+        return
+    plain, held = _trained(device, {}, {})
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+        "offload and onload between steps": ({}, {}, True),
+        "model.enable_activation_offload": ({"enable_activation_offload": True}, {}, False),
+        "fsdp_config.offload_policy": ({}, {"offload_policy": True}, False),
+    }
+    for label, (model_options, fsdp_options, between) in cases.items():
+        try:
+            found, _ = _trained(device, model_options, fsdp_options, between)
+        except Exception as error:  # the check is there to find out
+            yield (label, f"{type(error).__name__}: {str(error).splitlines()[0][:80]}", "WRONG")
+            continue
+        gap = max(float((found[name] - value).abs().max()) for name, value in plain.items())
+        moved = max(float((plain[name] - value).abs().max()) for name, value in held.items())
+        yield (label, f"{gap:.1e} of {moved:.1e} moved", "ok" if gap <= 0.02 * moved else "WRONG")
+
+
+def _trained(
+    device: torch.device, model_options: dict[str, Any], fsdp_options: dict[str, Any], between: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights after three steps, and before."""
+    from verl.config.schema import ActorConfig, ModelConfig
+    from verl.engines import build_engine
+
+    work = Workload(SHAPES["tiny"], ragged(512, 4096))
+    role = ActorConfig(ppo_micro_batch_size_per_gpu=len(work.lengths))
+    role.optim.lr, role.optim.eps = 1e-2, 1e-3  # a gradient of nearly nothing must not decide a whole step
+    for name, value in fsdp_options.items():
+        setattr(role.fsdp_config, name, value)
+    config = ModelConfig(dtype="float32", **model_options)
+    model = new_model(work, device, torch.float32)
+    engine = build_engine("actor", config, role, model=model, device=device)
+    before = {name: value.clone().cpu() for name, value in engine.export_parameters()}
+
+    def loss(output: Any, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return -(output.log_probs * micro.batch["advantages"]).mean(), {}
+
+    for _ in range(3):
+        if between:
+            engine.onload()
+        engine.forward_backward(make_batch(work), loss)
+        engine.optimizer_step()
+        if between:
+            engine.offload()
+    return {name: value.clone().cpu() for name, value in engine.export_parameters()}, before

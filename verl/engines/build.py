@@ -7,6 +7,7 @@ left after it; whether the model can be packed or compiled is found out by runni
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,14 @@ def assemble(
     if mesh is not None:
         in_place = optim is not None and optim.stochastic_rounding
         shard(module, mesh, settings.sharding, settings.dtype, float32_masters=not in_place)
+    hidden_size = int(module.config.get_text_config().hidden_size)
     passes = Passes(
         module,
         ranks.device,
         ranks,
         packed=packed,
-        train_cut=settings.train_cut,
-        forward_cut=settings.forward_cut,
+        train_cut=replace(settings.train_cut, hidden_size=hidden_size),
+        forward_cut=replace(settings.forward_cut, hidden_size=hidden_size),
         label=settings.kind,
     )
     if mesh is not None:

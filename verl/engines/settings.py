@@ -63,13 +63,11 @@ def parameter_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _cut_rule(sequences: int | None, dynamic: bool, tokens: int | None, hidden_size: int) -> CutRule:
-    if dynamic:
-        return CutRule(max_tokens=tokens, hidden_size=hidden_size)
-    return CutRule(max_sequences=sequences, hidden_size=hidden_size)
+def _cut_rule(sequences: int | None, dynamic: bool, tokens: int | None) -> CutRule:
+    return CutRule(max_tokens=tokens) if dynamic else CutRule(max_sequences=sequences)
 
 
-def cut_rules(kind: Kind, role: Any, log_prob: Any, hidden_size: int) -> tuple[CutRule, CutRule]:
+def cut_rules(kind: Kind, role: Any, log_prob: Any) -> tuple[CutRule, CutRule]:
     """How to cut for training and for passes without gradient.
 
     `log_prob` is the section that says how the actor's log-probabilities are recomputed (rollout); without one
@@ -79,18 +77,14 @@ def cut_rules(kind: Kind, role: Any, log_prob: Any, hidden_size: int) -> tuple[C
             role.log_prob_micro_batch_size_per_gpu,
             role.log_prob_use_dynamic_bsz,
             role.log_prob_max_token_len_per_gpu,
-            hidden_size,
         )
         return forward, forward
-    train = _cut_rule(
-        role.ppo_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu, hidden_size
-    )
+    train = _cut_rule(role.ppo_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu)
     if kind == "critic":
         return train, _cut_rule(
             role.forward_micro_batch_size_per_gpu,
             role.use_dynamic_bsz,
             role.ppo_max_token_len_per_gpu,
-            hidden_size,
         )
     if log_prob is None:
         return train, train
@@ -98,7 +92,6 @@ def cut_rules(kind: Kind, role: Any, log_prob: Any, hidden_size: int) -> tuple[C
         log_prob.log_prob_micro_batch_size_per_gpu,
         log_prob.log_prob_use_dynamic_bsz,
         log_prob.log_prob_max_token_len_per_gpu,
-        hidden_size,
     )
 
 
@@ -119,7 +112,7 @@ def read_settings(
             f"ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size} is not available with "
             f"strategy={role.strategy}; the only value allowed is 1"
         )
-    train, forward = cut_rules(kind, role, log_prob, 1024)
+    train, forward = cut_rules(kind, role, log_prob)
     trained = kind != "ref"
     lora = None
     if model.lora_rank > 0 and trained:
