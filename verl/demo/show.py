@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from verl.observe.run_folder import RunFolder
 
 _KINDS = {
-    "add": "how many now (gain)",
-    "subtract": "how many now (loss)",
+    "add": "how many in all",
+    "subtract": "how many are left",
     "first": "how many at first",
     "second": "how many came or went",
 }

@@ -38,14 +38,15 @@ _LOSSES = (
     "{who} has {a} {things}. {they} sells {b}.",
     "{who} had {a} {things} and then lost {b}.",
 )
-_ASK_NOW = ("How many {things} does {who} have now?", "How many {things} are there now?")
+_ASK_SUM = ("How many {things} does {who} have in all?", "How many {things} are there in all?")
+_ASK_REST = ("How many {things} does {who} have left?", "How many {things} are left?")
 _ASK_FIRST = ("How many {things} did {who} have at first?", "How many {things} were there at first?")
 _ASK_GAIN = ("How many {things} did {who} get?", "How many {things} are new?")
 _ASK_LOSS = ("How many {things} did {who} give up?", "How many {things} are gone?")
 
 TEMPLATES: dict[Plan, tuple[str, ...]] = {
-    "add": tuple(f"{story} {ask}" for story in _GAINS for ask in _ASK_NOW),
-    "subtract": tuple(f"{story} {ask}" for story in _LOSSES for ask in _ASK_NOW),
+    "add": tuple(f"{story} {ask}" for story in _GAINS for ask in _ASK_SUM),
+    "subtract": tuple(f"{story} {ask}" for story in _LOSSES for ask in _ASK_REST),
     "first": tuple(f"{story} {ask}" for story in _GAINS + _LOSSES for ask in _ASK_FIRST),
     "second": tuple(
         f"{story} {ask}"
