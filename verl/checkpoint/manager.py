@@ -23,9 +23,16 @@ from safetensors import SafetensorError
 
 from verl.checkpoint import rng
 from verl.checkpoint.collect import Records
-from verl.checkpoint.files import FileRecord, files_below, record_of, sync_file, sync_folder
+from verl.checkpoint.files import FileRecord, files_below, finish_removals, record_of, sync_all
 from verl.checkpoint.hf_folder import stream_weights, write_hf_folder
-from verl.checkpoint.manifest import Manifest, installed_versions, read_manifest, verify, write_manifest
+from verl.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    installed_versions,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from verl.checkpoint.parts import Snapshot, load_part, load_tree, save_tree, snapshot, write_snapshot
 from verl.checkpoint.plain import Encoded, encode
 from verl.checkpoint.ranks import Ranks
@@ -168,6 +175,7 @@ class CheckpointManager:
 
     def wait(self) -> Path | None:
         """Until a save in the background is done; the folder it made, or None."""
+        finish_removals()
         if self._thread is None:
             return None
         self._thread.join()
@@ -205,6 +213,7 @@ class CheckpointManager:
 
     def _open(self, job: _Job) -> None:
         if self._ranks.first:
+            finish_removals()
             self._tidy()
             shutil.rmtree(job.work, ignore_errors=True)
             (job.work / "random").mkdir(parents=True)
@@ -223,6 +232,7 @@ class CheckpointManager:
         for name, taken in job.snapshots.items():
             written = write_snapshot(job.work / name, taken, self._ranks.rank, self._ranks.world_size)
             job.records |= {f"{name}/{file}": record for file, record in written.items()}
+        sync_all(job.work / name for name in job.records)
 
     def _finish(self, job: _Job) -> Path | None:
         """Write the tensors, wait for the other ranks' files, commit. Needs no collective, so that it may run
@@ -253,11 +263,12 @@ class CheckpointManager:
         for name in job.to_stream:
             shards = (job.work / name / "model").glob("*.safetensors")
             records |= {f"{name}/{k}": r for k, r in stream_weights(job.work / name, shards).items()}
-        for path in files_below(job.work):
+        others = [path for path in files_below(job.work) if not path.name.startswith(".")]
+        for path in others:
             name = path.relative_to(job.work).as_posix()
-            if name not in records and not path.name.startswith("."):
-                sync_file(path)
+            if name not in records:
                 records[name] = record_of(path)
+        sync_all(path for path in others if path.relative_to(job.work).as_posix() not in job.records)
         peers.clear()
         manifest = Manifest(
             step=job.step,
@@ -269,8 +280,7 @@ class CheckpointManager:
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
         write_manifest(job.work, manifest)
-        for folder in sorted({job.work / name for name in records}, key=str):
-            sync_folder(folder.parent)
+        sync_all([job.work / MANIFEST])
         put_in_place(job.work, job.final)
 
     def _background(self, job: _Job) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.files import files_below, remove_folder, sync_file, sync_folder
+from verl.checkpoint.files import files_below, remove_folder, sync_all, sync_folder
 from verl.checkpoint.hf_check import check_logits, check_tensors, memory_allows
 from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER, set_in_config
 from verl.checkpoint.hf_weights import (
@@ -103,8 +103,7 @@ def merge(options: MergeOptions) -> Path:
         work.mkdir(parents=True)
         try:
             _merge_into(work, part, options)
-            for file in files_below(work):
-                sync_file(file)
+            sync_all(files_below(work))
             if target.exists():
                 remove_folder(target)
             os.rename(work, target)

@@ -80,7 +80,7 @@ def decide(entries: Sequence[StepFolder], limits: Limits) -> Decision:
 def apply(run_folder: Path, limits: Limits) -> list[str]:
     """Delete what is beyond the limits; returns the names of what went."""
     decision = decide(list_steps(run_folder), limits)
-    gone = [entry.path.name for entry in decision.steps if delete(entry.path)]
+    gone = [entry.path.name for entry in decision.steps if delete(entry.path, wait=False)]
     for entry, part in decision.parts:
         if _delete_part(entry, part):
             gone.append(f"{entry.path.name}/{part}")
@@ -100,5 +100,5 @@ def _delete_part(entry: StepFolder, part: str) -> bool:
     with alone(entry.path) as unused:
         if unused:
             write_manifest(entry.path, manifest, replace=True)
-            remove_folder(entry.path / part)
+            remove_folder(entry.path / part, wait=False)
         return unused

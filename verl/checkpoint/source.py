@@ -124,6 +124,11 @@ class WeightSource:
 
     def _whole(self, key: str) -> torch.Tensor:
         entry = self._known[key]
+        if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.size:
+            only: torch.Tensor = self._opened(
+                self._places[MetadataIndex(key, entry.chunks[0].offsets)].file
+            ).get_tensor(key)
+            return only
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         filled = 0
         for chunk in entry.chunks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from verl.checkpoint.parts import Snapshot
-from verl.checkpoint.tensors import Chunk
+from verl.checkpoint.tensors import Chunk, copy_into
 
 
 class Staging:
@@ -24,8 +24,11 @@ class Staging:
         on_device = False
         for section, chunk in taken.tensors():
             buffer = self._buffer(part, section, chunk)
-            buffer.copy_(chunk.tensor, non_blocking=buffer.is_pinned())
-            on_device = on_device or chunk.tensor.is_cuda
+            if chunk.tensor.is_cuda:
+                buffer.copy_(chunk.tensor, non_blocking=True)
+                on_device = True
+            else:
+                copy_into(buffer, chunk.tensor)
             staged.chunks.setdefault(section, []).append(Chunk(chunk.key, chunk.offsets, buffer))
         for section in taken.chunks:
             staged.chunks.setdefault(section, [])

@@ -146,11 +146,11 @@ def alone(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def delete(folder: Path) -> bool:
+def delete(folder: Path, *, wait: bool = True) -> bool:
     """Delete a checkpoint unless someone is reading it; says whether it went."""
     with alone(folder) as unused:
         if unused:
-            remove_folder(folder)
+            remove_folder(folder, wait=wait)
         else:
             logger.info("checkpoint %s is in use and stays for now", folder.name)
         return unused
