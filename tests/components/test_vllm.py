@@ -168,7 +168,7 @@ def test_new_weights_are_the_ones_generated_from(
 
 
 def test_a_value_changed_on_the_way_is_caught(engine: Any, model: Any, monkeypatch: Any) -> None:
-    deliver = engine._by_reference
+    deliver = engine._deliver
 
     def corrupted(pairs: Any) -> Any:
         for name, tensor in pairs:
@@ -177,7 +177,7 @@ def test_a_value_changed_on_the_way_is_caught(engine: Any, model: Any, monkeypat
                 tensor[3, 5] += 1e-3
             yield name, tensor
 
-    monkeypatch.setattr(engine, "_by_reference", lambda pairs: deliver(corrupted(pairs)))
+    monkeypatch.setattr(engine, "_deliver", lambda pairs: deliver(corrupted(pairs)))
     with pytest.raises(
         TrainingHalted, match=r"1 of \d+ tensors differ.*\n  model.layers.1.mlp.up_proj.weight: sent"
     ):
@@ -187,9 +187,9 @@ def test_a_value_changed_on_the_way_is_caught(engine: Any, model: Any, monkeypat
 
 
 def test_a_weight_left_out_is_caught(engine: Any, model: Any, monkeypatch: Any) -> None:
-    deliver = engine._by_reference
+    deliver = engine._deliver
     part = "model.layers.0.self_attn.o_proj.weight"
-    monkeypatch.setattr(engine, "_by_reference", lambda pairs: deliver((n, t) for n, t in pairs if n != part))
+    monkeypatch.setattr(engine, "_deliver", lambda pairs: deliver((n, t) for n, t in pairs if n != part))
     with pytest.raises(TrainingHalted, match="received nothing"):
         engine.update_weights(model, 8)
     monkeypatch.undo()
@@ -203,7 +203,7 @@ def test_weights_that_arrived_but_are_not_used_are_caught(
     other = small_model(seed=4)
     engine.source = other
     with pytest.raises(TrainingHalted, match="log-probs of a fixed prompt differ by"):
-        engine._prove()
+        engine.prove()
     engine.update_weights(model, 10)
 
 

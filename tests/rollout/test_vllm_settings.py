@@ -12,7 +12,13 @@ from verl.config.schema import RolloutConfig
 from verl.errors import ConfigError, MissingPackage
 from verl.rollout.base import SamplingParams
 from verl.rollout.vllm import version
-from verl.rollout.vllm.settings import engine_arguments, log_probs_mode, read_model, sampling_arguments
+from verl.rollout.vllm.settings import (
+    engine_arguments,
+    log_probs_mode,
+    own_devices,
+    read_model,
+    sampling_arguments,
+)
 
 
 def section(**changes: Any) -> RolloutConfig:
@@ -108,3 +114,48 @@ def test_end_tokens_are_stop_tokens_unless_ignored() -> None:
     assert given["top_k"] == 0
     ignoring = SamplingParams(stop_token_ids=(9,), ignore_eos=True)
     assert sampling_arguments(ignoring, frozenset({2}), 0, 0)["stop_token_ids"] == [9]
+
+
+def test_a_server_with_gpus_of_its_own_sees_those_after_the_trainers(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    facts = read_model(tiny("llama"), None)
+    assert own_devices(section(n_gpus_per_node=2), facts) == {}
+    gpu = replace(facts, device="cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert own_devices(section(), gpu) == {}
+    assert own_devices(section(n_gpus_per_node=2), gpu) == {"CUDA_VISIBLE_DEVICES": "5,7"}
+    with pytest.raises(ConfigError, match="torch sees 3 GPUs"):
+        own_devices(section(n_gpus_per_node=4), gpu)
+
+
+def test_flags_of_the_server() -> None:
+    from verl.rollout.vllm.server import command_line
+
+    given = {"max_num_seqs": 4, "enforce_eager": True, "enable_lora": False, "x": None, "config": {"a": 1}}
+    assert command_line(given) == [
+        "--max-num-seqs",
+        "4",
+        "--enforce-eager",
+        "--no-enable-lora",
+        "--config",
+        '{"a": 1}',
+    ]
+
+
+def test_what_a_run_can_place_and_what_not() -> None:
+    from verl.config.available import unavailable
+    from verl.config.schema import PPOConfig
+
+    def refused(**changes: Any) -> str:
+        cfg = PPOConfig()
+        for key, value in {"name": "vllm", **changes}.items():
+            setattr(cfg.actor_rollout_ref.rollout, key, value)
+        return " ".join(unavailable(cfg))
+
+    assert not refused() and not refused(mode="server")
+    assert not refused(mode="server", nnodes=1, n_gpus_per_node=2, tensor_model_parallel_size=2)
+    assert "tensor_model_parallel_size=2 on the trainer's own GPUs" in refused(tensor_model_parallel_size=2)
+    assert "GPUs for rollout alone" in refused(nnodes=1, n_gpus_per_node=2)

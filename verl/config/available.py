@@ -53,11 +53,19 @@ def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
     return [
         (rollout.name == "sglang", f"{key}.name=sglang", f"{key}.name=native"),
         (rollout.multi_turn.enable, f"{key}.multi_turn.enable=True", f"{key}.multi_turn.enable=False"),
-        (rollout.mode == "server", f"{key}.mode=server", f"{key}.mode=inprocess"),
         (
-            rollout.n_gpus_per_node > 0,
-            f"{key}.n_gpus_per_node (GPUs for rollout alone)",
-            f"{key}.n_gpus_per_node=0",
+            rollout.n_gpus_per_node > 0 and not _own_server(cfg),
+            f"{key}.n_gpus_per_node={rollout.n_gpus_per_node} (GPUs for rollout alone, other than those of one vllm "
+            "server beside one trainer process)",
+            f"{key}.n_gpus_per_node=0 {key}.nnodes=0",
+        ),
+        (
+            rollout.name in ("vllm", "sglang")
+            and rollout.tensor_model_parallel_size > 1
+            and not _own_server(cfg),
+            f"{key}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} on the trainer's own GPUs",
+            f"{key}.tensor_model_parallel_size=1, or give the server GPUs of its own (one trainer process): "
+            f"{key}.mode=server {key}.nnodes=1 {key}.n_gpus_per_node={rollout.tensor_model_parallel_size}",
         ),
         (
             model.n_gpus_per_node > 0,
@@ -75,3 +83,15 @@ def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
             "critic.strategy=fsdp actor_rollout_ref.ref.strategy=fsdp",
         ),
     ]
+
+
+def _own_server(cfg: PPOConfig) -> bool:
+    """One trainer process, and a server on GPUs of its own that share one copy of the model."""
+    rollout = cfg.actor_rollout_ref.rollout
+    return (
+        world_size(cfg) == 1
+        and rollout.name in ("vllm", "sglang")
+        and rollout.mode == "server"
+        and rollout.nnodes == 1
+        and rollout.n_gpus_per_node == rollout.tensor_model_parallel_size
+    )

@@ -18,6 +18,10 @@ from verl.rollout.vllm.version import require_vllm
 def build(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
     """The engine `rollout.name=vllm` asks for, by `rollout.mode`."""
     require_vllm()
+    if getattr(config, "mode", "inprocess") == "server":
+        from verl.rollout.vllm.server import VLLMServerRollout
+
+        return VLLMServerRollout(source, tokenizer, config)
     from verl.rollout.vllm.engine import VLLMRollout
 
     return VLLMRollout(source, tokenizer, config)

@@ -2,40 +2,23 @@
 
 With one worker and no process group of several ranks the engine runs in this very process and takes the weights by
 reference; otherwise vLLM starts its own processes and the weights cross in buckets through shared memory.
-
-What always holds: a sample's seed is its own, whatever else is in the batch (vLLM's sums may still differ in the
-last bits with the batch, as `docs` of vLLM say); responses carry the version of the weights in use.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from verl.errors import RolloutError, TrainingHalted
-from verl.rollout.base import FinishReason, Request, Response, RolloutEngine, SamplingParams
-from verl.rollout.handover import (
-    Manifest,
-    base_weights,
-    check_probe,
-    compare,
-    probe_prompt,
-    trainer_log_probs,
-    weights_of,
-    with_tied_head,
-)
-from verl.rollout.handover.buckets import remove, shared_folder, write_buckets
-from verl.rollout.handover.probe import RESPONSE_TOKENS
-from verl.rollout.noise import mix, sequence_key
-from verl.rollout.requests import Stopper, check_finite, check_requests
+from verl.errors import RolloutError
+from verl.rollout.base import Response
+from verl.rollout.handover import base_weights, weights_of
+from verl.rollout.handover.buckets import remove
+from verl.rollout.handover.copy_engine import CopyRollout, Sample
 from verl.rollout.vllm.adapter import Adapters
 from verl.rollout.vllm.process import kept_random_state, leave_process_group
+from verl.rollout.vllm.sending import HANDOVER_TIMEOUT_S, by_buckets, hand_over
 from verl.rollout.vllm.settings import (
     engine_arguments,
     max_length,
@@ -45,61 +28,35 @@ from verl.rollout.vllm.settings import (
     set_environment,
 )
 
-log = logging.getLogger(__name__)
 
-NAME = "vllm"
-HANDOVER_TIMEOUT_S = 300.0
-_SEEDS = (1 << 63) - 1
-
-
-@dataclass
-class _Sample:
-    """One sample on its way."""
-
-    request: Request
-    number: int
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    @property
-    def resumed(self) -> list[int]:
-        return list(self.request.partial[self.number]) if self.request.partial else []
-
-    @property
-    def key(self) -> str:
-        return f"{self.request.request_id}/{self.number}"
-
-    @property
-    def seed(self) -> int:
-        key = sequence_key(self.request.seed, self.request.request_id, self.number)
-        return (mix(key + len(self.resumed)) if self.resumed else key) & _SEEDS
-
-
-class VLLMRollout(RolloutEngine):
+class VLLMRollout(CopyRollout):
     """Generates with vLLM from a copy of the trainer's weights. `source` is a TrainEngine or a causal model."""
 
+    name = "vllm"
+
     def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
-        self.source, self.tokenizer = source, tokenizer
         self.facts = read_model(source, tokenizer)
-        self.precision = precision(config, self.facts)
+        super().__init__(
+            source,
+            tokenizer,
+            vocab_size=self.facts.vocab_size,
+            eos_ids=self.facts.eos_ids,
+            max_length=max_length(config, self.facts),
+            precision=precision(config, self.facts),
+        )
         arguments = engine_arguments(config, self.facts)
         self.workers = int(arguments["tensor_parallel_size"])
-        self.max_length = max_length(config, self.facts)
-        self.stopper = Stopper(tokenizer, self.facts.eos_ids)
-        self.version = 0
-        self._aborted: set[str] = set()
-        self._abort_all = False
-        self._asleep: set[str] = set()
-        self._unproven = False
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
         self._had_group = dist.is_initialized()
         alone = not self._had_group or dist.get_world_size() == 1
         self.by_reference = self.workers == 1 and alone
         set_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0" if self.by_reference else "1")
         self.llm: Any = self._start(arguments)
-        self.adapters = Adapters(self.llm.llm_engine) if self.facts.lora_rank else None
-        self._hand_over_weights(base_weights(source) if self.adapters else weights_of(source))
-        self.update_weights(None, 0)
+        self.adapters: Adapters | None = None
+        if self.facts.lora_rank:
+            hand_over(base_weights(source), self.facts.tied, 0, self._deliver)
+            self.adapters = Adapters(self._load_adapter, self._unload_adapter)
+        self.update_weights(source, 0)
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         import vllm
@@ -116,17 +73,7 @@ class VLLMRollout(RolloutEngine):
 
     # -- generating ---------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
-        requests = list(requests)
-        self._aborted.clear()
-        self._abort_all = False
-        self.stopper.check_stop_strings(requests)
-        check_requests(requests, self.facts.vocab_size, self.max_length)
-        if self._asleep:
-            raise RolloutError("vLLM's memory was given back; call wake() before generate()")
-        return self._run([_Sample(request, number) for request in requests for number in range(request.n)])
-
-    def _run(self, samples: list[_Sample]) -> Iterator[Response]:
+    def _run(self, samples: list[Sample]) -> Iterator[Response]:
         engine = self.llm.llm_engine
         running = {sample.key: sample for sample in samples}
         if len(running) != len(samples):
@@ -137,138 +84,89 @@ class VLLMRollout(RolloutEngine):
                 self._submit(engine, sample)
             while running:
                 for output in engine.step():
-                    sample_ = running.get(output.request_id)
-                    reason = None if sample_ is None else self._take(sample_, output)
-                    if sample_ is not None and reason is not None:
-                        if not output.finished:
-                            engine.abort_request([sample_.key])
-                        del running[sample_.key]
-                        yield _response(sample_, reason, version)
-                for sample in self._to_abort(running):
+                    taken = running.get(output.request_id)
+                    response = None if taken is None else self._take(engine, taken, output, version)
+                    if response is not None:
+                        del running[output.request_id]
+                        yield response
+                for sample in [sample for sample in running.values() if self.aborted(sample)]:
                     engine.abort_request([sample.key])
                     del running[sample.key]
-                    yield _response(sample, "abort", version)
+                    yield sample.response("abort", version)
         finally:
             if running:
                 engine.abort_request(list(running))
 
-    def _submit(self, engine: Any, sample: _Sample) -> None:
-        from vllm import SamplingParams as VLLMSampling
+    def _submit(self, engine: Any, sample: Sample) -> None:
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        resumed = sample.resumed
-        arguments = sampling_arguments(sample.request.sampling, self.facts.eos_ids, sample.seed, len(resumed))
-        params = VLLMSampling(**arguments, detokenize=False, output_kind=RequestOutputKind.DELTA)
-        prompt = {"prompt_token_ids": [*sample.request.prompt_ids, *resumed]}
+        arguments = sampling_arguments(
+            sample.request.sampling, self.eos_ids, sample.seed, len(sample.resumed)
+        )
+        params = SamplingParams(**arguments, detokenize=False, output_kind=RequestOutputKind.DELTA)
         lora = self.adapters.current if self.adapters else None
-        engine.add_request(sample.key, prompt, params, lora_request=lora)
+        engine.add_request(sample.key, {"prompt_token_ids": sample.prompt}, params, lora_request=lora)
 
-    def _take(self, sample: _Sample, output: Any) -> FinishReason | None:
-        """Append what is new; why the sample ended, or None while it goes on."""
+    def _take(self, engine: Any, sample: Sample, output: Any, version: int) -> Response | None:
         new = output.outputs[0]
-        for token, row in zip(new.token_ids, new.logprobs or [], strict=True):
-            sample.token_ids.append(int(token))
-            sample.log_probs.append(float(row[token].logprob))
-            check_finite(sample.log_probs[-1:])
-            reason = self.stopper.reason([*sample.resumed, *sample.token_ids], sample.request.sampling)
-            if reason is not None:
-                return reason
-        if not output.finished:
+        log_probs = [row[token].logprob for token, row in zip(new.token_ids, new.logprobs or [], strict=True)]
+        reason = self.accept(sample, new.token_ids, log_probs)
+        if reason is None and output.finished:
+            reason = "length" if new.finish_reason == "length" else "abort"
+        if reason is None:
             return None
-        return "length" if new.finish_reason == "length" else "abort"
-
-    def _to_abort(self, running: dict[str, _Sample]) -> list[_Sample]:
-        if self._abort_all:
-            return list(running.values())
-        return [sample for sample in running.values() if sample.request.request_id in self._aborted]
-
-    def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        if request_ids is None:
-            self._abort_all = True
-        else:
-            self._aborted.update(request_ids)
+        if not output.finished:
+            engine.abort_request([sample.key])
+        return sample.response(reason, version)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def update_weights(self, source: Any, version: int) -> None:
-        """Take the trainer's weights (or, with LoRA, its adapter) and prove that they are in use."""
-        if source is not None:
-            self.source = source
-        self.version = version
-        if self._asleep and "weights" in self._asleep:
+    def _take_weights(self, new_source: bool) -> None:
+        if "weights" in self.asleep:
             self.llm.wake_up(tags=["weights"])
-            self._asleep.discard("weights")
+            self.asleep.discard("weights")
         if self.adapters is not None:
-            self.adapters.take(self.source, version)
-        elif source is not None:
-            self._hand_over_weights(weights_of(self.source))
+            self.adapters.take(self.source)
+        elif new_source:
+            hand_over(weights_of(self.source), self.facts.tied, self.version, self._deliver)
+
+    def _deliver(self, pairs: Any) -> list[str]:
+        if self.by_reference:
+            return list(self.llm.collective_rpc("verl_receive", args=(pairs,)))
+        return by_buckets(pairs, self.workers, self._receive_buckets)
+
+    def _receive_buckets(self, folder: str) -> list[str]:
+        return list(self.llm.collective_rpc("verl_receive_buckets", args=(folder, str(HANDOVER_TIMEOUT_S))))
+
+    def _forget_prefixes(self) -> None:
         self.llm.reset_prefix_cache()
-        self._unproven = True
-        if not self._asleep:
-            self._prove()
 
-    def _hand_over_weights(self, pairs: Any) -> None:
-        sent = Manifest()
-        leaving = sent.watch(with_tied_head(pairs, self.facts.tied))
-        answers = self._by_reference(leaving) if self.by_reference else self._by_buckets(leaving)
-        for answer in answers:
-            report = json.loads(answer)
-            compare(sent, report["received"], self.version, NAME)
-            if report["missing"]:
-                raise TrainingHalted(
-                    f"vLLM's model has {len(report['missing'])} parameters that no weight of the trainer reached, "
-                    f"e.g. {', '.join(report['missing'][:3])}; this model's two forms differ: use "
-                    "actor_rollout_ref.rollout.name=native"
-                )
+    def _load_adapter(self, name: str, number: int, folder: str) -> Any:
+        from vllm.lora.request import LoRARequest
 
-    def _by_reference(self, pairs: Any) -> list[str]:
-        return list(self.llm.collective_rpc("verl_receive", args=(pairs,)))
+        adapter = LoRARequest(name, number, folder)
+        if not self.llm.llm_engine.add_lora(adapter):
+            raise RolloutError(
+                f"vLLM did not take the adapter of policy version {self.version} from {folder}"
+            )
+        return adapter
 
-    def _by_buckets(self, pairs: Any) -> list[str]:
-        folder = shared_folder()
-        try:
-            with ThreadPoolExecutor(1) as pool:
-                call = pool.submit(
-                    self.llm.collective_rpc,
-                    "verl_receive_buckets",
-                    None,
-                    (str(folder), str(HANDOVER_TIMEOUT_S)),
-                )
-
-                def alive() -> None:
-                    if call.done():
-                        call.result()
-
-                write_buckets(pairs, folder, self.workers, timeout_s=HANDOVER_TIMEOUT_S, check=alive)
-                return list(call.result(timeout=HANDOVER_TIMEOUT_S))
-        finally:
-            remove(folder)
-
-    def _prove(self) -> None:
-        """Compare a few log-probs with the trainer's."""
-        self._unproven = False
-        prompt = probe_prompt(self.facts.vocab_size)
-        sampling = SamplingParams(max_tokens=RESPONSE_TOKENS, ignore_eos=True)
-        (response,) = self._run([_Sample(Request("verl-probe", prompt, sampling), 0)])
-        trainer = trainer_log_probs(self.source, prompt, response.token_ids)
-        if trainer is not None:
-            difference = check_probe(response.log_probs, trainer, self.precision, self.version, NAME)
-            log.debug("vllm has policy version %d; log-probs differ by %.2g", self.version, difference)
+    def _unload_adapter(self, adapter: Any) -> None:
+        self.llm.llm_engine.remove_lora(adapter.lora_int_id)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Weights to host memory, the cache away. The CPU build has nothing to give back."""
-        if self._can_sleep and not self._asleep:
+        if self._can_sleep and not self.asleep:
             self.llm.sleep(level=1)
-            self._asleep = {"weights", "kv_cache"}
+            self.asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
-        if self._asleep:
-            self.llm.wake_up(tags=sorted(self._asleep, reverse=True))
-            self._asleep = set()
-        if self._unproven:
-            self._prove()
+        if self.asleep:
+            self.llm.wake_up(tags=sorted(self.asleep, reverse=True))
+        super().wake()
 
     def close(self) -> None:
         if self.llm is None:
@@ -280,17 +178,6 @@ class VLLMRollout(RolloutEngine):
         if self.adapters is not None:
             self.adapters.close()
         remove(self.facts.folder)
-
-
-def _response(sample: _Sample, reason: FinishReason, version: int) -> Response:
-    return Response(
-        sample.request.request_id,
-        sample.number,
-        sample.token_ids,
-        sample.log_probs,
-        reason,
-        policy_version=version,
-    )
 
 
 def _shown(arguments: dict[str, Any]) -> str:

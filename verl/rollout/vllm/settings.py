@@ -31,6 +31,13 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+SERVER_ENVIRONMENT = {
+    **_ENVIRONMENT,
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_SERVER_DEV_MODE": "1",  # brings /collective_rpc and /sleep; the socket is this user's alone
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "HF_HUB_OFFLINE": "1",  # everything it needs is in the folder
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,22 @@ def set_environment(**more: str) -> None:
     """vLLM reads these; what the user set stays."""
     for name, value in {**_ENVIRONMENT, **more}.items():
         os.environ.setdefault(name, value)
+
+
+def own_devices(config: Any, facts: ModelFacts) -> dict[str, str]:
+    """The environment of a server with GPUs of its own (`rollout.n_gpus_per_node`): those after the trainer's."""
+    count = int(getattr(config, "n_gpus_per_node", 0))
+    if facts.device != "cuda" or count == 0:
+        return {}
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    visible = named or [str(number) for number in range(torch.cuda.device_count())]
+    if len(visible) < count + 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n_gpus_per_node is {count}, beside the trainer's one; torch sees "
+            f"{len(visible)} GPUs. Lower it together with actor_rollout_ref.rollout.tensor_model_parallel_size, or "
+            "set both to what is there"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[1 : count + 1])}
 
 
 def log_probs_mode(config: Any) -> str:

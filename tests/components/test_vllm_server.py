@@ -1,0 +1,191 @@
+"""vLLM in other processes: its HTTP server as a child, and tensor-parallel workers; weights through shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl.errors import RolloutError, TrainingHalted
+from verl.rollout import build_rollout
+from verl.rollout.base import Request, SamplingParams
+
+pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
+pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
+
+PROMPTS = [[5, 9, 33], [7], [100, 3, 44, 120, 18, 90, 61]]
+
+
+@pytest.fixture(scope="module")
+def model(small_model: Callable[..., Any]) -> Any:
+    return small_model()
+
+
+@pytest.fixture(scope="module")
+def server(model: Any, word_tokenizer: Any, rollout_section: Callable[..., Any]) -> Iterator[Any]:
+    engine = build_rollout("vllm", model, word_tokenizer, rollout_section(mode="server", temperature=0.7))
+    yield engine
+    engine.close()
+    assert not processes_of(engine.process.pid), "closing waits for all of them"
+
+
+def processes_of(group: int) -> list[int]:
+    """Processes of a group that still run."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except (OSError, NotADirectoryError):
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def agree(engine: Any, model: Any, reference: Callable[..., list[float]], temperature: float = 0.7) -> None:
+    sampling = SamplingParams(max_tokens=10, temperature=temperature)
+    requests = [Request(f"r{i}", prompt, sampling, n=2, seed=4) for i, prompt in enumerate(PROMPTS)]
+    answers = {(r.request_id, r.sample): r for r in engine.generate(requests)}
+    assert len(answers) == 6
+    for (name, _), response in answers.items():
+        expected = reference(model, PROMPTS[int(name[1:])], response.token_ids, temperature)
+        assert response.log_probs == pytest.approx(expected, abs=2e-4)
+        assert response.policy_version == engine.version
+
+
+def shake(model: Any) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+
+
+def test_the_server_follows_the_trainer(
+    server: Any, model: Any, reference: Callable[..., list[float]]
+) -> None:
+    agree(server, model, reference)
+    shake(model)
+    server.update_weights(model, 3)
+    agree(server, model, reference)
+    agree(server, model, reference, temperature=1.0)
+
+
+def test_stops_and_seeds_through_the_server(server: Any) -> None:
+    def ask(**changes: Any) -> Any:
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True, **changes)
+        (response,) = server.generate([Request("r", PROMPTS[2], sampling, seed=5)])
+        return response
+
+    free = ask().token_ids
+    assert ask().token_ids == free and len(free) == 12
+    end = free.index(free[5]) + 1
+    for stopped in (ask(stop_token_ids=(free[5],)), ask(stop=(f"w{free[5]} ",))):
+        assert stopped.token_ids == free[:end] and stopped.finish_reason == "stop"
+        assert len(stopped.log_probs) == end
+
+
+def test_abort_through_the_server(server: Any) -> None:
+    short = Request("short", [4], SamplingParams(max_tokens=2, ignore_eos=True))
+    long = [
+        Request(f"long{i}", [9, i + 3], SamplingParams(max_tokens=120, ignore_eos=True)) for i in range(3)
+    ]
+    answers = {}
+    for response in server.generate([short, *long]):
+        answers[response.request_id] = response
+        server.abort()
+    assert answers["short"].finish_reason == "length" and len(answers) == 4
+    assert all(len(answers[r.request_id].token_ids) < 120 for r in long)
+
+
+def test_a_value_changed_in_shared_memory_is_caught(server: Any, model: Any, monkeypatch: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from verl.rollout.handover import buckets
+
+    appear = buckets._appear
+
+    def corrupt(folder: Path, name: str, write: Any) -> None:
+        def write_and_change(path: Path) -> None:
+            write(path)
+            if name.startswith("bucket_00000"):
+                weights = load_file(path)
+                weights["model.norm.weight"][7] *= 1.01
+                save_file(weights, path)
+
+        appear(folder, name, write_and_change)
+
+    monkeypatch.setattr(buckets, "_appear", corrupt)
+    with pytest.raises(TrainingHalted, match=r"1 of \d+ tensors differ.*\n  model.norm.weight: sent"):
+        server.update_weights(model, 6)
+    monkeypatch.undo()
+    server.update_weights(model, 7)
+
+
+def test_no_weights_stay_in_shared_memory(server: Any) -> None:
+    assert not list(Path("/dev/shm").glob("verl-weights-*"))
+
+
+def test_a_dead_server_is_said_with_its_log_and_leaves_nothing(
+    model: Any, rollout_section: Callable[..., Any]
+) -> None:
+    engine = build_rollout("vllm", model, None, rollout_section(mode="server"))
+    try:
+        os.kill(engine.process.pid, signal.SIGKILL)
+        with pytest.raises(RolloutError, match="server (ended with status -9|did not answer|broke off)"):
+            list(engine.generate([Request("a", [5], SamplingParams(max_tokens=100, ignore_eos=True))]))
+        with pytest.raises(RolloutError):
+            engine.update_weights(model, 1)
+    finally:
+        engine.close()
+    assert not processes_of(engine.process.pid), "closing waits for all of them"
+
+
+ORPHAN = """
+import sys, time
+from transformers import AutoModelForCausalLM
+from verl.config.schema import RolloutConfig
+from verl.rollout import build_rollout
+section = RolloutConfig(name="vllm", mode="server", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+engine = build_rollout("vllm", AutoModelForCausalLM.from_pretrained(sys.argv[1]), None, section)
+print(engine.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_server_does_not_outlive_a_killed_trainer(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-c", ORPHAN, str(tmp_path / "model")]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    group = int(trainer.stdout.readline())
+    assert processes_of(group)
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 60
+    while processes_of(group) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(group)
+
+
+def test_two_tensor_parallel_workers(
+    small_model: Callable[..., Any],
+    rollout_section: Callable[..., Any],
+    reference: Callable[..., list[float]],
+) -> None:
+    model = small_model(num_key_value_heads=2)
+    engine = build_rollout("vllm", model, None, rollout_section(tensor_model_parallel_size=2))
+    try:
+        assert not engine.by_reference
+        agree(engine, model, reference, temperature=1.0)
+        shake(model)
+        engine.update_weights(model, 2)
+        agree(engine, model, reference, temperature=1.0)
+    finally:
+        engine.close()

@@ -1,0 +1,125 @@
+"""GRPO on SmolLM2-135M with vLLM generating, through the real command; LoRA adapters as adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl.rollout import build_rollout
+from verl.rollout.base import Request, SamplingParams
+
+pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
+pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def words_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short answers are worth more: a reward every sample of any model gets a different amount of."""
+    folder = tmp_path_factory.mktemp("words")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"Say a word that rhymes with {word}."}],
+            "reward_model": {"ground_truth": word},
+            "data_source": "words",
+        }
+        for word in ("cat", "tree", "light", "moon", "stone", "rain", "clock", "bread")
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return solution_str.count('e') / (1 + len(solution_str))\n"
+    )
+    return folder
+
+
+def run_command(folder: Path, task: Path, model: Path, *extra: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        f"data.train_files={task}/train.jsonl",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=16",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.optim.lr=1e-5",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.temperature=0.8",
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+        "algorithm.adv_estimator=grpo",
+        f"reward.custom_reward_function.path={task}/reward.py",
+        "reward.in_process=True",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.total_epochs=10",
+        f"trainer.default_local_dir={folder}",
+        *extra,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=850)
+
+
+def test_grpo_on_smollm2_keeps_both_sides_together(
+    smollm2_dir: Path, words_task: Path, tmp_path: Path
+) -> None:
+    done = run_command(tmp_path / "run", words_task, smollm2_dir)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    differences = [
+        row["training/rollout_probs_diff_mean"] for row in rows if "training/rollout_probs_diff_mean" in row
+    ]
+    norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]
+    assert len(differences) == STEPS and max(differences) < 0.005, differences
+    assert len(norms) == STEPS and min(norms) > 0, (
+        "the weights moved, and the next step's log-probs still agree"
+    )
+
+
+class Adapted:
+    """A model with an adapter, tokens and log-probs from vLLM, and the same log-probs from transformers."""
+
+    def __init__(self, model: Any, engine: Any) -> None:
+        self.model, self.engine = model, engine
+
+
+@pytest.fixture(scope="module")
+def adapted(small_model: Callable[..., Any], rollout_section: Callable[..., Any]) -> Iterator[Adapted]:
+    from verl.models.lora import add_lora
+
+    model = small_model()
+    add_lora(model, rank=4, alpha=16, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+    engine = build_rollout("vllm", model, None, rollout_section())
+    yield Adapted(model, engine)
+    engine.close()
+
+
+def test_an_adapter_is_used_and_replaced(adapted: Adapted, reference: Callable[..., list[float]]) -> None:
+    model, engine = adapted.model, adapted.engine
+    request = Request("a", [5, 9, 33], SamplingParams(max_tokens=12, ignore_eos=True), seed=1)
+    generator = torch.Generator().manual_seed(0)
+    seen = []
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_" in name:
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+        engine.update_weights(model, version)
+        (response,) = engine.generate([request])
+        assert response.policy_version == version
+        assert response.log_probs == pytest.approx(reference(model, [5, 9, 33], response.token_ids), abs=5e-4)
+        seen.append(tuple(response.token_ids))
+    assert len(set(seen)) == 3, "every adapter speaks differently"
+    assert engine.llm.llm_engine.list_loras() == {engine.adapters.current.lora_int_id}

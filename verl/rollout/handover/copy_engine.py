@@ -1,0 +1,171 @@
+"""What every engine with its own copy of the weights has in common: checked requests, checked hand-overs.
+
+What always holds: a sample's seed is its own, whatever else is in the batch (an engine's sums may still differ in
+the last bits with the batch); responses carry the version of the weights in use; after `update_weights` the engine
+has proven, by log-probs, that it computes with them (an engine that sleeps proves it when it wakes).
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.rollout.base import FinishReason, Request, Response, RolloutEngine, SamplingParams
+from verl.rollout.handover.probe import RESPONSE_TOKENS, check_probe, probe_prompt, trainer_log_probs
+from verl.rollout.noise import mix, sequence_key
+from verl.rollout.requests import Stopper, check_finite, check_requests
+
+log = logging.getLogger(__name__)
+
+_SEEDS = (1 << 63) - 1
+
+
+@dataclass
+class Sample:
+    """One sample on its way."""
+
+    request: Request
+    number: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    @property
+    def resumed(self) -> list[int]:
+        return list(self.request.partial[self.number]) if self.request.partial else []
+
+    @property
+    def prompt(self) -> list[int]:
+        """What the engine reads before it goes on."""
+        return [*self.request.prompt_ids, *self.resumed]
+
+    @property
+    def key(self) -> str:
+        return f"{self.request.request_id}/{self.number}"
+
+    @property
+    def seed(self) -> int:
+        key = sequence_key(self.request.seed, self.request.request_id, self.number)
+        # A resumed sample must not meet the noise of its first tokens again.
+        return (mix(key + len(self.resumed)) if self.resumed else key) & _SEEDS
+
+    def response(self, reason: FinishReason, version: int) -> Response:
+        return Response(
+            self.request.request_id,
+            self.number,
+            self.token_ids,
+            self.log_probs,
+            reason,
+            policy_version=version,
+        )
+
+
+class CopyRollout(RolloutEngine):
+    """The parts of an engine that do not depend on which one it is."""
+
+    name: str
+
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any | None,
+        *,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        max_length: int | None,
+        precision: str,
+    ) -> None:
+        self.source = source
+        self.stopper = Stopper(tokenizer, eos_ids)
+        self.vocab_size, self.eos_ids = vocab_size, eos_ids
+        self.max_length, self.precision = max_length, precision
+        self.version = 0
+        self.asleep: set[str] = set()
+        """What was given back: of `weights` and `kv_cache`."""
+        self._aborted: set[str] = set()
+        self._abort_all = False
+        self._unproven = False
+
+    # -- what an engine adds ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _run(self, samples: list[Sample]) -> Iterator[Response]:
+        """Answer every sample."""
+
+    @abstractmethod
+    def _take_weights(self, new_source: bool) -> None:
+        """Bring the weights (or the adapter) of `self.source` over as `self.version`, and check their arrival."""
+
+    @abstractmethod
+    def _forget_prefixes(self) -> None:
+        """Drop what was cached with the old weights."""
+
+    # -- generating ---------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
+        requests = list(requests)
+        self._aborted.clear()
+        self._abort_all = False
+        self.stopper.check_stop_strings(requests)
+        check_requests(requests, self.vocab_size, self.max_length)
+        if self.asleep:
+            raise RolloutError(f"{self.name}'s memory was given back; call wake() before generate()")
+        return self._run([Sample(request, number) for request in requests for number in range(request.n)])
+
+    def accept(
+        self, sample: Sample, token_ids: Sequence[int], log_probs: Sequence[float]
+    ) -> FinishReason | None:
+        """Append new tokens up to where the sample ends; why it ends, or None while it goes on."""
+        check_finite(log_probs)
+        for token, log_prob in zip(token_ids, log_probs, strict=True):
+            sample.token_ids.append(int(token))
+            sample.log_probs.append(float(log_prob))
+            reason = self.stopper.reason([*sample.resumed, *sample.token_ids], sample.request.sampling)
+            if reason is not None:
+                return reason
+        return None
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        if request_ids is None:
+            self._abort_all = True
+        else:
+            self._aborted.update(request_ids)
+
+    def aborted(self, sample: Sample) -> bool:
+        return self._abort_all or sample.request.request_id in self._aborted
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def update_weights(self, source: Any, version: int) -> None:
+        """Take the trainer's weights (or, with LoRA, its adapter) and prove that they are in use."""
+        if source is not None:
+            self.source = source
+        self.version = version
+        self._take_weights(source is not None)
+        self._forget_prefixes()
+        self._unproven = True
+        if not self.asleep:
+            self.prove()
+
+    def prove(self) -> None:
+        """Compare a few log-probs with the trainer's."""
+        self._unproven = False
+        prompt = probe_prompt(self.vocab_size)
+        sampling = SamplingParams(max_tokens=RESPONSE_TOKENS, ignore_eos=True)
+        self._aborted.clear()
+        self._abort_all = False
+        (response,) = self._run([Sample(Request("verl-probe", prompt, sampling), 0)])
+        trainer = trainer_log_probs(self.source, prompt, response.token_ids)
+        if trainer is not None:
+            difference = check_probe(response.log_probs, trainer, self.precision, self.version, self.name)
+            log.debug(
+                "%s has policy version %d; log-probs differ by %.2g", self.name, self.version, difference
+            )
+
+    def wake(self) -> None:
+        self.asleep = set()
+        if self._unproven:
+            self.prove()

@@ -1,0 +1,47 @@
+"""The trainer's side of a hand-over to vLLM: send, and compare what every worker says it received."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from verl.errors import TrainingHalted
+from verl.rollout.handover.buckets import remove, shared_folder, write_buckets
+from verl.rollout.handover.fingerprint import Manifest, compare
+from verl.rollout.handover.weights import Pairs, TiedHead, with_tied_head
+
+HANDOVER_TIMEOUT_S = 300.0
+
+
+def hand_over(
+    pairs: Pairs, tied: TiedHead | None, version: int, deliver: Callable[[Pairs], list[str]]
+) -> None:
+    """Deliver all pairs; TrainingHalted unless every worker received them all and put them everywhere."""
+    sent = Manifest()
+    for answer in deliver(sent.watch(with_tied_head(pairs, tied))):
+        report = json.loads(answer)
+        compare(sent, report["received"], version, "vllm")
+        if report["missing"]:
+            raise TrainingHalted(
+                f"vLLM's model has {len(report['missing'])} parameters that no weight of the trainer reached, e.g. "
+                f"{', '.join(report['missing'][:3])}; this model's two forms differ: use "
+                "actor_rollout_ref.rollout.name=native"
+            )
+
+
+def by_buckets(pairs: Pairs, workers: int, receive: Callable[[str], list[str]]) -> list[str]:
+    """Send through shared memory while `receive` (called with the folder) makes the workers read."""
+    folder = shared_folder()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(receive, str(folder))
+
+            def check() -> None:
+                if call.done():
+                    call.result()
+
+            write_buckets(pairs, folder, workers, timeout_s=HANDOVER_TIMEOUT_S, check=check)
+            return call.result(timeout=HANDOVER_TIMEOUT_S)
+    finally:
+        remove(folder)

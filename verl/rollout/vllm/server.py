@@ -1,0 +1,144 @@
+"""vLLM's own HTTP server as a child process (`rollout.mode=server`), on a socket file only this user can open.
+
+Samples go through its completions endpoint, token ids in and out; weights go to its workers in buckets through
+shared memory, announced by its `/collective_rpc`; adapters by its `/v1/load_lora_adapter`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from verl.rollout.handover import base_weights, weights_of
+from verl.rollout.handover.buckets import remove
+from verl.rollout.handover.copy_engine import Sample
+from verl.rollout.handover.server import CALL_TIMEOUT_S, Chunk, Client, ServerProcess, ServerRollout
+from verl.rollout.vllm.adapter import Adapters
+from verl.rollout.vllm.sending import HANDOVER_TIMEOUT_S, by_buckets, hand_over
+from verl.rollout.vllm.settings import (
+    SERVER_ENVIRONMENT,
+    engine_arguments,
+    max_length,
+    own_devices,
+    precision,
+    read_model,
+    sampling_arguments,
+)
+
+_MODEL = "policy"
+
+
+class VLLMServerRollout(ServerRollout):
+    """Generates with a vLLM server from a copy of the trainer's weights."""
+
+    name = "vllm"
+
+    def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
+        self.facts = read_model(source, tokenizer)
+        super().__init__(
+            source,
+            tokenizer,
+            vocab_size=self.facts.vocab_size,
+            eos_ids=self.facts.eos_ids,
+            max_length=max_length(config, self.facts),
+            precision=precision(config, self.facts),
+        )
+        arguments = engine_arguments(config, self.facts)
+        self.workers = int(arguments["tensor_parallel_size"])
+        self.connections = int(arguments["max_num_seqs"])
+        self._can_sleep = bool(arguments.get("enable_sleep_mode"))
+        address = str(self.facts.folder / "socket")
+        # The module and not the `vllm` command: the builds for CPU have another package name, which that looks up.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(arguments)]
+        command += ["--served-model-name", _MODEL, "--uds", address]
+        self.client = Client(address, self.name)
+        environment = {**SERVER_ENVIRONMENT, **own_devices(config, self.facts)}
+        self.process = ServerProcess(command, self.facts.folder / "server.txt", self.name, environment)
+        self.adapters: Adapters | None = None
+        try:
+            self.process.wait_until_ready(self.client, "/health")
+            if self.facts.lora_rank:
+                hand_over(base_weights(source), self.facts.tied, 0, self._deliver)
+                self.adapters = Adapters(self._load_adapter, self._unload_adapter)
+            self.update_weights(source, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _stream(self, sample: Sample) -> Iterator[Chunk]:
+        body = sampling_arguments(sample.request.sampling, self.eos_ids, sample.seed, len(sample.resumed))
+        body.update(
+            model=self.adapters.current if self.adapters else _MODEL,
+            prompt=sample.prompt,
+            stream=True,
+            return_token_ids=True,
+            return_tokens_as_token_ids=True,
+            add_special_tokens=False,
+        )
+        for event in self.client.events("/v1/completions", body):
+            for choice in event.get("choices", ()):
+                log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+                yield choice.get("token_ids") or [], log_probs, choice.get("finish_reason")
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def _take_weights(self, new_source: bool) -> None:
+        if "weights" in self.asleep:
+            self.client.call("POST", "/wake_up?tags=weights")
+            self.asleep.discard("weights")
+        if self.adapters is not None:
+            self.adapters.take(self.source)
+        elif new_source:
+            hand_over(weights_of(self.source), self.facts.tied, self.version, self._deliver)
+
+    def _deliver(self, pairs: Any) -> list[str]:
+        return by_buckets(pairs, self.workers, self._receive_buckets)
+
+    def _receive_buckets(self, folder: str) -> list[str]:
+        body = {"method": "verl_receive_buckets", "args": [folder, str(HANDOVER_TIMEOUT_S)]}
+        return list(self.client.call("POST", "/collective_rpc", body, timeout=CALL_TIMEOUT_S)["results"])
+
+    def _forget_prefixes(self) -> None:
+        self.client.call("POST", "/reset_prefix_cache")
+
+    def _load_adapter(self, name: str, number: int, folder: str) -> str:
+        self.client.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        return name
+
+    def _unload_adapter(self, adapter: str) -> None:
+        self.client.call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter})
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        if self._can_sleep and not self.asleep:
+            self.client.call("POST", "/sleep?level=1")
+            self.asleep = {"weights", "kv_cache"}
+
+    def wake(self) -> None:
+        for tag in sorted(self.asleep, reverse=True):
+            self.client.call("POST", f"/wake_up?tags={tag}")
+        super().wake()
+
+    def close(self) -> None:
+        super().close()
+        if self.adapters is not None:
+            self.adapters.close()
+        remove(self.facts.folder)
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """Engine arguments as flags of vLLM's server."""
+    flags: list[str] = []
+    for key, value in arguments.items():
+        name = key.replace("_", "-")
+        if value is True:
+            flags.append(f"--{name}")
+        elif value is False:
+            flags.append(f"--no-{name}")
+        elif value is not None:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            flags += [f"--{name}", text]
+    return flags
