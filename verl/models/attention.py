@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -137,12 +138,12 @@ class PackedAttention:
             return self._varlen(q, k, v, scaling, sliding_window)
         if backend == "flex":
             return self._flex(q, k, v, scaling, sliding_window, softcap)
-        return self._per_sequence(q, k, v, scaling, sliding_window, softcap)
+        return self._dense_runs(q, k, v, scaling, sliding_window, softcap)
 
     def _choose(self, q: torch.Tensor, softcap: float | None) -> Backend:
         """The varlen kernel is the fastest there is for a ragged pack in half precision; a pack of sequences of
         one length is an ordinary batch, for which the dense kernels are at least as good. FlexAttention serves
-        soft-capping, which the flash kernels lack; float32 and large heads go sequence by sequence."""
+        soft-capping, which the flash kernels lack; float32 and large heads go by runs of one length."""
         if self.backend != "auto":
             return self.backend
         if not q.is_cuda:
@@ -156,7 +157,7 @@ class PackedAttention:
     def _uniform(self) -> bool:
         return len(set(self.lengths)) == 1
 
-    def _per_sequence(
+    def _dense_runs(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -165,16 +166,16 @@ class PackedAttention:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Dense attention over one sequence after the other; sequences of one length go together."""
-        if self._uniform():
-            rows = len(self.lengths)
-            q, k, v = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in (q, k, v))  # [rows, H, L, D]
-            out = _dense_attention(q, k, v, scaling, window, softcap)
-            return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+        """Dense attention over each run of neighbours of one length: a run is an ordinary batch, and no token is
+        copied. (`pack` lays sequences out by length, so that runs are long.)"""
+        runs = [(length, sum(1 for _ in same)) for length, same in groupby(self.lengths)]
+        sizes = [length * rows for length, rows in runs]
         parts = []
-        for q_i, k_i, v_i in zip(*(x.split(list(self.lengths), dim=2) for x in (q, k, v)), strict=True):
-            parts.append(_dense_attention(q_i, k_i, v_i, scaling, window, softcap).transpose(1, 2))
-        return torch.cat(parts, dim=1)
+        for (_, rows), *chunk in zip(runs, *(x.split(sizes, dim=2) for x in (q, k, v)), strict=True):
+            q_r, k_r, v_r = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in chunk)  # [rows, H, L, D]
+            out = _dense_attention(q_r, k_r, v_r, scaling, window, softcap)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
     def _varlen(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None

@@ -1,9 +1,9 @@
 """From a padded batch to a pack of sequences laid end to end, and back.
 
-What always holds: every attended token of the batch stands in the pack exactly once, in its order, at position
-0, 1, 2, ... of its own sequence; the model's head is asked only for the tokens whose response mask is 1; `unpack`
-puts each answer where the mask's 1 was and leaves 0 elsewhere. All bookkeeping is done on the host, so that
-packing never waits for the device.
+What always holds: every attended token of the batch stands in the pack exactly once, behind the one before it, at
+position 0, 1, 2, ... of its own sequence; the model's head is asked only for the tokens whose response mask is 1;
+`unpack` puts each answer where the mask's 1 was and leaves 0 elsewhere. All bookkeeping is done on the host, so
+that packing never waits for the device.
 """
 
 from __future__ import annotations
@@ -118,23 +118,27 @@ def pack(
     device: torch.device,
     backend: Backend = "auto",
 ) -> Pack:
-    """Pack host tensors [B, L], [B, L] and [B, T] (the last T columns are the response) for `device`."""
+    """Pack host tensors [B, L], [B, L] and [B, T] (the last T columns are the response) for `device`.
+
+    Sequences stand in order of their length: which one is where makes no difference to the answers, but dense
+    attention can take neighbours of one length together."""
     rows, length = input_ids.shape
     width = response_mask.shape[1]
-    attended = attention_mask.bool()
+    first = length - width
+    order = attention_mask.sum(dim=1).argsort(stable=True)
+    input_ids, attended, wanted = input_ids[order], attention_mask[order].bool(), response_mask[order].bool()
     position = attended.long().cumsum(dim=1) - 1
     place = attended.flatten().long().cumsum(dim=0).view(rows, length) - 1
-    wanted = response_mask.bool()
-    lengths = [n for n in sequence_lengths(attended) if n > 0]
-    first = length - width
-
+    slot = order[:, None] * width + torch.arange(width)[None, :]
     return Pack(
         input_ids=_send(input_ids[attended].unsqueeze(0), device),
         position_ids=_send(position[attended].unsqueeze(0), device),
-        attention=PackedAttention.from_lengths(lengths, device, backend),
+        attention=PackedAttention.from_lengths(
+            [n for n in sequence_lengths(attended) if n > 0], device, backend
+        ),
         source=_send(place[:, first:][wanted] - 1, device),
         target=_send(input_ids[:, first:][wanted], device),
-        slot=_send(wanted.flatten().nonzero().squeeze(1), device),
+        slot=_send(slot[wanted], device),
         rows=rows,
         width=width,
     )
