@@ -200,3 +200,23 @@ def test_both_stages_are_valid_command_lines(files, folder, tmp_path):
     assert rl.algorithm.adv_estimator == "grpo"
     assert rl.data.val_files == [str(files.held_out)]
     assert str(files.held_out) not in [*sft.data.train_files, *sft.data.val_files, *rl.data.train_files]
+
+
+def test_a_stage_stopped_by_hand_ends_the_demo(tmp_path, monkeypatch):
+    """SIGTERM in the first stage: no second stage, and the exit code of an interruption."""
+    import os
+    import signal
+
+    from verl import cli as verl_cli
+    from verl.trainer.sft_trainer import SFTLoop
+
+    whole_step = SFTLoop.step
+
+    def interrupted(loop, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return whole_step(loop, batch)
+
+    monkeypatch.setattr(SFTLoop, "step", interrupted)
+    assert verl_cli.main(["demo", "--out", str(tmp_path / "demo")]) == 130
+    assert (tmp_path / "demo" / "sft" / "global_step_1").is_dir()
+    assert not (tmp_path / "demo" / "grpo").exists()

@@ -7,8 +7,12 @@ import itertools
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl.errors import ConfigError, VerlError
+
+if TYPE_CHECKING:
+    from verl.trainer.main_ppo import RunResult
 
 HOME = Path("checkpoints") / "demo"
 
@@ -31,7 +35,15 @@ def run(args: argparse.Namespace) -> int:
     from verl.demo.answers import accuracy, answer_with_transformers, read_validation
     from verl.demo.data import write_files
     from verl.demo.model import build_model_folder
-    from verl.demo.stages import rl_arguments, run_rl, run_sft, sft_arguments, trained_model
+    from verl.demo.stages import (
+        RL_STEPS,
+        SFT_STEPS,
+        rl_arguments,
+        run_rl,
+        run_sft,
+        sft_arguments,
+        trained_model,
+    )
     from verl.trainer.setup import quiet_transformers
 
     quiet_transformers()
@@ -49,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
     show.headline("2  imitation: fine-tuning on demonstrations that calculate well and read badly")
     arguments = sft_arguments(out / "model", files, out / "sft", args.seed)
     show.command("verl sft", arguments)
-    sft = run_sft(arguments)
+    sft = whole(run_sft(arguments), SFT_STEPS)
 
     show.headline("3  reinforcement learning: GRPO, a reward of 1 for a right answer")
     arguments = rl_arguments(trained_model(sft), files, out / "grpo", args.seed)
     show.command("verl train", arguments)
-    rl = run_rl(arguments)
+    rl = whole(run_rl(arguments), RL_STEPS)
 
     show.headline("4  what it learned")
     before = read_validation(rl.folder, 0, files.held_out)
@@ -73,6 +85,13 @@ def run(args: argparse.Namespace) -> int:
     show.line(f"took {time.monotonic() - started:.0f} s")
     show.line(f"demo: held-out accuracy {accuracy(before):.2f} -> {accuracy(after):.2f}")
     return 0
+
+
+def whole(result: RunResult, steps: int) -> RunResult:
+    """A stage that was stopped by hand ends with a checkpoint; the demo ends with it."""
+    if result.steps < steps:
+        raise KeyboardInterrupt
+    return result
 
 
 def limit_threads(most: int) -> None:
