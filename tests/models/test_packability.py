@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from verl.models.attention import use_verl_attention
-from verl.models.forward import FORWARD_METHOD, attach
-from verl.models.packability import packing_fault
+from verl.models.forward import attach
+from verl.models.packability import head_fault, packing_fault
+from verl.models.value_model import ValueModel
 
 CPU = torch.device("cpu")
 
@@ -15,13 +16,29 @@ CPU = torch.device("cpu")
 def fault(model):
     assert use_verl_attention(model)
     attach(model)
-    found = packing_fault(model, getattr(model, FORWARD_METHOD), CPU, "sdpa")
+    found = packing_fault(model, CPU, "sdpa")
     assert model.config._attn_implementation == "verl"
     return found
 
 
 def test_a_transformer_can_be_packed(tiny):
     assert fault(tiny()) is None
+
+
+def test_an_untrained_critic_is_judged_by_its_backbone(tiny):
+    """Its head answers 0 whatever comes in."""
+    critic = ValueModel(tiny().model)
+    assert fault(critic) is None
+    critic.backbone.layers[0].mlp.register_forward_hook(lambda m, args, out: out + torch.roll(out, 1, dims=1))
+    assert "neighbour" in fault(critic)
+
+
+def test_logits_that_are_more_than_a_product_are_noticed(tiny):
+    model = tiny()
+    attach(model)
+    assert head_fault(model, CPU, False, "sdpa") is None
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 1.5)
+    assert "not hidden states times output matrix" in head_fault(model, CPU, False, "sdpa")
 
 
 def test_a_layer_that_mixes_neighbours_is_noticed(tiny):

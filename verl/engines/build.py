@@ -30,7 +30,7 @@ from verl.models.forward import attach
 from verl.models.fused_layers import fuse
 from verl.models.loading import disable_dropout, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
-from verl.models.packability import packing_fault
+from verl.models.packability import head_fault, packing_fault
 from verl.models.value_model import ValueModel
 
 log = logging.getLogger(__name__)
@@ -106,13 +106,7 @@ def assemble(
     )
     if mesh is not None:
         passes.release = lambda: release(module)
-    if packed:
-        fault = packing_fault(module, passes.run, ranks.device, stock_attention)
-        if fault:
-            passes.packed = False
-            module.set_attn_implementation(stock_attention)
-            _tell_padded(module, fault)
-        passes.release()
+    _find_out(module, passes, stock_attention)
     if settings.torch_compile:
         _try_compiled(passes, decoder_layers(module))
     _notice_what_has_no_effect(settings, ranks)
@@ -189,6 +183,21 @@ def _optimizer(
         seed=settings.seed,
         scale_loss=settings.dtype == torch.float16,
     )
+
+
+def _find_out(module: Any, passes: Passes, stock_attention: str) -> None:
+    """Run the model on a few tokens: pad what cannot be packed, refuse what cannot be trained."""
+    if passes.packed:
+        fault = packing_fault(module, passes.device, stock_attention)
+        if fault:
+            passes.packed = False
+            module.set_attn_implementation(stock_attention)
+            _tell_padded(module, fault)
+    if not isinstance(module, ValueModel):
+        fault = head_fault(module, passes.device, passes.packed, stock_attention)
+        if fault:
+            raise ModelError(f"{type(module).__name__} cannot be trained here: {fault}")
+    passes.release()
 
 
 def _try_compiled(passes: Passes, layers: list[nn.Module]) -> None:

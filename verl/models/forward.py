@@ -87,14 +87,20 @@ def packed_values(model: ValueModel, pack: Pack) -> dict[str, torch.Tensor]:
     return {"values": values.sum(dim=-1)}  # not a view: the sharding hooks must survive operations in place
 
 
-def _forward(model: nn.Module, pack: Pack, options: HeadOptions | None) -> dict[str, torch.Tensor]:
+def _forward(
+    model: nn.Module, pack: Pack, options: HeadOptions | None, probe: bool = False
+) -> dict[str, torch.Tensor]:
+    if probe:
+        hidden = hidden_states(model, pack).float()
+        return {"probe": hidden @ torch.arange(hidden.shape[1], device=hidden.device).cos()}
     if isinstance(model, ValueModel):
         return packed_values(model, pack)
     return packed_log_probs(model, pack, options or HeadOptions())
 
 
 def attach(model: nn.Module) -> None:
-    """Give the module the method `verl_forward(pack, options)`; FSDP2 can then hook it like a forward.
+    """Give the module the method `verl_forward(pack, options)`; FSDP2 can then hook it like a forward. With
+    `probe` it answers with one number per place that depends on all of the backbone and on no head.
 
     It answers with a dictionary of tensors, because the sharding hooks look for tensors in what it returns."""
     setattr(model, FORWARD_METHOD, MethodType(_forward, model))
