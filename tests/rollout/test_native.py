@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl.errors import RolloutError
+from verl.errors import ConfigError, RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.native import Limits, NativeRollout
 
@@ -251,3 +251,47 @@ def test_the_module_is_left_as_it_was_also_when_abandoned(
     assert model.training and model.config._attn_implementation == before
     model.eval()
     assert list(engine.generate([])) == []
+
+
+def test_eight_bit_weights_are_close_and_follow_the_trainer(
+    tiny: Callable[..., Any], prompts: list[list[int]]
+) -> None:
+    model = tiny("qwen3")
+    engine = NativeRollout(model, None, small(dtype="fp8"))
+    asked = [Request(str(i), p, GREEDY) for i, p in enumerate(prompts)]
+    plain = by_sample(NativeRollout(model, None, small()).generate(asked))
+    coarse = by_sample(engine.generate(asked))
+    second = [
+        (coarse[key].log_probs[1], plain[key].log_probs[1])
+        for key in plain
+        if coarse[key].token_ids[:2] == plain[key].token_ids[:2]
+    ]
+    assert len(second) >= 3
+    assert all(abs(ours - exact) < 0.3 for ours, exact in second)
+    assert any(ours != exact for ours, exact in second), "nothing was rounded"
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(-1)
+    after = by_sample(engine.generate(asked))
+    fresh = by_sample(NativeRollout(model, None, small(dtype="fp8")).generate(asked))
+    assert {key: r.token_ids for key, r in after.items()} == {key: r.token_ids for key, r in fresh.items()}
+    assert any(after[key].token_ids != coarse[key].token_ids for key in after)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "said"),
+    [
+        ("llama", "float16", "model's weights are float32"),
+        ("llama", "int3", "known: auto, float32, bfloat16, float16, fp8"),
+        ("gemma", "fp8", "serves plain Llama"),
+    ],
+)
+def test_a_type_that_cannot_be_served_is_refused(
+    tiny: Callable[..., Any], architecture: str, dtype: str, said: str
+) -> None:
+    engine = NativeRollout(tiny(architecture), None, small(dtype=dtype))
+    with pytest.raises(ConfigError, match=said):
+        list(engine.generate([Request("a", [5], GREEDY)]))
+    assert list(
+        NativeRollout(tiny("llama"), None, small(dtype="float32")).generate([Request("a", [5], GREEDY)])
+    )

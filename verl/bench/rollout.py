@@ -103,7 +103,7 @@ def load_model(name: str, device: str, dtype: Any) -> Any:
     import transformers
 
     if Path(name).is_dir():
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return model.to(device).eval()
     if name not in SHAPES:
         raise ConfigError(f"--model {name!r} is neither a folder nor a known shape ({', '.join(SHAPES)})")

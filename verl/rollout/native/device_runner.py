@@ -5,7 +5,8 @@ batch size of a ladder as a CUDA graph and replayed. The host looks every few st
 ended and closes the gaps.
 
 What always holds: inside a step nothing waits for the device; a graph is replayed only while every address it
-was captured with is still the right one; without CUDA the same code runs step by step (the tests do that).
+was captured with is still the right one; without CUDA, or where a model's step cannot be captured (it asks the
+device something on the way), the same code runs step by step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 
+from verl.errors import ConfigError
 from verl.models.attention import PackedAttention
+from verl.rollout.base import FinishReason
 from verl.rollout.native.backbone import Backbone
 from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
 from verl.rollout.native.device_cache import DeviceCache
@@ -51,11 +54,18 @@ class DeviceRunner:
         kinds: Kinds,
         graphs: bool,
         places: int,
+        fp8: bool = False,
     ) -> None:
         self.backbone = Backbone(model)
-        self.fused = FusedDecoder.match(model)
+        self.fused = FusedDecoder.match(model, fp8)
         if self.fused is not None:
             self.fused.prepare(places)
+            self.fused.refresh()
+        elif fp8:
+            raise ConfigError(
+                f"rollout.dtype=fp8 serves plain Llama, Mistral, Qwen2 and Qwen3 layers without adapters; "
+                f"{type(model).__name__} has others; use rollout.dtype=auto"
+            )
         self.cache = cache
         self.state = state
         self.ops = ops
@@ -77,6 +87,8 @@ class DeviceRunner:
         self.rows = []
         self._tables = []
         self.state.active.zero_()
+        if self.fused is not None:
+            self.fused.refresh()
 
     # Prompts
 
@@ -158,16 +170,30 @@ class DeviceRunner:
         """`steps` tokens for every row; rows that end on the way idle."""
         size = ladder_size(len(self.rows), self.state.capacity)
         self._send_tables(size)
-        if not self.use_graphs:
-            for _ in range(steps):
-                self._step(size)
-            return
-        key = (size, self.kinds)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._capture(size)
+        graph = self._graph(size) if self.use_graphs else None
         for _ in range(steps):
-            graph.replay()
+            if graph is None:
+                self._step(size)
+            else:
+                graph.replay()
+
+    def _graph(self, size: int) -> torch.cuda.CUDAGraph | None:
+        """The step of this size as a graph; None, from then on, for a model whose step cannot be captured."""
+        key = (size, self.kinds)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._capture(size)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                log.warning(
+                    "%s cannot be captured as a CUDA graph, its decode steps run one by one and slower: %s",
+                    type(self.backbone.model).__name__,
+                    str(error).splitlines()[0],
+                )
+                self.use_graphs = False
+                return None
+        return self._graphs[key]
 
     def _send_tables(self, used: int) -> None:
         changed = []
@@ -199,24 +225,26 @@ class DeviceRunner:
         active = state.active.clone()
         state.active.zero_()
         seen = state.seen[:size].clone() if state.seen is not None else None
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(size)
-        torch.cuda.current_stream().wait_stream(stream)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._step(size)
-        state.active.copy_(active)
-        if seen is not None and state.seen is not None:
-            state.seen[:size] = seen
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step(size)
+            torch.cuda.current_stream().wait_stream(stream)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._step(size)
+        finally:
+            state.active.copy_(active)
+            if seen is not None and state.seen is not None:
+                state.seen[:size] = seen
         return graph
 
     # The host's look
 
-    def harvest(self) -> list[tuple[Sequence, str]]:
+    def harvest(self) -> list[tuple[Sequence, FinishReason]]:
         """Bring the books up to date and take out the rows that ended: (sequence, why). Waits for the device."""
         if not self.rows:
             return []
@@ -230,7 +258,7 @@ class DeviceRunner:
                 ended.append(row)
             elif sequence.request.sampling.stop:
                 watched.append(row)
-        reasons: dict[int, str] = {}
+        reasons: dict[int, FinishReason] = {}
         if ended or watched:
             rows = [*ended, *watched]
             tokens, log_probs = self.state.fetch(rows, [made[row] for row in rows])
@@ -244,7 +272,7 @@ class DeviceRunner:
 
     def _settle(
         self, sequence: Sequence, tokens: list[int], log_probs: list[float], running: bool
-    ) -> str | None:
+    ) -> FinishReason | None:
         """Give a sequence its tokens when it has ended, at the first of them that ends it."""
         sampling = sequence.request.sampling
         known = sequence.tokens

@@ -20,6 +20,7 @@ from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.device_cache import DeviceCache
 from verl.rollout.native.device_runner import DeviceRunner, ladder_size
 from verl.rollout.native.device_state import DeviceState
+from verl.rollout.native.fp8 import require_fp8_device
 from verl.rollout.native.kv_cache import head_shape, token_bytes
 from verl.rollout.native.limits import Limits
 from verl.rollout.native.ops import Ops, TorchOps, TritonOps
@@ -94,6 +95,8 @@ class DeviceSession:
     ) -> None:
         weight = model.get_input_embeddings().weight
         device, dtype = weight.device, weight.dtype
+        if limits.fp8:
+            require_fp8_device(device)
         self.sizes = sizes
         self.signature = weight_signature(model)
         layers, kv_heads, head_dim = head_shape(model.config)
@@ -102,7 +105,9 @@ class DeviceSession:
         state = DeviceState(sizes.rows, sizes.width, table_width, sizes.stops, device)
         ops: Ops = TritonOps(device) if device.type == "cuda" else TorchOps()
         graphs = device.type == "cuda" and not limits.enforce_eager
-        self.runner = DeviceRunner(model, self.cache, state, ops, stopper, kinds, graphs, sizes.places)
+        self.runner = DeviceRunner(
+            model, self.cache, state, ops, stopper, kinds, graphs, sizes.places, limits.fp8
+        )
 
     @property
     def bytes(self) -> int:

@@ -62,6 +62,7 @@ class NativeRollout(RolloutEngine):
             model = causal_lm(module)
             stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
             vocab_size = int(model.get_input_embeddings().num_embeddings)
+            self.limits.check_dtype(model.get_input_embeddings().weight.dtype)
         stopper.check_stop_strings(requests)
         check_requests(requests, vocab_size, self.limits.max_model_len)
         return self._generate(requests, stopper)
@@ -75,7 +76,9 @@ class NativeRollout(RolloutEngine):
         try:
             with whole_module(self.source) as module, generation_mode(module, "verl") as model:
                 weight = model.get_input_embeddings().weight
-                on_device = weight.device.type != "cpu" if self.on_device is None else self.on_device
+                on_device = self.on_device
+                if on_device is None:  # on the CPU only the device's path knows fp8, and emulates it
+                    on_device = weight.device.type != "cpu" or self.limits.fp8
                 run = self._run_on_device if on_device else self._run_on_cpu
                 yield from run(model, requests, stopper)
         finally:

@@ -3,8 +3,9 @@
 Llama, Mistral, Qwen2 and Qwen3 layers differ in three details (biases, a norm per head, a sliding window), which
 this follows; everything else, adapters included, goes through the Hugging Face module itself (`Backbone`).
 
-What always holds: no weight is copied, so an optimiser step is seen at once and by captured graphs, too; the
-module is matched by type, and whatever does not match exactly is not touched.
+What always holds: no weight is copied, so an optimiser step is seen at once and by captured graphs, too (with fp8
+there are copies, refreshed before each generate); the module is matched by type, and whatever does not match
+exactly is not touched.
 
 Shapes: M rows, one token each.
 """
@@ -12,7 +13,7 @@ Shapes: M rows, one token each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import nn
 
 from verl.models.forward import output_head
 from verl.rollout.native.backbone import head_logits
+from verl.rollout.native.fp8 import Fp8Products
 from verl.rollout.native.ops import Norms, Ops
 
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -27,17 +29,52 @@ _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings that depend on the position alone."""
 
 
+class Products(Protocol):
+    """The matrix products of a layer."""
+
+    def qkv(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values side by side."""
+        ...
+
+    def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor: ...
+
+    def mlp(self, ops: Ops, x: torch.Tensor) -> torch.Tensor: ...
+
+    def refresh(self) -> None:
+        """The weights may be new."""
+        ...
+
+
+@dataclass
+class PlainProducts:
+    """Those of the module's own linear layers."""
+
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    out: nn.Linear
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+
+    def qkv(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        return ops.joined_linear(x, (self.q, self.k, self.v))
+
+    def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        return _linear(self.out, x)
+
+    def mlp(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        return _linear(self.down, ops.gated_linear(x, self.gate, self.up))
+
+    def refresh(self) -> None:
+        pass
+
+
 @dataclass
 class FusedLayer:
     input_norm: torch.Tensor
     output_norm: torch.Tensor
-    q: nn.Linear
-    k: nn.Linear
-    v: nn.Linear
-    o: nn.Linear
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
+    products: Products
     norms: Norms
     window: int | None
     scale: float
@@ -66,7 +103,7 @@ class FusedDecoder:
         self.sin: torch.Tensor | None = None
 
     @staticmethod
-    def match(model: Any) -> FusedDecoder | None:
+    def match(model: Any, fp8: bool = False) -> FusedDecoder | None:
         """A fused decoder over this model's weights, or None where its layers are not exactly the known ones."""
         backbone = model.base_model
         config = model.config
@@ -74,7 +111,7 @@ class FusedDecoder:
             return None
         if getattr(getattr(backbone, "rotary_emb", None), "rope_type", None) not in _STATIC_ROPE:
             return None
-        layers = [_match_layer(layer) for layer in backbone.layers]
+        layers = [_match_layer(layer, fp8) for layer in backbone.layers]
         if any(layer is None for layer in layers):
             return None
         heads = int(config.num_attention_heads)
@@ -89,6 +126,11 @@ class FusedDecoder:
         cos, sin = self.rotary(weight[:1, None], position_ids)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
 
+    def refresh(self) -> None:
+        """Before each generate."""
+        for layer in self.layers:
+            layer.products.refresh()
+
     def hidden(
         self, ops: Ops, inputs: DecodeInputs, caches: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
@@ -100,16 +142,16 @@ class FusedDecoder:
         where = (inputs.positions, inputs.active, inputs.table)
         for layer, (keys, values) in zip(self.layers, caches, strict=True):
             normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, self.eps)
-            qkv = ops.joined_linear(normed, (layer.q, layer.k, layer.v))
+            qkv = layer.products.qkv(ops, normed)
             q = ops.rotary_cache(
                 qkv, keys, values, self.cos, self.sin, *where[:2], where[2], self.heads, layer.norms
             )
             mixed = ops.decode_attention(
                 q, keys, values, where[2], *where[:2], layer.scale, layer.window, None
             )
-            x = _linear(layer.o, mixed.flatten(1))
+            x = layer.products.o(ops, mixed.flatten(1))
             normed, residual = ops.add_rms_norm(x, residual, layer.output_norm, self.eps)
-            x = _linear(layer.down, ops.gated_linear(normed, layer.gate, layer.up))
+            x = layer.products.mlp(ops, normed)
         return ops.add_rms_norm(x, residual, self.model.base_model.norm.weight, self.eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -120,7 +162,7 @@ def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, layer.weight, layer.bias)
 
 
-def _match_layer(layer: Any) -> FusedLayer | None:
+def _match_layer(layer: Any, fp8: bool) -> FusedLayer | None:
     if type(layer).__name__ not in _LAYERS or not type(layer).__module__.startswith("transformers.models."):
         return None
     attention, mlp = layer.self_attn, layer.mlp
@@ -138,10 +180,11 @@ def _match_layer(layer: Any) -> FusedLayer | None:
     else:
         is_mistral = type(layer).__name__ == "MistralDecoderLayer"
         window = getattr(attention.config, "sliding_window", None) if is_mistral else None
+    known = [linear for linear in linears if linear is not None]
     return FusedLayer(
         layer.input_layernorm.weight,
         layer.post_attention_layernorm.weight,
-        *linears,
+        Fp8Products(*known) if fp8 else PlainProducts(*known),
         norms=norms,
         window=window,
         scale=float(attention.scaling),

@@ -60,10 +60,7 @@ class PageCache:
         pair = self._layers.get(index)
         if pair is None:
             # Zeros, since unwritten places are read behind the mask; the system gives zero pages when touched.
-            pair = tuple(
-                torch.zeros(self.pages, self.page_size, x.shape[1], x.shape[3], dtype=x.dtype)
-                for x in (key, value)
-            )
+            pair = (self._zeros(key), self._zeros(value))
             self._layers[index] = pair
         if pair[0].shape[2:] != (key.shape[1], key.shape[3]) or pair[0].dtype != key.dtype:
             raise RolloutError(
@@ -71,6 +68,9 @@ class PageCache:
                 f"{tuple(pair[0].shape)} and type {pair[0].dtype}; was the model changed while generating?"
             )
         return pair
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(self.pages, self.page_size, like.shape[1], like.shape[3], dtype=like.dtype)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         for pair in self._layers.values():

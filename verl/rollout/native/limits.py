@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from verl.errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -22,3 +28,20 @@ class Limits:
         """From the rollout section, or anything with some of these attributes."""
         names = Limits.__dataclass_fields__
         return Limits(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype == "fp8"
+
+    def check_dtype(self, weights: torch.dtype) -> None:
+        """The native engine generates from the trainer's own tensors: their type, or fp8 made from them."""
+        if self.dtype in ("auto", "fp8") or _DTYPES.get(self.dtype) == weights:
+            return
+        if self.dtype not in _DTYPES:
+            known = ", ".join(["auto", *_DTYPES, "fp8"])
+            raise ConfigError(f"rollout.dtype={self.dtype!r} is unknown; known: {known}")
+        raise ConfigError(
+            f"rollout.dtype={self.dtype}, but the model's weights are {str(weights).removeprefix('torch.')} and "
+            "rollout.name=native generates from these very tensors; use rollout.dtype=auto (or fp8), or give the "
+            "model that type (actor_rollout_ref.model.dtype)"
+        )

@@ -17,6 +17,9 @@ from torch import nn
 
 from verl.rollout import noise
 
+FP8_TYPE = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
 Norms = tuple[torch.Tensor, torch.Tensor, float] | None
 """Weights of the per-head norms of queries and keys, and their epsilon."""
 
@@ -32,6 +35,23 @@ class Ops(Protocol):
 
     def gated_linear(self, x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
         """silu(gate(x)) * up(x)."""
+        ...
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor: ...
+
+    def quantise_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[M, K] -> e4m3 [M, K] and a scale for each row, [M, 1]."""
+        ...
+
+    def scaled_product(
+        self,
+        x: torch.Tensor,
+        x_scales: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """e4m3 [M, K] and [N, K] with scales [M, 1] and [1, N] -> [M, N]."""
         ...
 
     def rotary_cache(
@@ -122,6 +142,20 @@ class TorchOps:
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) * up
+
+    def quantise_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+        return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8_TYPE), scales
+
+    def scaled_product(
+        self,
+        x: torch.Tensor,
+        x_scales: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        return ((x.float() @ weight.float().t()) * x_scales * weight_scales).to(dtype)
 
     def rotary_cache(
         self,
@@ -250,10 +284,11 @@ class TritonOps:
     """The kernels, for one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        from verl.rollout.native.kernels import attention, gated, linear, norm, rotary, sampling
+        from verl.rollout.native.kernels import attention, fp8, gated, linear, norm, rotary, sampling
 
         self.add_rms_norm = norm.add_rms_norm
-        self._silu_mul = gated.silu_mul
+        self.silu_mul = gated.silu_mul
+        self.quantise_rows = fp8.quantise_rows
         self._linear = linear
         self.rotary_cache = rotary.rotary_cache
         self.write_cache = rotary.write_cache
@@ -265,15 +300,28 @@ class TritonOps:
     def joined_linear(self, x: torch.Tensor, layers: Seq[nn.Linear]) -> torch.Tensor:
         biases = [layer.bias for layer in layers]
         if x.shape[1] <= SMALL and len(layers) == 3 and len({bias is None for bias in biases}) == 1:
-            weights = tuple(layer.weight for layer in layers)
-            return self._linear.joined_linear(x, weights, None if biases[0] is None else tuple(biases))
+            weights = (layers[0].weight, layers[1].weight, layers[2].weight)
+            joined = None if biases[0] is None else (biases[0], biases[1], biases[2])
+            return self._linear.joined_linear(x, weights, joined)
         return _side_by_side(x, layers)
+
+    def scaled_product(
+        self,
+        x: torch.Tensor,
+        x_scales: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        # The device's product with a scale per row gives bfloat16 only.
+        out = torch._scaled_mm(x, weight.t(), x_scales, weight_scales, out_dtype=torch.bfloat16)
+        return out.to(dtype)
 
     def gated_linear(self, x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
         if x.shape[1] <= SMALL and gate.bias is None and up.bias is None:
             return self._linear.gated_linear(x, gate.weight, up.weight)
         both = _side_by_side(x, [gate, up])
-        return self._silu_mul(*both.chunk(2, dim=1))
+        return self.silu_mul(*both.chunk(2, dim=1))
 
     def decode_attention(
         self,

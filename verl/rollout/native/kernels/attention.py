@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Decode attention over the paged cache: one query token per row, grouped heads, long contexts split.
 
 One program serves the query heads of one key/value head of one row, over one split of its context; with more

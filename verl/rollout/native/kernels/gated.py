@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """The gated activation silu(gate) * up, elementwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Small matrix products in one kernel instead of several: query/key/value, and gate/up with the activation.
 
 The weights stay where the module has them; a program finds out from its place which of them it reads. Worth it

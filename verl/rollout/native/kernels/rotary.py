@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Rotary embedding of queries and keys, optional per-head norm before it, and the write to the KV cache, in one go.
 
 One program per row. The cache of a layer is [blocks, kv_heads, block_size, head_dim]; a row that is not active
@@ -17,7 +18,7 @@ def _head_norm(first, second, weight_ptr, half, eps, dtype: tl.constexpr, HALF: 
     columns = tl.arange(0, HALF)
     first = first.to(tl.float32)
     second = second.to(tl.float32)
-    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / width + eps)[:, None]
+    scale = (1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / width + eps))[:, None]
     weight_first = tl.load(weight_ptr + columns).to(tl.float32)[None, :]
     weight_second = tl.load(weight_ptr + half + columns).to(tl.float32)[None, :]
     first = (weight_first * (first * scale).to(dtype).to(tl.float32)).to(dtype)
@@ -143,6 +144,8 @@ def rotary_cache(
         BLOCK_SIZE=block_size,
         NORM=norms is not None,
         num_warps=2 if heads * dim <= 1024 else 4,
+        # A fused multiply-add would skip the rounding of a product, which the modules do.
+        enable_fp_fusion=False,
     )
     return q_out
 

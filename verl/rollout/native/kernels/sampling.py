@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Drawing tokens on the device: one pass over the logits in chunks, then one short program per row.
 
 The first kernel leaves for every chunk of the vocabulary its peak, the mass below it and where the peak stands;
