@@ -118,6 +118,30 @@ def graphs_follow_new_weights_and_are_kept() -> str:
 
 
 @check
+def a_sleeping_engine_holds_no_cache_and_keeps_its_graphs() -> str:
+    model = build_model("llama", seed=1).to(DEVICE)
+    engine = native(model)
+    asked = requests(temperature=0, ignore_eos=True)
+    before = answers(engine, asked)
+    session = engine._session
+    held = session.bytes
+    free = torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 0
+    engine.sleep()
+    if DEVICE == "cpu":
+        return "no device memory to give back"
+    if engine._session is not session:
+        raise AssertionError("the cache cannot be parked here")
+    given = torch.cuda.mem_get_info()[0] - free
+    if session.bytes != 0 or given < held:
+        raise AssertionError(f"{given} bytes came back of {held}")
+    engine.wake()
+    compare(answers(engine, asked), before, 1e-4)
+    if engine._session is not session:
+        raise AssertionError("the session was made anew")
+    return f"{given} bytes given back, {len(session.runner._graphs)} graphs kept"
+
+
+@check
 def adapters_run_through_the_module() -> str:
     try:
         import peft

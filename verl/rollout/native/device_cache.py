@@ -2,14 +2,21 @@
 
 Rows that have ended keep running inside a captured graph until the next harvest; they write to that last block.
 
-What always holds: the tensor never moves while it lives, because captured graphs know its address.
+What always holds: the tensor never moves while it lives, because captured graphs know its address; while parked
+it has no memory behind it.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+
 import torch
 
 from verl.rollout.native.block_manager import Copy
+from verl.rollout.native.parkable import ParkableMemory, reserve
+
+log = logging.getLogger(__name__)
 
 
 class DeviceCache:
@@ -28,8 +35,41 @@ class DeviceCache:
         self.blocks = blocks
         self.block_size = block_size
         shape = (layers, 2, blocks + 1, kv_heads, block_size, head_dim)
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        reserved = reserve(math.prod(shape) * dtype.itemsize, device)
+        self._memory: ParkableMemory | None = None
+        if reserved is None:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            self._memory, plain = reserved
+            self.tensor = plain.view(dtype).view(shape).zero_()
         self.layers = [(pair[0], pair[1]) for pair in self.tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Memory held now."""
+        return 0 if self.parked else self.tensor.nbytes
+
+    @property
+    def parked(self) -> bool:
+        return self._memory is not None and not self._memory.mapped
+
+    def park(self) -> bool:
+        """Give the memory back but keep the address; False where that cannot be done."""
+        if self._memory is None:
+            return False
+        self._memory.park()
+        return True
+
+    def unpark(self) -> bool:
+        """Take the memory again; False when the device has too little left."""
+        if self.parked and self._memory is not None:
+            try:
+                self._memory.unpark()
+            except RuntimeError as error:
+                log.debug("the parked cache cannot come back: %s", error)
+                return False
+            self.tensor.zero_()
+        return True
 
     def copy(self, copies: list[Copy]) -> None:
         """Whole blocks, in order of the list; a target is never a later source, so one read and one write do."""

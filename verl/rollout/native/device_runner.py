@@ -72,6 +72,7 @@ class DeviceRunner:
         self.stopper = stopper
         self.kinds = kinds
         self.use_graphs = graphs
+        self.refused_graphs = False
         self.vocab = int(model.get_input_embeddings().num_embeddings)
         self.rows: list[Sequence] = []
         self._tables: list[tuple[int, int]] = []
@@ -192,6 +193,7 @@ class DeviceRunner:
                     str(error).splitlines()[0],
                 )
                 self.use_graphs = False
+                self.refused_graphs = True
                 return None
         return self._graphs[key]
 

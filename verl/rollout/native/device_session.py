@@ -111,7 +111,7 @@ class DeviceSession:
 
     @property
     def bytes(self) -> int:
-        return self.cache.tensor.nbytes
+        return self.cache.bytes
 
     def scheduler(self, limits: Limits) -> Scheduler:
         blocks = BlockManager(self.cache.blocks, self.cache.block_size)
@@ -152,6 +152,7 @@ def open_session(
         and needed.fits_in(last.sizes)
         and last.cache.block_size == block_size
         and last.signature == weight_signature(model)
+        and last.cache.unpark()
     ):
         last.runner.reset(stopper, kinds)
         return last

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from verl.errors import RolloutError
@@ -43,6 +44,7 @@ class NativeRollout(RolloutEngine):
         self.source = source
         self.tokenizer = tokenizer
         self.limits = Limits.of(config)
+        self._session_limits = self.limits
         self.on_device = on_device
         self.version = 0
         self.stats: dict[str, int] = {}
@@ -145,9 +147,10 @@ class NativeRollout(RolloutEngine):
     # On a device
 
     def _run_on_device(self, model: Any, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
-        last, self._session = self._session, None
         kinds = Kinds.of([request.sampling for request in requests])
-        session = open_session(last, model, requests, self.limits, stopper, kinds)
+        last, self._session = self._session, None
+        session = open_session(last, model, requests, self._session_limits, stopper, kinds)
+        del last
         scheduler, runner = session.scheduler(self.limits), session.runner
         self._queue(scheduler, requests)
         while not scheduler.idle:
@@ -172,6 +175,8 @@ class NativeRollout(RolloutEngine):
                 yield sequence.response(reason, self.version)
         self.stats = {"preemptions": scheduler.preemptions}
         self._session = session
+        if runner.refused_graphs:  # and will again: a new session need not try
+            self._session_limits = replace(self.limits, enforce_eager=True)
 
     def _named_by_abort(self, scheduler: Scheduler) -> list[Sequence]:
         everything = scheduler.everything()
@@ -201,8 +206,9 @@ class NativeRollout(RolloutEngine):
         self.version = version
 
     def sleep(self) -> None:
-        """Give the cache and the captured graphs back; the next `generate` makes them anew."""
-        self._session = None
+        """Give the cache's memory back. Captured graphs stay, where the cache can come back to its address."""
+        if self._session is not None and not self._session.cache.park():
+            self._session = None
 
     def close(self) -> None:
         self._session = None

@@ -1,0 +1,146 @@
+"""Device memory that can be given back while the trainer needs it and taken again at the same address.
+
+Captured graphs know addresses; capturing them anew after every training phase would cost more than generating. So
+the address range stays reserved and only the memory behind it comes and goes (CUDA's virtual memory management,
+called through the driver's library).
+
+What always holds: while parked the range has no memory and nobody may touch it; memory is mapped or released only
+when the device is idle; where the driver cannot do this, `reserve` says so by returning None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+
+
+class _Driver:
+    """The few calls of libcuda needed here; a call that fails raises RuntimeError."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        code = getattr(self.library, name)(*arguments)
+        if code != 0:
+            raise RuntimeError(f"{name} failed with CUDA error {code}")
+
+
+class ParkableMemory:
+    """A range of device memory; see the module's text. Made by `reserve`."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._driver = _Driver()
+        self._device = device
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._location = _Location(_ON_DEVICE, index)
+        self._properties = _Properties(type=_PINNED, location=self._location)
+        granularity = ctypes.c_size_t()
+        self._driver(
+            "cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0
+        )
+        self.size = -(-size // granularity.value) * granularity.value
+        self._address = ctypes.c_uint64()
+        self._handle = ctypes.c_uint64()
+        self.mapped = False
+        self._driver(
+            "cuMemAddressReserve",
+            ctypes.byref(self._address),
+            ctypes.c_size_t(self.size),
+            ctypes.c_size_t(0),
+            ctypes.c_uint64(0),
+            ctypes.c_uint64(0),
+        )
+        self.unpark()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.size,),
+            "typestr": "|u1",
+            "data": (self._address.value, False),
+            "version": 3,
+        }
+
+    def unpark(self) -> None:
+        """Memory behind the range again; its content is undefined. RuntimeError when there is too little."""
+        if self.mapped:
+            return
+        size = ctypes.c_size_t(self.size)
+        torch.cuda.synchronize(self._device)
+        try:
+            self._create()
+        except RuntimeError:
+            torch.cuda.empty_cache()  # what torch keeps for later is not free to the driver
+            self._create()
+        self._driver("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, ctypes.c_uint64(0))
+        self.mapped = True
+        access = _Access(self._location, _READ_WRITE)
+        self._driver("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+
+    def _create(self) -> None:
+        self._driver(
+            "cuMemCreate",
+            ctypes.byref(self._handle),
+            ctypes.c_size_t(self.size),
+            ctypes.byref(self._properties),
+            ctypes.c_uint64(0),
+        )
+
+    def park(self) -> None:
+        """Give the memory back."""
+        if not self.mapped:
+            return
+        torch.cuda.synchronize(self._device)
+        self.mapped = False
+        self._driver("cuMemUnmap", self._address, ctypes.c_size_t(self.size))
+        self._driver("cuMemRelease", self._handle)
+
+    def __del__(self) -> None:
+        try:
+            self.park()
+            self._driver("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
+        except (RuntimeError, AttributeError, TypeError):  # the process ends, or it never came to be
+            pass
+
+
+def reserve(size: int, device: torch.device) -> tuple[ParkableMemory, torch.Tensor] | None:
+    """Parkable memory and its bytes as a tensor, or None where there is no such thing."""
+    if device.type != "cuda":
+        return None
+    try:
+        memory = ParkableMemory(size, device)
+        return memory, torch.as_tensor(memory, device=device)[:size]
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (OSError, AttributeError, RuntimeError) as error:
+        log.info(
+            "the KV cache is ordinary memory, graphs are captured again after it was given back: %s", error
+        )
+        return None
