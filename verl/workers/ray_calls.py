@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
@@ -239,12 +239,3 @@ def _why(error: RayError) -> str:
             return text.split(mark, 1)[1].split(". ")[0].strip().rstrip(".")[:300]
     kind = "the process is gone" if isinstance(error, RayActorError) else type(error).__name__
     return f"{kind}: {text.strip().splitlines()[0][:300]}" if text.strip() else kind
-
-
-def chunks(items: Sequence[Any], ranks: int) -> Iterator[list[Any]]:
-    """Large pieces first, then ever smaller ones: the last to be handed out are single prompts."""
-    at = 0
-    while at < len(items):
-        size = max(1, -(-(len(items) - at) // (2 * ranks)))
-        yield list(items[at : at + size])
-        at += size

@@ -72,7 +72,8 @@ class RayGroup(WorkerGroup):
         except BaseException:
             self.cluster.close()
             raise
-        self.rollout = RolloutRole(SpreadRollout(self.calls), _pad_id(tokenizer))
+        rollout = SpreadRollout(self.calls, cfg.actor_rollout_ref.rollout.max_num_seqs)
+        self.rollout = RolloutRole(rollout, _pad_id(tokenizer))
 
     def _build(self, tokenizer: Any, training_steps: int, run_folder: Path, model: nn.Module | None) -> None:
         self.calls.introduce(START_S)

@@ -1,7 +1,8 @@
 """Generation over all ranks as one rollout engine: a queue of prompts that ranks take from as they get free.
 
-What always holds: a prompt waits in the queue until a rank is free for it, so a rank that finishes early takes what
-others have not started; the tokens do not depend on which rank drew them, because every draw is keyed by request.
+What always holds: a prompt that no engine has room for waits in the queue until a rank is free for it, so a rank
+that finishes early takes what others have not started; the tokens do not depend on which rank drew them, because
+every draw is keyed by request.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import ray
 from ray.exceptions import RayError
 
 from verl.rollout.base import Request, Response, RolloutEngine
-from verl.workers.ray_calls import RankCalls, chunks
+from verl.workers.ray_calls import RankCalls
+from verl.workers.shares import pieces
 
 
 class SpreadRollout(RolloutEngine):
     """Sends requests to the ranks' engines and yields their responses as they finish."""
 
-    def __init__(self, calls: RankCalls) -> None:
+    def __init__(self, calls: RankCalls, max_num_seqs: int) -> None:
         self._calls = calls
+        self._max_num_seqs = max_num_seqs
         self.taken: list[int] = []
         """Of the last `generate`: requests each rank took."""
 
@@ -32,7 +35,9 @@ class SpreadRollout(RolloutEngine):
 
     def _run(self, requests: list[Request]) -> Iterator[Response]:
         self.taken = [0] * len(self._calls)
-        waiting = chunks(requests, len(self._calls))
+        capacity = max(1, self._max_num_seqs // max((request.n for request in requests), default=1))
+        cut = pieces(len(requests), len(self._calls), capacity)
+        waiting = (requests[piece.start : piece.stop] for piece in cut)
         running: dict[Any, int] = {}
         for rank in range(len(self._calls)):
             self._give(rank, waiting, running)
