@@ -8,6 +8,7 @@ from pathlib import Path
 ACTIONS = {
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
     "hang": "time.sleep(100_000)",
+    "slow": "time.sleep(1.5)",
     "raise": "raise KeyError('the reason')",
     "segfault": "import ctypes; ctypes.string_at(0)",
 }
@@ -23,7 +24,7 @@ def _install(call, rank, nth, once):
     def planned(self, *args, **kwargs):
         nonlocal seen
         seen += 1
-        if self.rank == rank and seen == nth and not (once and Path(once).exists()):
+        if self.rank == rank and nth in (None, seen) and not (once and Path(once).exists()):
             if once:
                 Path(once).touch()
             {action}
@@ -35,7 +36,7 @@ _install({call!r}, {rank}, {nth}, {once!r})
 
 
 def write(
-    folder: Path, call: str, action: str, *, rank: int = 1, nth: int = 1, once: Path | None = None
+    folder: Path, call: str, action: str, *, rank: int = 1, nth: int | None = 1, once: Path | None = None
 ) -> str:
     """The module's name. With `once` the fault happens a single time over all starts of a run."""
     name = f"fault_{call}_{action}_{os.getpid()}_{len(list(folder.glob('fault_*')))}"
