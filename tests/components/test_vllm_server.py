@@ -34,7 +34,6 @@ def server(model: Any, word_tokenizer: Any, rollout_section: Callable[..., Any])
     engine = build_rollout("vllm", model, word_tokenizer, rollout_section(mode="server", temperature=0.7))
     yield engine
     engine.close()
-    assert not processes_of(engine.process.pid), "closing waits for all of them"
 
 
 def processes_of(group: int) -> list[int]:
@@ -132,19 +131,15 @@ def test_no_weights_stay_in_shared_memory(server: Any) -> None:
     assert not list(Path("/dev/shm").glob("verl-weights-*"))
 
 
-def test_a_dead_server_is_said_with_its_log_and_leaves_nothing(
-    model: Any, rollout_section: Callable[..., Any]
-) -> None:
-    engine = build_rollout("vllm", model, None, rollout_section(mode="server"))
-    try:
-        os.kill(engine.process.pid, signal.SIGKILL)
-        with pytest.raises(RolloutError, match="server (ended with status -9|did not answer|broke off)"):
-            list(engine.generate([Request("a", [5], SamplingParams(max_tokens=100, ignore_eos=True))]))
-        with pytest.raises(RolloutError):
-            engine.update_weights(model, 1)
-    finally:
-        engine.close()
-    assert not processes_of(engine.process.pid), "closing waits for all of them"
+def test_a_dead_server_is_said_with_its_log_and_leaves_nothing(server: Any, model: Any) -> None:
+    """The last test of this server."""
+    os.kill(server.process.pid, signal.SIGKILL)
+    with pytest.raises(RolloutError, match="server (ended with status -9|did not answer|broke off)"):
+        list(server.generate([Request("a", [5], SamplingParams(max_tokens=100, ignore_eos=True))]))
+    with pytest.raises(RolloutError):
+        server.update_weights(model, 1)
+    server.close()
+    assert not processes_of(server.process.pid), "closing waits for all of them"
 
 
 ORPHAN = """

@@ -51,11 +51,15 @@ def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
     rollout, model = cfg.actor_rollout_ref.rollout, cfg.reward.reward_model
     key = "actor_rollout_ref.rollout"
     return [
-        (rollout.name == "sglang", f"{key}.name=sglang", f"{key}.name=native"),
+        (
+            rollout.name == "sglang" and rollout.mode != "server",
+            f"{key}.name=sglang in the trainer's process ({key}.mode={rollout.mode})",
+            f"{key}.mode=server",
+        ),
         (rollout.multi_turn.enable, f"{key}.multi_turn.enable=True", f"{key}.multi_turn.enable=False"),
         (
             rollout.n_gpus_per_node > 0 and not _own_server(cfg),
-            f"{key}.n_gpus_per_node={rollout.n_gpus_per_node} (GPUs for rollout alone, other than those of one vllm "
+            f"{key}.n_gpus_per_node={rollout.n_gpus_per_node} (GPUs for rollout alone, other than those of one "
             "server beside one trainer process)",
             f"{key}.n_gpus_per_node=0 {key}.nnodes=0",
         ),

@@ -43,15 +43,6 @@ def _native(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
     return NativeRollout(source, tokenizer, config)
 
 
-def _not_here_yet(name: str) -> RolloutFactory:
-    def refuse(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
-        raise ConfigError(
-            f"rollout.name={name} is not available in this version; use rollout.name=native or hf"
-        )
-
-    return refuse
-
-
 @register_rollout("vllm")
 def _vllm(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
     from verl.rollout.vllm import build
@@ -59,7 +50,11 @@ def _vllm(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
     return build(source, tokenizer, config)
 
 
-register_rollout("sglang")(_not_here_yet("sglang"))
+@register_rollout("sglang")
+def _sglang(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
+    from verl.rollout.sglang import SGLangRollout
+
+    return SGLangRollout(source, tokenizer, config)
 
 
 def known_rollouts() -> list[str]:

@@ -47,10 +47,13 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """JSON over HTTP to `address`: a path of a socket file, or host:port."""
+    """JSON over HTTP to `address`: a path of a socket file, or host:port (with the server's key)."""
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, key: str | None = None) -> None:
         self.address, self.name = address, name
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
 
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
         if "/" in self.address:
@@ -91,7 +94,7 @@ class Client:
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Any
     ) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"Content-Type": "application/json"})
+        connection.request(method, path, data, self._headers)
         response = connection.getresponse()
         if response.status >= 300:
             text = response.read().decode(errors="replace")[:2000]

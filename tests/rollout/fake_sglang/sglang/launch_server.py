@@ -1,0 +1,160 @@
+"""`python -m sglang.launch_server --config FILE`: SGLang's interface over a transformers model.
+
+Follows the definitions of SGLang 0.5.23: fields of /generate and of its streamed events (cumulative), the weight,
+memory and cache endpoints, the key. What the adapter sent is kept for the tests under /seen.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+KNOWN = {
+    "model-path", "load-format", "skip-tokenizer-init", "dtype", "tp-size", "max-running-requests",
+    "chunked-prefill-size", "context-length", "random-seed", "enable-deterministic-inference", "device",
+    "disable-cuda-graph", "host", "port", "api-key", "log-level",
+}  # fmt: skip
+SAMPLING = {
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
+    "sampling_seed",
+}  # fmt: skip
+
+
+class State:
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(arguments["model-path"])
+        ).eval()
+        self.lock = threading.Lock()
+        self.seen = []
+        self.cache_is_stale = False
+        self.asleep = []
+
+    @torch.no_grad()
+    def generate(self, body):
+        """Yields the events of a streamed answer."""
+        params = body["sampling_params"]
+        unknown = set(params) - SAMPLING
+        if unknown:
+            yield {"error": {"message": f"unexpected sampling parameters {sorted(unknown)}"}}
+            return
+        generator = torch.Generator().manual_seed(params["sampling_seed"])
+        ids, rows, temperature = list(body["input_ids"]), [], params["temperature"]
+        reason = None
+        while reason is None:
+            with self.lock:
+                logits = self.model(torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+            scaled = logits if temperature == 0 else logits / temperature
+            log_probs = scaled.log_softmax(-1)
+            if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB") == "1":
+                log_probs = logits.log_softmax(-1)
+            if temperature == 0:
+                token = int(logits.argmax())
+            else:
+                token = int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
+            ids.append(token)
+            rows.append([float(log_probs[token]), token, None])
+            if token in params["stop_token_ids"]:
+                reason = {"type": "stop", "matched": token}
+            elif len(rows) >= params["max_new_tokens"]:
+                reason = {"type": "length", "length": len(rows)}
+            meta = {"id": body["rid"], "finish_reason": reason, "output_token_logprobs": rows}
+            yield {"output_ids": [row[1] for row in rows], "meta_info": meta}
+
+    def update(self, body):
+        weights = {}
+        if (
+            body.get("load_format") != "safetensors"
+            or not (Path(body["model_path"]) / "config.json").exists()
+        ):
+            return {"success": False, "message": "no such format or folder", "num_paused_requests": 0}
+        for path in sorted(Path(body["model_path"]).glob("*.safetensors")):
+            weights.update(load_file(path))
+        fault = os.environ.get("FAKE_SGLANG_FAULT")
+        if fault == "corrupt":
+            weights["model.norm.weight"] = weights["model.norm.weight"] * 1.01
+        if fault == "stale" and body["weight_version"] != "0":
+            del weights["model.layers.0.mlp.up_proj.weight"]
+        with self.lock:
+            if fault == "refuse":
+                return {"success": False, "message": "out of memory", "num_paused_requests": 0}
+            self.model.load_state_dict(weights, strict=False)
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: State
+
+    def log_message(self, *args):
+        pass
+
+    def reply(self, content, status=200):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        if self.headers.get("Authorization") != f"Bearer {self.state.arguments['api-key']}":
+            self.reply({"error": "Unauthorized"}, 401)
+        elif self.path == "/health":
+            self.reply({})
+        elif self.path == "/seen":
+            self.reply({"calls": self.state.seen, "arguments": self.state.arguments, "pid": os.getpid()})
+        else:
+            self.reply({"error": "not found"}, 404)
+
+    def do_POST(self):
+        size = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(size) or "{}")
+        if self.headers.get("Authorization") != f"Bearer {self.state.arguments['api-key']}":
+            self.reply({"error": "Unauthorized"}, 401)
+            return
+        self.state.seen.append([self.path, {k: v for k, v in body.items() if k != "input_ids"}])
+        if self.path == "/generate":
+            self.stream(body)
+        elif self.path == "/update_weights_from_disk":
+            answer = self.state.update(body)
+            self.reply(answer, 200 if answer["success"] else 400)
+        elif self.path == "/get_weights_by_name":
+            self.reply(self.state.model.get_parameter(body["name"])[: body["truncate_size"]].tolist())
+        elif self.path in ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"):
+            self.reply({})
+        else:
+            self.reply({"error": "not found"}, 404)
+
+    def stream(self, body):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            for event in self.state.generate(body):
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.flush()
+            self.wfile.write(b"data: [DONE]\n\n")
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        self.close_connection = True
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    arguments = json.loads(Path(parser.parse_args().config).read_text())
+    unknown = set(arguments) - KNOWN
+    if unknown:
+        sys.exit(f"launch_server.py: error: unrecognized arguments: {sorted(unknown)}")
+    Handler.state = State(arguments)
+    ThreadingHTTPServer((arguments["host"], arguments["port"]), Handler).serve_forever()

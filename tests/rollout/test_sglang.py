@@ -1,0 +1,181 @@
+"""SGLang's adapter against a server of ours with SGLang's documented interface (fake_sglang/)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl.config.schema import RolloutConfig
+from verl.errors import ConfigError, MissingPackage, RolloutError, TrainingHalted
+from verl.rollout import build_rollout
+from verl.rollout.base import Request, SamplingParams
+from verl.rollout.sglang import require_sglang, server_arguments
+from verl.rollout.vllm.settings import read_model
+
+FAKE = Path(__file__).parent / "fake_sglang"
+PROMPTS = [[5, 9, 33], [7], [60, 3, 44, 20]]
+
+
+def section(**changes: Any) -> RolloutConfig:
+    config = RolloutConfig(name="sglang", mode="server", max_model_len=128, max_num_seqs=8)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return config
+
+
+@pytest.fixture(scope="module")
+def beside() -> Iterator[pytest.MonkeyPatch]:
+    """The stand-in where Python, ours and the child's, looks for sglang."""
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(FAKE))
+    patch.setenv("PYTHONPATH", f"{FAKE}:{Path(__file__).parents[2]}")
+    patch.setenv("OMP_NUM_THREADS", "1")
+    yield patch
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Callable[..., Any]) -> Any:
+    return tiny("llama_tied")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Any, beside: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = build_rollout("sglang", model, None, section())
+    yield made
+    made.close()
+
+
+def log_probs(model: Any, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+    rows = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+
+
+def calls(engine: Any, path: str) -> list[Any]:
+    return [body for seen, body in engine.client.call("GET", "/seen")["calls"] if seen == path]
+
+
+def test_every_sample_is_answered_with_its_own_log_probs(engine: Any, model: Any) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=0.7)
+    requests = [Request(f"r{i}", prompt, sampling, n=3, seed=2) for i, prompt in enumerate(PROMPTS)]
+    first = {(r.request_id, r.sample): r for r in engine.generate(requests)}
+    again = {(r.request_id, r.sample): r for r in engine.generate(requests[:1])}
+    assert len(first) == 9
+    assert all(again[place].token_ids == first[place].token_ids for place in again)
+    assert len({tuple(first["r0", i].token_ids) for i in range(3)}) > 1
+    for (name, _), response in first.items():
+        expected = log_probs(model, PROMPTS[int(name[1:])], response.token_ids, 0.7)
+        assert response.log_probs == pytest.approx(expected, abs=1e-4)
+        assert response.finish_reason == ("stop" if response.token_ids[-1] == 2 else "length")
+
+
+def test_new_weights_reach_the_server(engine: Any, model: Any) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    engine.update_weights(model, 4)
+    (response,) = engine.generate([Request("a", [5, 9], SamplingParams(max_tokens=6))])
+    assert response.policy_version == 4
+    assert response.log_probs == pytest.approx(log_probs(model, [5, 9], response.token_ids, 1.0), abs=1e-4)
+    sent = calls(engine, "/update_weights_from_disk")[-1]
+    assert sent["flush_cache"] is True and sent["weight_version"] == "4"
+    assert calls(engine, "/flush_cache"), "prefixes of the old weights are forgotten"
+    assert not Path(sent["model_path"]).exists(), "nothing stays in shared memory"
+
+
+def test_sampling_keys_are_passed_in_sglangs_names(engine: Any) -> None:
+    sampling = SamplingParams(max_tokens=5, stop_token_ids=(11,), ignore_eos=True, top_p=0.9, min_p=0.1)
+    list(engine.generate([Request("a", [5], sampling, partial=((8, 8),))]))
+    body = calls(engine, "/generate")[-1]
+    params = body["sampling_params"]
+    assert params["max_new_tokens"] == 3 and params["stop_token_ids"] == [11] and params["top_p"] == 0.9
+    assert params["min_p"] == 0.1 and params["top_k"] == -1 and body["return_logprob"] is True
+
+
+def test_abort_keeps_what_is_there(engine: Any) -> None:
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
+    requests = [Request("short", [5], SamplingParams(max_tokens=2, ignore_eos=True))]
+    requests += [Request(f"long{i}", [6], long) for i in range(3)]
+    answers = {}
+    for response in engine.generate(requests):
+        answers[response.request_id] = response
+        engine.abort()
+    assert len(answers) == 4 and answers["long1"].finish_reason == "abort"
+    assert len(answers["long1"].token_ids) < 100
+
+
+def test_the_server_wants_its_key_and_listens_on_loopback(engine: Any) -> None:
+    from verl.rollout.handover.server import Client
+
+    assert engine.client.call("GET", "/seen")["arguments"]["host"] == "127.0.0.1"
+    with pytest.raises(RolloutError, match="401"):
+        Client(engine.client.address, "sglang").call("GET", "/health")
+    assert (engine.facts.folder / "server.yaml").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("corrupt", "model.norm.weight begins with"),
+        ("stale", "log-probs of a fixed prompt differ"),
+        ("refuse", "out of memory"),
+    ],
+)
+def test_faults_of_a_hand_over_are_caught(
+    model: Any, beside: pytest.MonkeyPatch, tiny: Callable[..., Any], fault: str, message: str
+) -> None:
+    beside.setenv("FAKE_SGLANG_FAULT", fault)
+    engine: Any = None
+    try:
+        with pytest.raises((TrainingHalted, RolloutError), match=message):
+            engine = build_rollout("sglang", model, None, section())
+            engine.update_weights(tiny("llama_tied", seed=9), 1)
+    finally:
+        beside.delenv("FAKE_SGLANG_FAULT")
+        if engine is not None:
+            engine.close()
+
+
+def test_a_server_that_cannot_start_says_why(model: Any, beside: pytest.MonkeyPatch) -> None:
+    config = section()
+    config.engine_kwargs.sglang = {"no_such_flag": 1}
+    with pytest.raises(RolloutError, match=r"(?s)ended with status.*no-such-flag"):
+        build_rollout("sglang", model, None, config)
+
+
+def test_versions_and_arguments(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import verl.rollout.sglang as adapter
+
+    facts = replace(read_model(model, None), device="cuda", dtype="bfloat16")
+    given = server_arguments(section(gpu_memory_utilization=0.4, dtype="fp8", enforce_eager=True), facts)
+    expected = {
+        "quantization": "fp8",
+        "mem_fraction_static": 0.4,
+        "disable_cuda_graph": True,
+        "enable_memory_saver": True,
+        "context_length": 128,
+        "tp_size": 1,
+        "max_running_requests": 8,
+    }
+    assert {key: given[key] for key in expected} == expected
+    bad = section()
+    bad.engine_kwargs.sglang = {"port": 1}
+    with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.port is decided by verl"):
+        server_arguments(bad, facts)
+    monkeypatch.setattr(adapter.metadata, "version", lambda name: "0.4.9")
+    with pytest.raises(ConfigError, match=r"SGLang 0.4.9 is installed, .* works with >=0.5,<0.6"):
+        require_sglang()
+
+    def missing(name: str) -> str:
+        raise adapter.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(adapter.metadata, "version", missing)
+    with pytest.raises(MissingPackage, match=r"verl\[sglang\]"):
+        require_sglang()
