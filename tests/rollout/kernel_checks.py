@@ -154,6 +154,7 @@ for vocab in (97, 5000):
             "active": (counter % 5 != 0).int(),
             "last": counter + 5 + (counter % 2) * 2,
             "stop_ids": torch.stack([theirs[0] if vocab == 97 else counter - 1, counter - 1], 1),
+            "slots": (counter * 7) % rows,
             "out_tokens": torch.full((rows, 4), -7, dtype=torch.int32, device=DEVICE),
             "out_log_probs": torch.zeros(rows, 4, device=DEVICE),
         }

@@ -2,7 +2,8 @@
 
 A decode step reads and writes only tensors of fixed address (weights, cache, state), so it is captured once per
 batch size of a ladder as a CUDA graph and replayed. The host looks every few steps, takes out the rows that have
-ended and closes the gaps.
+ended and closes the gaps; it reads a look only after the next steps are on their way, so that the device never
+waits for the host's books.
 
 What always holds: inside a step nothing waits for the device; a graph is replayed only while every address it
 was captured with is still the right one; without CUDA, or where a model's step cannot be captured (it asks the
@@ -12,6 +13,7 @@ device something on the way), the same code runs step by step.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from verl.rollout.base import FinishReason
 from verl.rollout.native.backbone import Backbone
 from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
 from verl.rollout.native.device_cache import DeviceCache
-from verl.rollout.native.device_state import DeviceState
+from verl.rollout.native.device_state import DeviceState, Look
 from verl.rollout.native.fused import DecodeInputs, FusedDecoder
 from verl.rollout.native.ops import Ops
 from verl.rollout.native.scheduler import Chunk
@@ -41,6 +43,16 @@ def ladder_size(rows: int, capacity: int) -> int:
         step = max(1 << (rows - 1).bit_length() - 3, 4)
         size = -(-rows // step) * step
     return min(size, capacity)
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence on the device. `table` is the length and the newest writable block of the table the device knows."""
+
+    sequence: Sequence
+    slot: int
+    table: tuple[int, int] = (0, -1)
+    gone: bool = False
 
 
 class DeviceRunner:
@@ -74,9 +86,10 @@ class DeviceRunner:
         self.use_graphs = graphs
         self.refused_graphs = False
         self.vocab = int(model.get_input_embeddings().num_embeddings)
-        self.rows: list[Sequence] = []
-        self._tables: list[tuple[int, int]] = []
-        """Per row: length and newest writable block of the table the device knows."""
+        self.rows: list[Row] = []
+        self._slots = list(range(state.capacity))
+        """Those that are free."""
+        self._look: tuple[list[Row], Look] | None = None
         self._tables_moved = False
         self._graphs: dict[tuple[int, Kinds], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -86,7 +99,8 @@ class DeviceRunner:
         self.stopper = stopper
         self.kinds = kinds
         self.rows = []
-        self._tables = []
+        self._slots = list(range(self.state.capacity))
+        self._look = None
         self.state.active.zero_()
         if self.fused is not None:
             self.fused.refresh()
@@ -130,12 +144,14 @@ class DeviceRunner:
     def _join(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         start, end = len(self.rows), len(self.rows) + len(sequences)
         stops = [self.stopper.stop_ids(s.request.sampling) for s in sequences]
-        self.state.fill(start, sequences, stops)
+        rows = [Row(sequence, self._slots.pop()) for sequence in sequences]
+        self.state.fill(start, sequences, stops, [row.slot for row in rows])
         if self.kinds.penalty:
             self.state.remember(start, sequences, self.vocab)
         self._draw(logits, start, end)
-        self.rows += sequences
-        self._tables += [(0, -1)] * len(sequences)
+        for sequence in sequences:
+            sequence.on_device = 1
+        self.rows += rows
 
     def _draw(self, logits: torch.Tensor, start: int, end: int) -> None:
         """One token for each of the rows `start` to `end`, recorded on the device."""
@@ -160,8 +176,9 @@ class DeviceRunner:
             state.active[part],
             state.last[part],
             state.stop_ids[part],
-            state.out_tokens[part],
-            state.out_log_probs[part],
+            state.slots[part],
+            state.out_tokens,
+            state.out_log_probs,
         )
 
     # Decoding
@@ -199,12 +216,13 @@ class DeviceRunner:
 
     def _send_tables(self, used: int) -> None:
         changed = []
-        for row, sequence in enumerate(self.rows):
-            index = min(sequence.computed // self.cache.block_size, len(sequence.table) - 1)
-            known = (len(sequence.table), sequence.table[index])
-            if self._tables[row] != known:
-                self._tables[row] = known
-                changed.append((row, sequence.table))
+        for place, row in enumerate(self.rows):
+            table = row.sequence.table
+            index = min(row.sequence.computed // self.cache.block_size, len(table) - 1)
+            known = (len(table), table[index])
+            if row.table != known:
+                row.table = known
+                changed.append((place, table))
         if changed or self._tables_moved:
             self.state.set_tables(changed, used)
             self._tables_moved = False
@@ -247,29 +265,40 @@ class DeviceRunner:
     # The host's look
 
     def harvest(self) -> list[tuple[Sequence, FinishReason]]:
-        """Bring the books up to date and take out the rows that ended: (sequence, why). Waits for the device."""
-        if not self.rows:
-            return []
-        active, made = self.state.progress(len(self.rows))
-        ended: list[int] = []
-        watched: list[int] = []
-        for row, sequence in enumerate(self.rows):
-            sequence.on_device = made[row]
-            sequence.computed = sequence.length - 1
-            if not active[row]:
+        """Read the look taken at the last call and take a new one; the rows found ended leave: (sequence, why).
+
+        What was enqueued since the last call is not waited for. A sequence's `length` is what is known of it."""
+        before, self._look = self._look, None
+        if self.rows:
+            self._look = (list(self.rows), self.state.look(len(self.rows)))
+        ended: list[Row] = []
+        watched: list[Row] = []
+        for row, active, made in zip(before[0], *before[1].read(), strict=True) if before else ():
+            if row.gone:
+                continue
+            row.sequence.on_device = made
+            if not active:
                 ended.append(row)
-            elif sequence.request.sampling.stop:
+            elif row.sequence.request.sampling.stop:
                 watched.append(row)
-        reasons: dict[int, FinishReason] = {}
-        if ended or watched:
-            rows = [*ended, *watched]
-            tokens, log_probs = self.state.fetch(rows, [made[row] for row in rows])
-            for place, row in enumerate(rows):
-                reason = self._settle(self.rows[row], tokens[place], log_probs[place], row in watched)
-                if reason is not None:
-                    reasons[row] = reason
-        answers = [(self.rows[row], reasons[row]) for row in sorted(reasons)]
-        self._remove(set(reasons))
+        for row in self.rows:
+            row.sequence.computed = row.sequence.length - 1
+        return self._take_ended(ended, watched)
+
+    def _take_ended(self, ended: list[Row], watched: list[Row]) -> list[tuple[Sequence, FinishReason]]:
+        rows = [*ended, *watched]
+        if not rows:
+            return []
+        slots, made = [row.slot for row in rows], [row.sequence.on_device for row in rows]
+        leaving: list[Row] = []
+        answers: list[tuple[Sequence, FinishReason]] = []
+        for place, (tokens, log_probs) in enumerate(zip(*self.state.fetch(slots, made), strict=True)):
+            row = rows[place]
+            reason = self._settle(row.sequence, tokens, log_probs, place >= len(ended))
+            if reason is not None:
+                leaving.append(row)
+                answers.append((row.sequence, reason))
+        self._remove(leaving)
         return answers
 
     def _settle(
@@ -292,24 +321,26 @@ class DeviceRunner:
         return None
 
     def take_out(self, sequences: list[Sequence]) -> None:
-        """Rows that are preempted or aborted: their tokens come to the host, the rows go."""
+        """Rows that are preempted or aborted: their known tokens come to the host, the rows go."""
         wanted = {id(sequence) for sequence in sequences}
-        rows = [row for row, sequence in enumerate(self.rows) if id(sequence) in wanted]
+        rows = [row for row in self.rows if id(row.sequence) in wanted]
         if not rows:
             return
-        made = [self.rows[row].on_device for row in rows]
-        for row, tokens, log_probs in zip(rows, *self.state.fetch(rows, made), strict=True):
-            sequence = self.rows[row]
+        slots, made = [row.slot for row in rows], [row.sequence.on_device for row in rows]
+        for row, tokens, log_probs in zip(rows, *self.state.fetch(slots, made, behind=True), strict=True):
+            sequence = row.sequence
             sequence.tokens = sequence.tokens + tokens
             sequence.log_probs += log_probs
             sequence.on_device = sequence.checked = 0
-        self._remove(set(rows))
+        self._remove(rows)
 
-    def _remove(self, gone: set[int]) -> None:
-        if not gone:
+    def _remove(self, leaving: list[Row]) -> None:
+        if not leaving:
             return
-        kept = [row for row in range(len(self.rows)) if row not in gone]
+        for row in leaving:
+            row.gone = True
+            self._slots.append(row.slot)
+        kept = [place for place, row in enumerate(self.rows) if not row.gone]
         self.state.keep(kept)
         self._tables_moved = True
-        self.rows = [self.rows[row] for row in kept]
-        self._tables = [self._tables[row] for row in kept]
+        self.rows = [self.rows[place] for place in kept]

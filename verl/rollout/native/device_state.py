@@ -1,7 +1,10 @@
 """What a decode step knows of its rows, as tensors on the device that never move (captured graphs hold them).
 
-A row is one decoding sequence. The tokens it makes and their log-probs stay here until the row ends or the host
-asks; rows that have ended are inactive until `keep` closes the gaps.
+A row is one decoding sequence. The tokens it makes and their log-probs go to its slot, which does not move when
+`keep` closes the gaps that ended rows leave; so the host can read a slot while later steps run.
+
+What always holds: a slot belongs to one sequence until the host has read it; a look tells the state after the work
+enqueued before it, whatever has been enqueued since.
 
 Shapes: R rows, T tokens a row may make, W blocks of a table row, S stop tokens.
 """
@@ -16,8 +19,41 @@ import torch
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import Kinds, SamplingBatch
 
-_INTEGERS = ("active", "made", "tokens", "positions", "produced", "last", "keys", "top_k", "greedy", "raw")
+_INTEGERS = (
+    "active",
+    "made",
+    "tokens",
+    "positions",
+    "produced",
+    "last",
+    "keys",
+    "top_k",
+    "greedy",
+    "raw",
+    "slots",
+)
 _FLOATS = ("temperature", "top_p", "min_p", "penalty")
+
+
+class Look:
+    """Which rows were active and how many tokens each had made when the look was taken."""
+
+    def __init__(self, progress: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if progress.is_cuda:
+            self._host = torch.empty(progress.shape, dtype=progress.dtype, pin_memory=True)
+            self._host.copy_(progress, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = progress.clone()
+
+    def read(self) -> tuple[list[int], list[int]]:
+        """(active, made) of each row. Waits for the work enqueued before the look, not for what came after."""
+        if self._event is not None:
+            self._event.synchronize()
+        active, made = self._host.tolist()
+        return active, made
 
 
 class DeviceState:
@@ -34,6 +70,7 @@ class DeviceState:
     top_k: torch.Tensor
     greedy: torch.Tensor
     raw: torch.Tensor
+    slots: torch.Tensor
     temperature: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
@@ -53,9 +90,12 @@ class DeviceState:
         self.out_tokens = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.out_log_probs = torch.zeros(rows, width, dtype=torch.float32, device=device)
         self.seen: torch.Tensor | None = None
+        self._reader = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._host_table = np.zeros((rows, table_width), dtype=np.int32)
 
-    def fill(self, start: int, sequences: Seq[Sequence], stop_ids: Seq[frozenset[int]]) -> None:
+    def fill(
+        self, start: int, sequences: Seq[Sequence], stop_ids: Seq[frozenset[int]], slots: Seq[int]
+    ) -> None:
         """Rows from `start` on become these sequences, whose known tokens are all computed but for a new draw."""
         integers = [
             [1] * len(sequences),
@@ -68,6 +108,7 @@ class DeviceState:
             [s.request.sampling.top_k for s in sequences],
             [int(s.request.sampling.temperature == 0) for s in sequences],
             [int(s.request.sampling.raw_log_probs) for s in sequences],
+            list(slots),
         ]
         floats = [
             [s.request.sampling.temperature or 1.0 for s in sequences],
@@ -102,24 +143,31 @@ class DeviceState:
         count = len(rows)
         for tensor in (self.integers, self.floats):
             tensor[:, :count] = tensor[:, index]
-        stores = [self.stop_ids, self.out_tokens, self.out_log_probs]
-        for tensor in stores if self.seen is None else [*stores, self.seen]:
+        for tensor in [self.stop_ids] if self.seen is None else [self.stop_ids, self.seen]:
             tensor[:count] = tensor[index]
         self.active[count:] = 0
         self._host_table[:count] = self._host_table[rows]
 
-    def progress(self, rows: int) -> tuple[list[int], list[int]]:
-        """For each row whether it is active, and the tokens it has made. Waits for the device."""
-        active, made = self.integers[:2, :rows].cpu().tolist()
-        return active, made
+    def look(self, rows: int) -> Look:
+        return Look(self.integers[:2, :rows])
 
-    def fetch(self, rows: list[int], made: list[int]) -> tuple[list[list[int]], list[list[float]]]:
-        """The tokens and log-probs of some rows."""
-        index = self.send(torch.tensor(rows, dtype=torch.int64))
+    def fetch(
+        self, slots: list[int], made: list[int], behind: bool = False
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The first `made` tokens and log-probs of some slots, which a look that was read has told of.
+
+        `behind`: also when no look has told yet; waits for everything enqueued."""
+        if self._reader is None or behind:
+            return self._fetch(slots, made)
+        with torch.cuda.stream(self._reader):
+            return self._fetch(slots, made)
+
+    def _fetch(self, slots: list[int], made: list[int]) -> tuple[list[list[int]], list[list[float]]]:
+        index = self.send(torch.tensor(slots, dtype=torch.int64))
         longest = max(made)
         tokens = self.out_tokens[index, :longest].cpu().tolist()
         log_probs = self.out_log_probs[index, :longest].cpu().tolist()
-        cut = range(len(rows))
+        cut = range(len(slots))
         return [tokens[i][: made[i]] for i in cut], [log_probs[i][: made[i]] for i in cut]
 
     def settings(self, start: int, end: int, kinds: Kinds) -> SamplingBatch:

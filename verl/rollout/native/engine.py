@@ -153,21 +153,25 @@ class NativeRollout(RolloutEngine):
         del last
         scheduler, runner = session.scheduler(self.limits), session.runner
         self._queue(scheduler, requests)
+        in_flight = 0
         while not scheduler.idle:
             if self._abort_all or self._aborted:
                 runner.take_out(self._named_by_abort(scheduler))
                 yield from self._end_aborted(scheduler)
                 continue
-            steps = min(LOOKAHEAD, max((s.max_length - s.length for s in runner.rows), default=1))
-            step = scheduler.schedule(lookahead=steps)
+            # Tokens of the steps in flight are not known yet; new steps and their blocks come on top of them.
+            left = max((r.sequence.max_length - r.sequence.length for r in runner.rows), default=0)
+            steps = max(min(LOOKAHEAD, left - in_flight), 0)
+            step = scheduler.schedule(lookahead=max(in_flight + steps, 1))
             runner.take_out(step.preempted)
             if step.copies:
                 runner.cache.copy(step.copies)
-            if step.decodes:
+            if step.decodes and steps:
                 runner.decode(steps)
             if step.chunks:
                 runner.prefill(step.chunks)
             scheduler.complete(step)
+            in_flight = steps if step.decodes else 0
             ended = runner.harvest()
             scheduler.finish_all([sequence for sequence, _ in ended])
             for sequence, reason in ended:

@@ -105,6 +105,7 @@ class Ops(Protocol):
         active: torch.Tensor,
         last: torch.Tensor,
         stop_ids: torch.Tensor,
+        slots: torch.Tensor,
         out_tokens: torch.Tensor,
         out_log_probs: torch.Tensor,
     ) -> None: ...
@@ -251,13 +252,14 @@ class TorchOps:
         active: torch.Tensor,
         last: torch.Tensor,
         stop_ids: torch.Tensor,
+        slots: torch.Tensor,
         out_tokens: torch.Tensor,
         out_log_probs: torch.Tensor,
     ) -> None:
         on = active.bool()
-        place = made.clamp(max=out_tokens.shape[1] - 1)[:, None]
-        for store, value in ((out_tokens, sampled.to(out_tokens.dtype)), (out_log_probs, log_probs)):
-            store.scatter_(1, place, torch.where(on, value, store.gather(1, place)[:, 0])[:, None])
+        rows = on.nonzero()[:, 0]
+        out_tokens[slots[rows], made[rows]] = sampled[rows].to(out_tokens.dtype)
+        out_log_probs[slots[rows], made[rows]] = log_probs[rows]
         tokens.copy_(torch.where(on, sampled, tokens))
         ended = (stop_ids == sampled[:, None]).any(-1) | (positions + 1 >= last)
         for counter in (made, positions, produced):

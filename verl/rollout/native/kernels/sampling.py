@@ -145,6 +145,7 @@ def _advance(
     active_ptr,
     last_ptr,
     stop_ptr,
+    slots_ptr,
     out_tokens_ptr,
     out_log_probs_ptr,
     rows,
@@ -170,7 +171,8 @@ def _advance(
     )
     ended = tl.max((stop_ids == token[:, None]).to(tl.int32), 1) != 0
     ended = ended | (position + 1 >= last)
-    place = row.to(tl.int64) * out_stride + made
+    slot = tl.load(slots_ptr + row, mask=active, other=0)
+    place = slot.to(tl.int64) * out_stride + made
     tl.store(out_tokens_ptr + place, token.to(tl.int32), mask=active)
     tl.store(out_log_probs_ptr + place, log_prob, mask=active)
     tl.store(tokens_ptr + row, token, mask=active)
@@ -190,10 +192,11 @@ def advance(
     active: torch.Tensor,
     last: torch.Tensor,
     stop_ids: torch.Tensor,
+    slots: torch.Tensor,
     out_tokens: torch.Tensor,
     out_log_probs: torch.Tensor,
 ) -> None:
-    """Record one drawn token per active row and end the rows that stop with it, in place."""
+    """Record one drawn token per active row in its slot and end the rows that stop with it, in place."""
     rows = sampled.shape[0]
     block = 64
     _advance[(triton.cdiv(rows, block),)](
@@ -206,6 +209,7 @@ def advance(
         active,
         last,
         stop_ids,
+        slots,
         out_tokens,
         out_log_probs,
         rows,
