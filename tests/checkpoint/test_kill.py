@@ -27,6 +27,7 @@ def wait_for_line(children: Any, pid: int, output: Path, start: str, count: int)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("background", "kills"), [(False, 50), (True, 20)], ids=["foreground", "background"])
 def test_killing_in_the_middle_of_saves_loses_nothing(
     children: Any, fast_folder: Path, background: bool, kills: int

@@ -17,6 +17,7 @@ WORLDS = (1, 2, 3)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 3}], ids=["all weights", "lora"])
 def test_every_world_loads_every_other_exactly(
     children: Any, tmp_path: Path, options: dict[str, int]
@@ -65,6 +66,7 @@ def test_every_world_loads_every_other_exactly(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_shards_of_several_processes_merge_to_the_same_folder_the_run_saved(
     children: Any, tmp_path: Path
 ) -> None:
