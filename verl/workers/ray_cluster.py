@@ -212,8 +212,9 @@ def _start_error(error: Exception, address: str) -> ClusterError:
         return ClusterError(register_advice(usable_cpus()))
     if address:
         return ClusterError(
-            f"the Ray cluster at RAY_ADDRESS={address} could not be joined: {text}. Start it (ray start --head), "
-            "or unset RAY_ADDRESS to start one here"
+            f"the Ray cluster at RAY_ADDRESS={address} could not be joined: {text}. Start it (ray start --head), give "
+            "this process the cluster's token (RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...) if it wants one, or unset "
+            "RAY_ADDRESS to start a cluster here"
         )
     return ClusterError(
         f"Ray could not be started: {text}. If a cluster that no longer runs is meant, set RAY_ADDRESS=local; "
