@@ -26,7 +26,8 @@ def _k2(x: Tensor) -> Tensor:
 
 def _k3(x: Tensor) -> Tensor:
     d = (-x).clamp(-20, 20)
-    return (d.exp() - d - 1).clamp(-10, 10)
+    # expm1, because exp(d) - 1 loses the digits that make this non-negative near 0.
+    return (d.expm1() - d).clamp(-10, 10)
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -15,7 +15,7 @@ import torch
 log = logging.getLogger(__name__)
 
 SMALLEST = 256
-CAP_CUDA = 65536
+CAP_CUDA = 32768
 CAP_CPU = 8192
 SAFETY = 0.8
 

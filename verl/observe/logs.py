@@ -22,6 +22,17 @@ def shared_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=100_000, soft_wrap=True)
 
 
+def log_console() -> Console:
+    """Where log lines go: between the lines of the display on a terminal, to stderr where output is piped, so that
+    what a command prints (a config, a plan, a table) can be used as it is."""
+    console = shared_console()
+    if console.is_terminal:
+        return console
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, width=100_000, soft_wrap=True)
+
+
 def setup_logging(level: int | str = logging.INFO) -> None:
     """Send log records to the shared console: warnings marked, information bare. Called once by each command."""
     handler = _ConsoleHandler()
@@ -43,6 +54,6 @@ class _ConsoleHandler(logging.Handler):
 
         try:
             prefix, style = self._STYLES.get(min(record.levelno, logging.ERROR), ("", ""))
-            shared_console().print(Text(prefix + self.format(record), style=style))
+            log_console().print(Text(prefix + self.format(record), style=style))
         except Exception:
             self.handleError(record)

@@ -22,8 +22,9 @@ def _adamw(
     grad_ptr,
     count,
     factor,
-    beta1,
+    rest1,
     beta2,
+    rest2,
     eps,
     keep,
     rate,
@@ -36,8 +37,8 @@ def _adamw(
     first = tl.load(first_ptr + at, mask=inside, other=0.0)
     second = tl.load(second_ptr + at, mask=inside, other=0.0)
     master = tl.load(master_ptr + at, mask=inside, other=0.0)
-    first = first + (grad - first) * (1 - beta1)
-    second = second * beta2 + grad * grad * (1 - beta2)
+    first = first + (grad - first) * rest1
+    second = second * beta2 + grad * grad * rest2
     master = master * keep - rate * first / (tl.sqrt(second) * root_correction + eps)
     tl.store(first_ptr + at, first, mask=inside)
     tl.store(second_ptr + at, second, mask=inside)
@@ -71,8 +72,10 @@ def adamw_step(
         grad,
         count,
         factor,
-        betas[0],
+        # Differences from 1 are taken in double precision: float32 would lose half their digits.
+        1 - betas[0],
         betas[1],
+        1 - betas[1],
         eps,
         1 - lr * weight_decay,
         lr / (1 - betas[0] ** updates),
