@@ -22,6 +22,7 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "prepare": ("verl.data.prepare.cli", "turn a known dataset into training files"),
     "data": {"inspect": ("verl.data.inspect", "what the trainer would make of a data file")},
     "reward": {"test": ("verl.reward.cli", "try a reward function on a few rows before training")},
+    "plan": ("verl.plan_cli", "how to place a model on N GPUs, and what a step would be made of"),
     "ckpt": ("verl.checkpoint.cli", "list, verify, compare and prune checkpoints"),
     "bench": {
         "algorithms": ("verl.bench.algorithms", "estimators and losses against plain loops"),
@@ -30,6 +31,7 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
         "step": ("verl.bench.step", "one whole GRPO step against others"),
         "reward": ("verl.bench.reward", "reward workers against the ideal time"),
         "checkpoint": ("verl.bench.checkpoint", "saving and loading against torch.save"),
+        "overhead": ("verl.bench.overhead", "one Ray worker against no Ray"),
         "overhead": ("verl.bench.overhead", "one Ray worker against this process on the same steps"),
     },
 }
