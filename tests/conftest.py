@@ -13,7 +13,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = [*"0123456789", "repeat", "sum", "the", "digits", "of", "is", "answer", ":", "?", "user", "assistant", "####"]
+WORDS = [
+    *"0123456789",
+    "repeat",
+    "sum",
+    "the",
+    "digits",
+    "of",
+    "is",
+    "answer",
+    ":",
+    "?",
+    "user",
+    "assistant",
+    "####",
+]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
