@@ -1,0 +1,164 @@
+"""What the native engine refuses, what it survives, and what its limits do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from verl.errors import RolloutError
+from verl.rollout import Request, SamplingParams
+from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.native.device_session import Sizes
+from verl.rollout.requests import Stopper
+
+PATHS = pytest.mark.parametrize("on_device", [False, True], ids=["cpu path", "device path"])
+WORDS = SimpleNamespace(eos_token_id=2, decode=lambda ids, **_: "".join(f"w{token} " for token in ids))
+
+
+@PATHS
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (Request("x", [], SamplingParams(max_tokens=4)), "prompt is empty"),
+        (Request("x", [5], SamplingParams(max_tokens=4), n=0), "n is 0"),
+        (Request("x", [5], SamplingParams(max_tokens=4, temperature=-0.1)), "temperature is -0.1"),
+        (Request("x", [5], SamplingParams(max_tokens=0)), "max_tokens is 0"),
+        (Request("x", [5] * 60, SamplingParams(max_tokens=4)), "need 64 places"),
+        (Request("x", [97], SamplingParams(max_tokens=4)), "outside the vocabulary"),
+        (Request("x", [5], SamplingParams(max_tokens=4, top_p=0.0)), "top_p is 0.0"),
+        (Request("x", [5], SamplingParams(max_tokens=4, stop=("",))), "stop string is empty"),
+    ],
+)
+def test_a_bad_request_is_named_before_anything_runs(
+    tiny: Callable[..., Any], on_device: bool, request_: Request, said: str
+) -> None:
+    engine = NativeRollout(tiny("llama"), WORDS, Limits(max_model_len=63), on_device=on_device)
+    good = Request("good", [5], SamplingParams(max_tokens=4))
+    with pytest.raises(RolloutError, match=said) as caught:
+        engine.generate([good, request_])
+    assert "'x'" in str(caught.value)
+    assert len(list(engine.generate([good]))) == 1, "the engine is usable afterwards"
+
+
+@PATHS
+def test_a_prompt_longer_than_the_cache_is_an_error_and_no_hang(
+    tiny: Callable[..., Any], on_device: bool
+) -> None:
+    engine = NativeRollout(tiny("llama"), None, Limits(cache_tokens=32), on_device=on_device)
+    with pytest.raises(RolloutError, match="room for 32"):
+        list(engine.generate([Request("a", [5] * 40, SamplingParams(max_tokens=4))]))
+    assert len(list(engine.generate([Request("a", [5] * 8, SamplingParams(max_tokens=4))]))) == 1
+
+
+@PATHS
+def test_a_stop_string_never_seen_runs_to_the_longest_response(
+    tiny: Callable[..., Any], on_device: bool
+) -> None:
+    engine = NativeRollout(tiny("llama"), WORDS, Limits(), on_device=on_device)
+    sampling = SamplingParams(max_tokens=40, stop=("never",), ignore_eos=True)
+    (response,) = engine.generate([Request("a", [5, 6], sampling)])
+    assert (len(response.token_ids), response.finish_reason) == (40, "length")
+
+
+@PATHS
+def test_a_stop_string_ends_at_the_token_that_completes_it(tiny: Callable[..., Any], on_device: bool) -> None:
+    engine = NativeRollout(tiny("llama"), WORDS, Limits(), on_device=on_device)
+    free = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    (whole,) = engine.generate([Request("a", [5, 6], free)])
+    wanted = whole.token_ids[37]
+    first = whole.token_ids.index(wanted)
+    stopped = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, stop=(f"w{wanted} ",))
+    (cut,) = engine.generate([Request("a", [5, 6], stopped)])
+    assert cut.token_ids == whole.token_ids[: first + 1]
+    assert (cut.finish_reason, len(cut.log_probs)) == ("stop", first + 1)
+
+
+def test_a_step_that_cannot_be_captured_runs_one_by_one_with_one_notice(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from verl.rollout.native.device_runner import DeviceRunner
+
+    tried: list[int] = []
+    made = DeviceRunner.__init__
+
+    def with_graphs(self: DeviceRunner, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.use_graphs = not limits_seen[-1].enforce_eager
+
+    def capture(self: DeviceRunner, size: int) -> None:
+        tried.append(size)
+        raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+
+    limits_seen: list[Limits] = []
+    from verl.rollout.native import device_session
+
+    session_init = device_session.DeviceSession.__init__
+
+    def noting(self: Any, model: Any, sizes: Any, limits: Limits, *args: Any) -> None:
+        limits_seen.append(limits)
+        session_init(self, model, sizes, limits, *args)
+
+    monkeypatch.setattr(device_session.DeviceSession, "__init__", noting)
+    monkeypatch.setattr(DeviceRunner, "__init__", with_graphs)
+    monkeypatch.setattr(DeviceRunner, "_capture", capture)
+    model = tiny("llama")
+    asked = [Request(str(i), [5 + i, 6], SamplingParams(max_tokens=9, temperature=0)) for i in range(3)]
+    engine = NativeRollout(model, None, Limits(), on_device=True)
+    with caplog.at_level(logging.WARNING):
+        ours = {r.request_id: r.token_ids for r in engine.generate(asked)}
+        engine.close()
+        again = {r.request_id: r.token_ids for r in engine.generate(asked)}
+    plain = NativeRollout(model, None, Limits(), on_device=False)
+    assert ours == again == {r.request_id: r.token_ids for r in plain.generate(asked)}
+    assert len(tried) == 1
+    assert sum("cannot be captured" in record.message for record in caplog.records) == 1
+
+
+def test_limits_bound_rows_and_blocks() -> None:
+    asked = [Request(str(i), [5] * 30, SamplingParams(max_tokens=50), n=8) for i in range(10)]
+    stopper = Stopper(None, frozenset({2}))
+    roomy = Sizes.of(asked, Limits(), stopper, 16)
+    assert roomy.rows >= 80 and roomy.places >= 80
+    assert Sizes.of(asked, Limits(max_num_seqs=7), stopper, 16).rows == 7
+    assert Sizes.of(asked, Limits(max_num_batched_tokens=5), stopper, 16).rows == 5
+
+
+@PATHS
+def test_no_step_holds_more_than_the_limits(
+    tiny: Callable[..., Any], on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.rollout.native.scheduler import Scheduler, Step
+
+    seen: list[Step] = []
+    schedule = Scheduler.schedule
+
+    def noting(self: Scheduler, lookahead: int = 1) -> Step:
+        seen.append(schedule(self, lookahead))
+        return seen[-1]
+
+    monkeypatch.setattr(Scheduler, "schedule", noting)
+    limits = Limits(max_num_seqs=3, max_num_batched_tokens=16)
+    engine = NativeRollout(tiny("llama"), None, limits, on_device=on_device)
+    asked = [Request(str(i), [5] * (9 + i), SamplingParams(max_tokens=6), n=2) for i in range(4)]
+    assert len(list(engine.generate(asked))) == 8
+    assert max(step.tokens for step in seen) <= 16
+    assert max(len(step.decodes) for step in seen) == 3
+
+
+def test_sleep_leaves_nothing_behind_that_cannot_come_back(tiny: Callable[..., Any]) -> None:
+    model = tiny("llama")
+    engine = NativeRollout(model, None, Limits(), on_device=True)
+    asked = [Request("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True), n=3)]
+    before = {r.sample: r.token_ids for r in engine.generate(asked)}
+    engine.sleep()
+    assert engine._session is None, "ordinary memory is given back whole"
+    engine.wake()
+    assert {r.sample: r.token_ids for r in engine.generate(asked)} == before
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    assert {r.sample: r.token_ids for r in engine.generate(asked)} != before
