@@ -123,3 +123,42 @@ def test_an_adapter_is_used_and_replaced(adapted: Adapted, reference: Callable[.
         seen.append(tuple(response.token_ids))
     assert len(set(seen)) == 3, "every adapter speaks differently"
     assert engine.llm.llm_engine.list_loras() == {engine.adapters.current.lora_int_id}
+
+
+@pytest.fixture(scope="module")
+def small_model_dir(
+    small_model: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "model"
+    ends = {"pad_token_id": tiny_tokenizer.pad_token_id, "eos_token_id": tiny_tokenizer.eos_token_id}
+    small_model(vocab_size=len(tiny_tokenizer), bos_token_id=None, **ends).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        ["actor_rollout_ref.rollout.mode=server"],
+        ["trainer.n_gpus_per_node=2"],
+    ],
+    ids=["a server beside the trainer", "two ranks with an engine each"],
+)
+def test_runs_with_vllm_in_other_processes(
+    placement: list[str], small_model_dir: Path, digits_data: Path, tmp_path: Path
+) -> None:
+    if "trainer.n_gpus_per_node=2" in placement:
+        pytest.importorskip("ray", reason="needs ray")
+    task = [
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
+    ]
+    done = run_command(tmp_path / "run", digits_data, small_model_dir, *task, *placement)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    differences = [
+        row["training/rollout_probs_diff_mean"] for row in rows if "training/rollout_probs_diff_mean" in row
+    ]
+    assert len(differences) == STEPS and max(differences) < 0.005, differences
