@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -46,9 +47,12 @@ def test_versions_outside_the_range_get_one_line(monkeypatch: pytest.MonkeyPatch
 
 def test_the_model_is_described_without_its_weights(tiny: Callable[..., Any]) -> None:
     facts = read_model(tiny("qwen2"), None)
+    assert not facts.folder.exists(), "nothing is written before the settings are checked"
+    facts.write()
     files = [path.name for path in facts.folder.iterdir()]
     content = json.loads((facts.folder / "config.json").read_text())
-    assert files == ["config.json"]
+    assert files == ["config.json"] and facts.folder.stat().st_mode & 0o077 == 0
+    shutil.rmtree(facts.folder)
     assert content["architectures"] == ["Qwen2ForCausalLM"] and content["hidden_size"] == 32
     assert (facts.vocab_size, facts.eos_ids, facts.dtype, facts.device) == (97, {2}, "float32", "cpu")
     assert facts.tied is None and facts.lora_rank == 0 and facts.max_positions == 512

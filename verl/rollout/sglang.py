@@ -132,10 +132,11 @@ class SGLangRollout(ServerRollout):
         arguments = server_arguments(config, self.facts)
         self.connections = int(arguments["max_running_requests"])
         self._can_sleep = bool(arguments.get("enable_memory_saver"))
+        environment = {"HF_HUB_OFFLINE": "1", **own_devices(config, self.facts)}
+        self.facts.write()
         key, port = secrets.token_hex(16), free_port()
         settings = self._write_settings({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
         self.client = Client(f"127.0.0.1:{port}", self.name, key)
-        environment = {"HF_HUB_OFFLINE": "1", **own_devices(config, self.facts)}
         if getattr(config, "raw_log_probs", False):
             environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(settings)]
@@ -205,7 +206,7 @@ class SGLangRollout(ServerRollout):
                 # Vectors of a norm are whole on every worker and kept as they are.
                 if tensor.dim() == 1 and name.endswith("norm.weight"):
                     small[name] = tensor[:_READ_NUMBERS]
-        (folder / "config.json").write_text((self.facts.folder / "config.json").read_text())
+        (folder / "config.json").write_text(self.facts.config_json)
         return dict(list(small.items())[-_READ_BACK:])
 
     def _read_back(self, sent: dict[str, torch.Tensor]) -> None:

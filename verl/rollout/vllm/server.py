@@ -55,6 +55,7 @@ class VLLMServerRollout(ServerRollout):
         command += ["--served-model-name", _MODEL, "--uds", address]
         self.client = Client(address, self.name)
         environment = {**SERVER_ENVIRONMENT, **own_devices(config, self.facts)}
+        self.facts.write()
         self.process = ServerProcess(command, self.facts.folder / "server.txt", self.name, environment)
         self.adapters: Adapters | None = None
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ class ModelFacts:
     """What an engine has to know of the trainer's model."""
 
     folder: Path
-    """Holds config.json and nothing else: the weights come by hand-over."""
+    """Where `write` puts config.json and nothing else: the weights come by hand-over."""
+    config_json: str
     vocab_size: int
     eos_ids: frozenset[int]
     dtype: str
@@ -54,9 +56,14 @@ class ModelFacts:
     lora_rank: int
     max_positions: int | None
 
+    def write(self) -> None:
+        """Make the folder, for this user alone."""
+        self.folder.mkdir(mode=0o700)
+        (self.folder / "config.json").write_text(self.config_json)
+
 
 def read_model(source: Any, tokenizer: Any) -> ModelFacts:
-    """The facts of a source's model; writes its config.json into a new folder."""
+    """The facts of a source's model."""
     with whole_module(source) as module:
         model = causal_lm(module)
         embeddings = model.get_input_embeddings()
@@ -66,7 +73,8 @@ def read_model(source: Any, tokenizer: Any) -> ModelFacts:
         dtype = dtype if isinstance(dtype, torch.dtype) else weight.dtype
         config = model.config.get_text_config()
         return ModelFacts(
-            folder=_write_config(model),
+            folder=Path(tempfile.gettempdir()) / f"verl-rollout-{secrets.token_hex(8)}",
+            config_json=_config_json(model),
             vocab_size=int(embeddings.num_embeddings),
             eos_ids=eos_token_ids(model, tokenizer),
             dtype=str(dtype).removeprefix("torch."),
@@ -77,15 +85,11 @@ def read_model(source: Any, tokenizer: Any) -> ModelFacts:
         )
 
 
-def _write_config(model: Any) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="verl-vllm-"))
-    model.config.save_pretrained(folder)
-    path = folder / "config.json"
-    content = json.loads(path.read_text())
+def _config_json(model: Any) -> str:
+    content = json.loads(model.config.to_json_string(use_diff=False))
     # Sharding renames the class of a module; vLLM finds its own class by this name.
     content["architectures"] = [type(model).__name__.removeprefix("FSDP")]
-    path.write_text(json.dumps(content, indent=2))
-    return folder
+    return json.dumps(content, indent=2)
 
 
 def set_environment(**more: str) -> None:
