@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -67,9 +68,22 @@ def add_lora(
     )
     model.requires_grad_(False)
     peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    for _, module in _adapted(model):
+        module.forward = MethodType(_forward, module)
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     model.verl_lora_config = config
+
+
+def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """An adapted linear layer; scaling and sum happen inside the second product, not as passes of their own."""
+    result: torch.Tensor = module.base_layer(x)
+    if module.disable_adapters or module.merged:
+        return result
+    low = module.lora_A[ADAPTER](x.to(module.lora_A[ADAPTER].weight.dtype)).to(result.dtype)
+    up = module.lora_B[ADAPTER].weight.to(result.dtype)
+    flat = torch.addmm(result.flatten(0, -2), low.flatten(0, -2), up.t(), alpha=module.scaling[ADAPTER])
+    return flat.view(result.shape)
 
 
 def has_lora(model: Any) -> bool:
