@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from verl.trainer.setup import quiet_transformers
 
     quiet_transformers()
-    limit_threads(4)
+    use_one_thread()
     show.line(
         "A tiny language model learns to answer word problems: no download, a few minutes, two CPU cores."
     )
@@ -94,11 +94,12 @@ def whole(result: RunResult, steps: int) -> RunResult:
     return result
 
 
-def limit_threads(most: int) -> None:
-    """Splitting a tiny model's products over many cores costs more than it gains."""
+def use_one_thread() -> None:
+    """A tiny model's products are too small to share; waiting for a second core that is busy costs far more, and
+    with one thread sums are added in the same order whatever the number of cores."""
     import torch
 
-    torch.set_num_threads(min(torch.get_num_threads(), most))
+    torch.set_num_threads(1)
 
 
 def choose_folder(wanted: Path | None) -> Path:
