@@ -1,8 +1,8 @@
-"""`verl bench overhead`: what Ray costs. The same steps in this process and on one Ray worker, in turns.
+"""`verl bench overhead`: what Ray costs. The same steps in this process and on one Ray worker, one after the other.
 
 A step is what the loop asks of its workers: generate, recompute log-probabilities, update. Both sides have the same
-weights, prompts and draws, so they do the same work; steps alternate, so that whatever else the machine does hits
-both alike. The figure is the median step on the worker over the median step in process, less one.
+weights, prompts and draws, so they do the same work (the last gradient norms are in the JSON). The figure is the
+median step on the worker over the median step in process, less one.
 """
 
 from __future__ import annotations
@@ -62,31 +62,43 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     cfg = _config(args, model)
     tokenizer = load_tokenizer(model)
     steps = args.warm_up + args.steps
-    seconds: dict[str, list[dict[str, float]]] = {"in process": [], "one Ray worker": []}
-    scores: dict[str, float] = {}
-    ray_group = RayGroup(cfg, tokenizer, training_steps=steps, run_folder=work)
-    try:
-        groups: dict[str, WorkerGroup] = {
-            "in process": LocalGroup(cfg, tokenizer, training_steps=steps),
-            "one Ray worker": ray_group,
-        }
-        for step in range(steps):
-            prompts = _prompts(args, len(tokenizer), step)
-            for name, group in groups.items():
-                took, norm = _step(group, cfg, prompts, step)
-                scores[name] = norm
-                if step >= args.warm_up:
-                    seconds[name].append(took)
-        groups["in process"].close()
-    finally:
-        ray_group.close()
+
+    def in_process() -> WorkerGroup:
+        return LocalGroup(cfg, tokenizer, training_steps=steps)
+
+    def on_ray() -> WorkerGroup:
+        return RayGroup(cfg, tokenizer, training_steps=steps, run_folder=work)
+
+    seconds: dict[str, list[dict[str, float]]] = {}
+    norms: dict[str, float] = {}
+    # One after the other: side by side they would share a device's memory, and threads that spin.
+    for name, build in (("in process", in_process), ("one Ray worker", on_ray)):
+        group = build()
+        try:
+            found = [_step(group, cfg, _prompts(args, len(tokenizer), step), step) for step in range(steps)]
+        finally:
+            group.close()
+        seconds[name] = [took for took, _ in found[args.warm_up :]]
+        norms[name] = found[-1][1]
+        del group
+        _free_memory()
     medians = {name: _medians(parts) for name, parts in seconds.items()}
     ours, theirs = medians["in process"], medians["one Ray worker"]
     return {
         "median_seconds": medians,
         "overhead": {phase: theirs[phase] / ours[phase] - 1 for phase in (*PHASES, "step")},
-        "last_grad_norm": scores,
+        "last_grad_norm": norms,
     }
+
+
+def _free_memory() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _config(args: argparse.Namespace, model: str) -> PPOConfig:

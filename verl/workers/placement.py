@@ -44,7 +44,7 @@ def build_group(
             f"trainer.nnodes={cfg.trainer.nnodes})",
         )
     # Our own message names the rank that died; Ray's would stand beside it in its own words.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|has been marked dead")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from verl.workers.ray_group import RayGroup
 

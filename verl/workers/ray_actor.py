@@ -10,13 +10,17 @@ import ray
 
 from verl.workers.outcome import Outcome
 from verl.workers.pulse import Sign
-from verl.workers.rank import RankWorker
 
 
 class RankActor:
     """Delegates to a RankWorker. Ray wants its methods on the class it is given."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, threads: int | None) -> None:
+        if threads is not None:
+            # Ray gives a worker one thread. The pools read this once, when torch is loaded: so before it is.
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        from verl.workers.rank import RankWorker
+
         self._worker = RankWorker(rank, world_size)
 
     def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:

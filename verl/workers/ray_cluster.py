@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -105,6 +106,10 @@ class Cluster:
         world = self.cfg.trainer.n_gpus_per_node * self.cfg.trainer.nnodes
         return bool(ray.cluster_resources().get("GPU", 0) >= world)
 
+    def threads(self) -> int:
+        """For each rank on CPUs: its share of what this process would use."""
+        return max(1, torch.get_num_threads() // self.cfg.trainer.n_gpus_per_node)
+
     def place(self, timeout_s: float) -> list[Any]:
         """One actor per rank, `n_gpus_per_node` of them on each of `nnodes` nodes, rank by rank and node by node."""
         per_node, nodes = self.cfg.trainer.n_gpus_per_node, self.cfg.trainer.nnodes
@@ -113,6 +118,7 @@ class Cluster:
         gpus = self.on_gpus()
         actor_class = remote_class()
         world = per_node * nodes
+        threads = None if gpus else self.threads()
         self.actors = [
             actor_class.options(
                 num_cpus=1,
@@ -120,7 +126,7 @@ class Cluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=rank // per_node
                 ),
-            ).remote(rank, world)
+            ).remote(rank, world, threads)
             for rank in range(world)
         ]
         return self.actors

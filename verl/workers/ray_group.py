@@ -85,7 +85,7 @@ class RayGroup(WorkerGroup):
             tokenizer=tokenizer,
             training_steps=training_steps,
             run_folder=run_folder.absolute(),
-            threads=None if gpus else max(1, torch.get_num_threads() // cfg.trainer.n_gpus_per_node),
+            threads=None if gpus else self.cluster.threads(),
             one_host=len(set(self.calls.addresses)) == 1,
             search_path=tuple(os.path.abspath(folder) for folder in sys.path),
             model=model,

@@ -43,7 +43,7 @@ def deal(attention_mask: torch.Tensor, ranks: int, *, balance: bool, hidden_size
 
     The number of rows must be divisible by `ranks` (`pad_rows`)."""
     rows = attention_mask.shape[0]
-    if not balance:
+    if not balance or ranks == 1:
         size = rows // ranks
         return [list(range(rank * size, (rank + 1) * size)) for rank in range(ranks)]
     lengths = attention_mask.sum(dim=1, dtype=torch.long).tolist()
