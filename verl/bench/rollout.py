@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -60,6 +60,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+
+_FIRST = "first token"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,7 +218,12 @@ def _peer(
 
 def _one_token(args: argparse.Namespace, model: Any, dtype: str) -> int:
     requests = workload(args.prompts, args.n, int(model.config.vocab_size), 1, args.median, args.seed)
+    before = time.process_time()
+    start = time.perf_counter()
     next(iter(_engine(args, model, dtype).generate(requests)))
+    _say(
+        f"{_FIRST}: {time.perf_counter() - start:.1f} s after the model was there, which took {before:.1f} s of work"
+    )
     return 0
 
 
@@ -229,8 +237,13 @@ def _first_token(args: argparse.Namespace, compiled: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ) if compiled else {**os.environ, "TRITON_CACHE_DIR": folder}
         start = time.perf_counter()
-        subprocess.run(command, check=True, env=environment)
-        return time.perf_counter() - start
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+            line = child.stdout.readline() if child.stdout is not None else ""
+            seconds = time.perf_counter() - start
+        if not line.startswith(_FIRST):
+            raise RolloutError(f"the new process ended with {child.returncode} before its first token")
+        _say("  " + line.strip())
+        return seconds
 
 
 def _table(figures: dict[str, dict[str, float]]) -> None:
