@@ -29,8 +29,13 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     raw_log_probs: bool = False
-    """False: log-probs of the temperature-scaled distribution (what the trainer recomputes).
-    True: those at temperature 1."""
+    """Which distribution the log-probs of the drawn tokens belong to.
+
+    False: softmax(logits / temperature), that is the one sampled from before top-k, top-p, min-p and the repetition
+    penalty cut it. True: softmax(logits). A greedy request (temperature 0) has those of softmax(logits) either way.
+    The trainer recomputes the same one: it divides its logits by the same temperature, or by 1 where this is set.
+    Filters are left out on both sides, since what they keep depends on the policy and an update would have to
+    differentiate through it; with filters on, both numbers therefore belong to the unfiltered policy."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from verl.rollout.native.device_cache import DeviceCache
 from verl.rollout.native.fused import DecodeInputs
 from verl.rollout.native.ops import Ops, decode_slots
 
-
 Kernel = tuple[Callable[..., torch.Tensor], frozenset[str]]
 """A function and the names of its parameters."""
 
