@@ -1,9 +1,11 @@
 """`verl bench checkpoint`: saving and loading against plain `torch.save` and `torch.load` of the same state.
 
 The state is that of a real engine after one update: float32 weights and both moments. Every way is measured in
-turn, several times over, after the disk has come to rest; the best of them counts. `torch.save` alone returns before
-the data is on the disk; the line with fsync gives the same promise as a checkpoint does. The space of the
-checkpoint before is freed beside the caller, outside the clock. Resuming includes comparing every checksum.
+turn, several times over, after the disk has come to rest; medians count, and a ratio is the median of the ratios
+within each round, so that a machine that slows down in between favours nobody. `torch.save` alone returns before
+the data is on the disk; the line with fsync gives the same promise as a checkpoint does. Every save makes new
+files, as in a run; the space of the save before is freed outside the clock, on both sides. Resuming includes
+comparing every checksum.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -39,11 +42,11 @@ def make_engine(millions: int, device: str) -> Any:
     """A Llama of about that many parameters, with an optimiser that has stepped once."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden = 512
+    hidden, vocabulary = (512, 16000) if millions >= 20 else (128, 1000)
     layer = 4 * hidden * hidden + 3 * hidden * 4 * hidden
-    layers = max(1, (millions * 1_000_000 - 2 * 16000 * hidden) // layer)
+    layers = max(1, (millions * 1_000_000 - 2 * vocabulary * hidden) // layer)
     config = LlamaConfig(
-        vocab_size=16000,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
@@ -74,7 +77,8 @@ class Ways:
 
     def __init__(self, engine: Any, folder: Path) -> None:
         self.engine = engine
-        self.file = folder / "state.pt"
+        self._folder = folder
+        self._files: list[Path] = []
         self.plain = self._manager(folder / "state")
         self.whole = self._manager(folder / "whole", "hf_model")
         self.background = self._manager(folder / "background", background=True)
@@ -85,7 +89,21 @@ class Ways:
         settings = {"actor": PartSettings([*STATE, *more], None, background)}
         return CheckpointManager(folder, settings, max_actor_to_keep=1)
 
+    @property
+    def file(self) -> Path:
+        return self._files[-1]
+
+    def rest(self) -> None:
+        """Free the space of earlier saves and let the disk finish."""
+        for file in self._files[:-1]:
+            file.unlink(missing_ok=True)
+        del self._files[:-1]
+        finish_removals()
+        os.sync()
+
     def torch_save(self) -> None:
+        self._step += 1
+        self._files.append(self._folder / f"state_{self._step}.pt")
         torch.save(self.engine.state_dict(), self.file)
 
     def torch_save_synced(self) -> None:
@@ -117,36 +135,36 @@ class Ways:
         manager.save(self._step, {"actor": self.engine}, {"step": self._step})
 
 
-def measure(ways: Ways, repeat: int) -> dict[str, float]:
-    """Seconds of the fastest run of each way; one round before counts for nothing."""
-    order: tuple[Callable[[], None], ...] = (
-        ways.torch_save,
-        ways.torch_save_synced,
-        ways.save,
-        ways.save_whole,
-        ways.save_in_background,
-        ways.finish_background,
-        ways.torch_load,
-        ways.load,
-    )
+def measure(ways: Ways, repeat: int) -> dict[str, list[float]]:
+    """Seconds of each way in each round; one round before counts for nothing."""
+    order: list[tuple[Callable[[], None], ...]] = [
+        (ways.torch_save,),
+        (ways.torch_save_synced,),
+        (ways.save,),
+        (ways.save_whole,),
+        (ways.save_in_background, ways.finish_background),
+        (ways.torch_load,),
+        (ways.load,),
+    ]
     seconds: dict[str, list[float]] = {}
     for turn in range(repeat + 1):
-        for way in order:
-            if way.__name__ != "finish_background":
-                finish_removals()
-                os.sync()
-            start = time.perf_counter()
-            way()
-            if turn:
-                seconds.setdefault(way.__name__, []).append(time.perf_counter() - start)
-    return {name: min(values) for name, values in seconds.items()}
+        # Each round begins with another way: what came just before leaves its mark on caches and disk.
+        shift = max(turn - 1, 0) % len(order)
+        for together in order[shift:] + order[:shift]:
+            ways.rest()
+            for way in together:
+                start = time.perf_counter()
+                way()
+                if turn:
+                    seconds.setdefault(way.__name__, []).append(time.perf_counter() - start)
+    return seconds
 
 
 def folder_size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def report(ways: Ways, seconds: dict[str, float], parameters: int) -> list[str]:
+def report(ways: Ways, seconds: dict[str, list[float]], parameters: int) -> list[str]:
     size = {
         "torch_save": ways.file.stat().st_size,
         "save": folder_size(ways.plain.run_folder),
@@ -166,7 +184,8 @@ def report(ways: Ways, seconds: dict[str, float], parameters: int) -> list[str]:
     lines = [f"{'':<48} {'seconds':>9} {'ratio':>7} {'bytes/param':>12}"]
     for label, name, against in rows:
         width = f"{size[name] / parameters:>12.2f}" if name in size else f"{'':>12}"
-        lines.append(f"{label:<48} {seconds[name]:>9.3f} {seconds[name] / seconds[against]:>6.2f}x {width}")
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[against], strict=True))
+        lines.append(f"{label:<48} {statistics.median(seconds[name]):>9.3f} {ratio:>6.2f}x {width}".rstrip())
     return lines
 
 
@@ -181,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.write(
-        f"{parameters / 1e6:.1f} M parameters in float32 with both moments, {args.device}, best of {args.repeat}, "
+        f"{parameters / 1e6:.1f} M parameters in float32 with both moments, {args.device}, medians of {args.repeat}, "
         f"torch {torch.__version__}, {os.cpu_count()} cores\n\n" + "\n".join(lines) + "\n"
     )
     return 0
