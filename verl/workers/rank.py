@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 FLUSH_S = 0.1
 """Finished responses travel together when they finish this close to each other."""
 _SIOCGIFADDR = 0x8915  # Linux
+_OWN_WEIGHTS = ("vllm", "sglang")
+"""Engines that generate from weights handed over to them, not from the trainer's."""
 
 
 @dataclass
@@ -114,7 +116,8 @@ class RankGroup(LocalGroup):
     def open_generation(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._resident("actor", optimizer=False))
-            stack.enter_context(self.held.hold())
+            if self.cfg.actor_rollout_ref.rollout.name not in _OWN_WEIGHTS:
+                stack.enter_context(self.held.hold())
             self.rollout.engine.wake()
             if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
                 stack.callback(self.rollout.engine.sleep)
