@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -118,16 +118,43 @@ def _wait_for_node(env: dict[str, str], folder: Path) -> None:
     pytest.fail(f"Slurm's node did not come up: {state}\n{logs}")
 
 
-def submit(env: dict[str, str], folder: Path, script: Path, overrides: list[str]) -> tuple[int, str]:
-    """Run the job to its end; its status and what it wrote."""
+def small_run(model: Path, data: Path, folder: Path) -> list[str]:
+    return [
+        f"data.train_files={data}/train.jsonl",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo",
+        f"reward.custom_reward_function.path={data}/digits_reward.py",
+        "reward.in_process=True",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        f"trainer.default_local_dir={folder}/run",
+    ]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    file = folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def submit(
+    env: dict[str, str], folder: Path, script: Path, overrides: list[str], wait: bool = True
+) -> tuple[int, str]:
+    """Run the job to its end (or only start it); sbatch's status, and what the job wrote (or its number)."""
     command = [
-        "sbatch", "--wait", "--nodes=1", "--gpus-per-node=0", f"--cpus-per-task={os.cpu_count()}", "--mem=0",
+        "sbatch", "--parsable", *(["--wait"] if wait else []),
+        "--nodes=1", "--gpus-per-node=0", f"--cpus-per-task={os.cpu_count()}", "--mem=0",
         f"--output={folder}/job.txt", f"--chdir={ROOT}", str(script), *overrides,
     ]  # fmt: skip
     settings = {"VERL_PYTHON": sys.executable, "VERL_RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, env={**env, **settings}, cwd=ROOT, capture_output=True, text=True, timeout=550
     )
+    if not wait:
+        return done.returncode, done.stdout.strip()
     output = folder / "job.txt"
     text = output.read_text(errors="replace") if output.exists() else done.stdout + done.stderr
     return done.returncode, text
@@ -136,25 +163,10 @@ def submit(env: dict[str, str], folder: Path, script: Path, overrides: list[str]
 def test_a_run_on_two_ranks_through_slurm(
     slurm: dict[str, str], tiny_model_dir: Path, digits_data: Path, tmp_path: Path
 ) -> None:
-    overrides = [
-        f"data.train_files={digits_data}/train.jsonl",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=16",
-        "data.max_response_length=4",
-        f"actor_rollout_ref.model.path={tiny_model_dir}",
-        "actor_rollout_ref.rollout.n=2",
-        "algorithm.adv_estimator=grpo",
-        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
-        "reward.in_process=True",
-        "trainer.device=cpu",
-        "trainer.logger=[]",
-        "trainer.total_training_steps=2",
-        f"trainer.default_local_dir={tmp_path}/run",
-    ]
+    overrides = [*small_run(tiny_model_dir, digits_data, tmp_path), "trainer.total_training_steps=2"]
     status, text = submit(slurm, tmp_path, ROOT / "examples/slurm/ray_on_slurm.slurm", overrides)
     assert status == 0, text[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum("actor/grad_norm" in row for row in rows) == 2
+    assert sum("actor/grad_norm" in row for row in metrics(tmp_path)) == 2
     assert "head on" in text and "1 node(s)" in text
 
 
@@ -163,3 +175,30 @@ def test_a_bad_key_ends_the_job_with_its_message(slurm: dict[str, str], tmp_path
     script = ROOT / "examples/tutorial/slurm/ray_on_slurm.slurm"
     status, text = submit(slurm, tmp_path, script, ["trainer.devise=cpu"])
     assert status == 2 and "trainer.devise" in text
+
+
+def test_a_job_told_that_its_time_is_up_saves_and_ends(
+    slurm: dict[str, str], tiny_model_dir: Path, digits_data: Path, tmp_path: Path
+) -> None:
+    """The signal Slurm sends to the script before the limit reaches the trainer."""
+    script = ROOT / "examples/slurm/ray_on_slurm.slurm"
+    overrides = [*small_run(tiny_model_dir, digits_data, tmp_path), "trainer.total_epochs=100000"]
+    status, job = submit(slurm, tmp_path, script, overrides, wait=False)
+    assert status == 0 and job.isdigit(), job
+
+    def wait_for(reached: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not reached() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert reached(), (tmp_path / "job.txt").read_text(errors="replace")[-4000:]
+
+    def ended() -> bool:
+        state = subprocess.run(
+            ["squeue", "-h", "-j", job, "-o", "%T"], env=slurm, capture_output=True, text=True, timeout=30
+        )
+        return state.stdout.strip() in ("", "COMPLETED", "FAILED", "CANCELLED")
+
+    wait_for(lambda: any("actor/grad_norm" in row for row in metrics(tmp_path)), 300)
+    subprocess.run(["scancel", "--batch", "--signal=TERM", job], env=slurm, check=True, timeout=30)
+    wait_for(ended, 180)
+    assert list((tmp_path / "run").glob("global_step_*")), (tmp_path / "job.txt").read_text()[-4000:]
