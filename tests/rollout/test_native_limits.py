@@ -128,6 +128,30 @@ def test_limits_bound_rows_and_blocks() -> None:
     assert Sizes.of(asked, Limits(max_num_batched_tokens=5), stopper, 16).rows == 5
 
 
+def test_a_session_serves_training_and_validation_in_turn(tiny: Callable[..., Any]) -> None:
+    engine = NativeRollout(tiny("llama"), None, Limits(), on_device=True)
+    training = [
+        Request(str(i), [5] * (20 + i), SamplingParams(max_tokens=30, ignore_eos=True), n=4) for i in range(3)
+    ]
+    validation = [Request(str(i), [7] * 60, SamplingParams(max_tokens=20, temperature=0)) for i in range(5)]
+    longer = [
+        Request(str(i), [5] * (28 + i), SamplingParams(max_tokens=30, ignore_eos=True), n=4) for i in range(3)
+    ]
+    list(engine.generate(training))
+    list(engine.generate(validation))
+    session = engine._session
+    for requests in (training, longer, validation, training):
+        assert len(list(engine.generate(requests))) == sum(r.n for r in requests)
+        assert engine._session is session, "a session that is large enough was thrown away"
+
+
+def test_sizes_grow_within_memory() -> None:
+    needed, last = Sizes(8, 128, 256, 4, 100), Sizes(16, 256, 128, 5, 40)
+    assert needed.grown(last, 1000, None) == Sizes(16, 256, 384, 5, 125)
+    assert needed.grown(None, 110, 256) == Sizes(8, 128, 256, 4, 110)
+    assert needed.fits_in(needed.grown(last, 50, None)), "never less than what is needed"
+
+
 @PATHS
 def test_no_step_holds_more_than_the_limits(
     tiny: Callable[..., Any], on_device: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,8 @@
 """How large the cache and the state on a device are, and whether the last ones still serve.
 
 Captured graphs are worth keeping: a session is used again while the weights have not moved and the new requests
-fit into it; otherwise everything is made anew.
+fit into it; otherwise everything is made anew, with some room to spare and large enough for what the last one
+served, so that training and validation in turn soon find one that suits both.
 
 What always holds: cache and weights together stay below `gpu_memory_utilization` of the device.
 """
@@ -49,6 +50,22 @@ class Sizes:
         mine = (self.rows, self.width, self.places, self.stops, self.blocks)
         theirs = (other.rows, other.width, other.places, other.stops, other.blocks)
         return all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+    def grown(self, last: Sizes | None, most_blocks: int, most_places: int | None) -> Sizes:
+        """With a quarter to spare, and at least the last ones, as far as memory and the longest request allow."""
+        places = -(-self.places * 5 // 512) * 128
+        if most_places is not None:
+            places = max(min(places, most_places), self.places)
+        blocks = self.blocks * 5 // 4
+        if last is not None:
+            places, blocks = max(places, last.places), max(blocks, last.blocks)
+        return Sizes(
+            rows=max(self.rows, last.rows if last else 0),
+            width=max(self.width, last.width if last else 0),
+            places=places,
+            stops=max(self.stops, last.stops if last else 0),
+            blocks=max(min(blocks, most_blocks), self.blocks),
+        )
 
     @staticmethod
     def of(requests: list[Request], limits: Limits, stopper: Stopper, block_size: int) -> Sizes:
@@ -156,6 +173,7 @@ def open_session(
     ):
         last.runner.reset(stopper, kinds)
         return last
+    grown = needed.grown(last.sizes if last is not None else None, tokens // block_size, limits.max_model_len)
     del last
-    log.debug("new session on %s: %s", weight.device, needed)
-    return DeviceSession(model, needed, limits, stopper, kinds, block_size)
+    log.debug("new session on %s: %s for %s", weight.device, grown, needed)
+    return DeviceSession(model, grown, limits, stopper, kinds, block_size)
