@@ -95,8 +95,8 @@ def whole(result: RunResult, steps: int) -> RunResult:
 
 
 def use_one_thread() -> None:
-    """A tiny model's products are too small to share; waiting for a second core that is busy costs far more, and
-    with one thread sums are added in the same order whatever the number of cores."""
+    """Two threads wait for each other at every small product, which is ruinous where another program holds a core;
+    and with one thread sums are added in the same order whatever the number of cores."""
     import torch
 
     torch.set_num_threads(1)
