@@ -90,13 +90,20 @@ def _test(args: argparse.Namespace) -> int:
         lines = compare_weights(first, second)
         count = len(set(first.names) | set(second.names))
     if lines and not only_precision(lines):
-        for line in lines:
-            logger.error("%s", line)
-        logger.error("%d of %d tensors differ", len(lines), count)
+        _say("\n".join([*lines, f"{len(lines)} of {count} tensors differ"]))
         return 1
     note = f"; {lines[0].partition(': ')[2]}" if lines else ""
-    logger.info("%d tensors, all equal%s", count, note)
+    _say(f"{count} tensors, all equal{note}")
     return 0
+
+
+def _say(text: str) -> None:
+    """What the command was asked for, as opposed to what it says about its work."""
+    from rich.text import Text
+
+    from verl.observe.logs import shared_console
+
+    shared_console().print(Text(text))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,7 +30,6 @@ from verl.checkpoint.manifest import (
     Manifest,
     installed_versions,
     read_manifest,
-    verify,
     write_manifest,
 )
 from verl.checkpoint.parts import Snapshot, load_part, load_tree, save_tree, snapshot, write_snapshot
@@ -39,6 +38,7 @@ from verl.checkpoint.ranks import Ranks
 from verl.checkpoint.retention import Limits, apply
 from verl.checkpoint.staging import Staging
 from verl.checkpoint.steps import (
+    checked_path,
     in_use,
     newest_complete,
     put_in_place,
@@ -48,7 +48,7 @@ from verl.checkpoint.steps import (
     write_tracker,
 )
 from verl.engines.base import TrainEngine
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -405,27 +405,3 @@ class CheckpointManager:
         state = self.load(path, parts)
         logger.info("resumed from %s", path)
         return state
-
-
-def checked_path(path: Path, parts: Sequence[str] = ()) -> Path:
-    """A checkpoint named by the user: a step folder (or the part inside it), or a run folder (its newest step)."""
-    if path.name in ("actor", "critic") and not (path / "ckpt_contents.json").exists():
-        path = path.parent
-    if path.is_dir() and not (path / "ckpt_contents.json").exists():
-        found = newest_complete(path, parts)
-        if found is not None:
-            return found.path
-    manifest = read_manifest(path)
-    missing = [part for part in parts if part not in manifest.parts]
-    if missing:
-        raise CheckpointError(
-            f"{path} holds no '{missing[0]}' (it holds: {', '.join(manifest.parts)}): "
-            "set trainer.resume_from_path to another checkpoint"
-        )
-    damage = verify(path, manifest)
-    if damage:
-        raise CheckpointError(
-            f"{path} is damaged: {damage[0]}. Set trainer.resume_from_path to another checkpoint, or "
-            "trainer.resume_mode=auto to take the newest complete one"
-        )
-    return path

@@ -79,6 +79,30 @@ def newest_complete(run_folder: Path, parts: Collection[str] = ()) -> StepFolder
     return None
 
 
+def checked_path(path: Path, parts: Collection[str] = ()) -> Path:
+    """A checkpoint named by the user: a step folder (or the part inside it), or a run folder (its newest step)."""
+    if path.name in ("actor", "critic") and not (path / MANIFEST).exists():
+        path = path.parent
+    if path.is_dir() and not (path / MANIFEST).exists():
+        found = newest_complete(path, parts)
+        if found is not None:
+            return found.path
+    manifest = read_manifest(path)
+    missing = [part for part in parts if part not in manifest.parts]
+    if missing:
+        raise CheckpointError(
+            f"{path} holds no '{missing[0]}' (it holds: {', '.join(manifest.parts)}): "
+            "set trainer.resume_from_path to another checkpoint"
+        )
+    damage = verify(path, manifest)
+    if damage:
+        raise CheckpointError(
+            f"{path} is damaged: {damage[0]}. Set trainer.resume_from_path to another checkpoint, or "
+            "trainer.resume_mode=auto to take the newest complete one"
+        )
+    return path
+
+
 def work_folder(run_folder: Path, step: int) -> Path:
     return run_folder / f".{step_name(step)}.tmp"
 
