@@ -31,7 +31,6 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
         "step": ("verl.bench.step", "one whole GRPO step against others"),
         "reward": ("verl.bench.reward", "reward workers against the ideal time"),
         "checkpoint": ("verl.bench.checkpoint", "saving and loading against torch.save"),
-        "overhead": ("verl.bench.overhead", "one Ray worker against no Ray"),
         "overhead": ("verl.bench.overhead", "one Ray worker against this process on the same steps"),
     },
 }

@@ -49,5 +49,6 @@ class TrainingHalted(VerlError):
 
 def missing_package(package: str, extra: str, needed_for: str) -> MissingPackage:
     return MissingPackage(
-        f"{needed_for} needs the package '{package}', which is not installed. Install it with: pip install 'verl[{extra}]'"
+        f"{needed_for} needs the package '{package}', which is not installed. "
+        f"Install it with: pip install 'verl[{extra}]'"
     )

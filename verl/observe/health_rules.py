@@ -96,7 +96,9 @@ def groups_without_signal(h: History) -> str | None:
     if h.batch is None or h.batch.groups < 4 or h.batch.constant_groups == h.batch.groups:
         return None  # all of them constant: `rewards_all_equal`, or nothing a group estimator can use
     share = h.batch.constant_groups / h.batch.groups
-    if share < 0.9:
+    mean, best = h.latest("reward/mean"), h.latest("reward/max")
+    solved = mean is not None and best is not None and best > 0 and mean >= 0.9 * best
+    if share < 0.9 or solved:  # nearly everything right: there is little left to learn, and nothing wrong
         return None
     return (
         f"{share:.0%} of the prompts got the same reward for every response: they add nothing to the update. "
