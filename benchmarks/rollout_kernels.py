@@ -150,14 +150,6 @@ def small_kernels(
                 q, keys, values, table, positions, active, dim**-0.5, None, None, s
             )
         )
-    for tile, warps, stages in ((64, 2, 3), (64, 4, 3), (128, 2, 2), (128, 4, 2), (128, 4, 3), (128, 8, 2)):
-        config = {"TILE": tile, "num_warps": warps, "num_stages": stages}
-        splits = attention.choose_splits(rows, kv, 132)
-        figures[f"attention {tile}x{warps}x{stages}"] = micros(
-            lambda c=config, s=splits: attention.decode_attention(
-                q, keys, values, table, positions, active, dim**-0.5, None, None, s, c
-            )
-        )
     logits = torch.randn(rows, vocab, device="cuda")
     ones, zeros = torch.ones(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
     figures["sample"] = micros(lambda: sampling.sample_plain(logits, ones, zeros, zeros, zeros))

@@ -118,44 +118,6 @@ def graphs_follow_new_weights_and_are_kept() -> str:
 
 
 @check
-def chunks_of_prompts_attend_to_their_cached_context() -> str:
-    from types import SimpleNamespace
-
-    from verl.rollout.native.device_attention import PromptAttention
-    from verl.rollout.native.device_cache import DeviceCache
-    from verl.rollout.native.ops import TorchOps
-
-    counts, lengths, heads, kv_heads, dim, size = [3, 5, 1, 40], [10, 5, 20, 150], 6, 2, 64, 16
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, sum(counts), dim, generator=generator) for h in (heads, kv_heads, kv_heads))
-    content = torch.randn(1, 2, 33, kv_heads, size, dim, generator=generator)
-    starts = [0, 64, 96, 160]
-    places = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    new = [place for part, count in zip(places, counts, strict=True) for place in part[len(part) - count :]]
-    layer = SimpleNamespace(layer_idx=0)
-    worst = 0.0
-    for window in (None, 7):
-        results = []
-        for dtype in (torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float32):
-            cache = DeviceCache(1, 32, kv_heads, size, dim, dtype, torch.device(DEVICE))
-            cache.tensor.copy_(content.bfloat16())
-            context = PromptAttention(
-                TorchOps(),
-                cache,
-                torch.tensor(new, device=DEVICE),
-                counts,
-                lengths,
-                torch.tensor([place for part in places for place in part], device=DEVICE),
-            )
-            parts = (x.bfloat16().to(DEVICE, dtype) for x in (q, k, v))
-            results.append(context.attend(layer, *parts, scaling=0.1, sliding_window=window).float())
-        worst = max(worst, float((results[0] - results[1]).abs().max()))
-    if not worst < 0.02:
-        raise AssertionError(f"half precision differs by {worst:.3f}")
-    return f"half precision to {worst:.4f}"
-
-
-@check
 def a_sleeping_engine_holds_no_cache_and_keeps_its_graphs() -> str:
     model = build_model("llama", seed=1).to(DEVICE)
     engine = native(model)

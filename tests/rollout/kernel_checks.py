@@ -115,9 +115,9 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         check(f"write keys {kind}", caches[0][0], caches[1][0], 0)
         check(f"write values {kind}", caches[0][1], caches[1][1], 0)
 
-        contexts = [1, 0, 5, 64, 65, 300]
-        table, positions, active = rows_of(contexts, block_size, 6 * 80)
-        keys, values = (randn(6 * 80, kv_heads, block_size, dim, dtype=dtype, seed=s) for s in (1, 2))
+        contexts = [1, 0, 5, 64, 65, 150]
+        table, positions, active = rows_of(contexts, block_size, 6 * 40)
+        keys, values = (randn(6 * 40, kv_heads, block_size, dim, dtype=dtype, seed=s) for s in (1, 2))
         q = randn(len(contexts), heads, dim, dtype=dtype)
         for splits in (1, 4):
             for window, softcap in ((None, None), (7, None), (None, 5.0)):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
+from verl.models.attention import PackedAttention
 from verl.rollout.base import FinishReason
 from verl.rollout.native.backbone import Backbone
 from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
@@ -134,6 +135,7 @@ class DeviceRunner:
             counts,
             [chunk.start + chunk.count for chunk in chunks],
             None if fresh else send(torch.tensor(context)),
+            PackedAttention.from_lengths(counts, self.state.device),
         )
         hidden = self.backbone.hidden(send(torch.tensor(ids)), send(torch.tensor(positions)), attention)
         if samplers:

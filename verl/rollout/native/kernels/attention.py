@@ -3,10 +3,6 @@
 
 One program serves the query heads of one key/value head of one row, over one split of its context; with more
 than one split a second kernel joins the parts. Rows that are not active have no context and return zeros.
-
-Half-precision weights of the softmax depend on the largest score seen so far, and so on the order of the tiles.
-The order is that of the flash kernel the trainer uses (aligned tiles of its size, the newest first), so that both
-round alike.
 """
 
 from __future__ import annotations
@@ -52,11 +48,9 @@ def _decode_attention(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0)
-    # Splits begin where tiles begin, but for the window's edge.
-    origin = (begin // TILE) * TILE
-    share = tl.cdiv(tl.cdiv(length - origin, SPLITS), TILE) * TILE
-    start = tl.maximum(origin + split * share, begin)
-    end = tl.minimum(origin + (split + 1) * share, length)
+    share = tl.cdiv(tl.cdiv(length - begin, SPLITS), TILE) * TILE
+    start = begin + split * share
+    end = tl.minimum(start + share, length)
 
     members = tl.arange(0, GROUP_UP)
     columns = tl.arange(0, DIM_UP)
@@ -67,25 +61,21 @@ def _decode_attention(
     peak = tl.full([GROUP_UP], float("-inf"), tl.float32)
     mass = tl.zeros([GROUP_UP], tl.float32)
     acc = tl.zeros([GROUP_UP, DIM_UP], tl.float32)
-    first = start // TILE
-    for number in range(tl.cdiv(end, TILE) - first):
-        places = (tl.cdiv(end, TILE) - 1 - number) * TILE + tl.arange(0, TILE)
-        inside = (places < end) & (places >= start)
+    for base in range(start, end, TILE):
+        places = base + tl.arange(0, TILE)
+        inside = places < end
         block = tl.load(table_ptr + row * table_stride + places // BLOCK_SIZE, mask=inside, other=0).to(
             tl.int64
         )
         offsets = (block * KV + head) * (BLOCK_SIZE * DIM) + (places % BLOCK_SIZE) * DIM
         kv_mask = inside[:, None] & (columns < DIM)[None, :]
         k = tl.load(keys_ptr + offsets[:, None] + columns[None, :], mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFTCAP:
-            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores * scale / softcap)) - 1.0)
-            factor = 1.4426950408889634
-        else:
-            factor = scale * 1.4426950408889634
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
-        weights = tl.exp2(scores * factor - new_peak[:, None])
+            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+        scores = tl.where(inside[None, :], scores * 1.4426950408889634, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         v = tl.load(values_ptr + offsets[:, None] + columns[None, :], mask=kv_mask, other=0.0)
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
@@ -140,15 +130,6 @@ def choose_splits(rows: int, kv_heads: int, processors: int) -> int:
     return splits
 
 
-def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tokens of a tile (those of the flash kernel in half precision), warps and stages by head size."""
-    if dtype == torch.float32:
-        return {"TILE": 64 if dim <= 128 else 32, "num_warps": 2 if dim <= 64 else 4, "num_stages": 2}
-    if dim <= 64:
-        return {"TILE": 128, "num_warps": 4, "num_stages": 2}
-    return {"TILE": 64 if dim <= 128 else 32, "num_warps": 4, "num_stages": 3}
-
-
 def decode_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -160,7 +141,6 @@ def decode_attention(
     window: int | None,
     softcap: float | None,
     splits: int,
-    config: dict[str, int] | None = None,
 ) -> torch.Tensor:
     """q [M, heads, dim] (unit strides within a row) against the blocks of each row; returns [M, heads, dim]."""
     _, kv_heads, block_size, dim = keys.shape
@@ -195,11 +175,13 @@ def decode_attention(
         DIM=dim,
         DIM_UP=max(16, dim_up),
         BLOCK_SIZE=block_size,
+        TILE=64 if dim_up <= 128 else 32,
         SPLITS=splits,
         WINDOW=int(window or 0),
         SOFTCAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **(config or tiles(dim_up, q.dtype)),
+        num_warps=2 if dim_up <= 64 else 4,
+        num_stages=3,
     )
     if splits > 1:
         _join_splits[(rows, heads)](
