@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from verl.checkpoint import rng
-from verl.checkpoint.files import inside, record_of
+from verl.checkpoint.files import finish_removals, inside, record_of, remove_folder
 from verl.checkpoint.plain import decode, encode
 from verl.checkpoint.tensors import Chunk, local_chunks, read_into, read_whole, write_chunks
 from verl.errors import CheckpointError
@@ -221,3 +222,27 @@ def test_random_states_of_every_kind_are_put_back() -> None:
     expected = [draw() for _ in range(3)]
     rng.restore(decode(text, tensors))
     assert [draw() for _ in range(3)] == expected
+
+
+def test_folders_are_removed_by_several_threads_at_once(tmp_path: Path) -> None:
+    """As when a background save retires an old checkpoint while the trainer waits for the one before."""
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for index in range(100):
+                folder = tmp_path / f"step_{number}_{index}"
+                folder.mkdir()
+                (folder / "file").write_text("x")
+                remove_folder(folder, wait=False)
+                finish_removals()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    finish_removals()
+    assert errors == [] and list(tmp_path.iterdir()) == []

@@ -159,6 +159,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 _removals: list[threading.Thread] = []
+_removals_lock = threading.Lock()  # a background save removes while the trainer may be waiting for removals
 
 
 def remove_folder(folder: Path, *, wait: bool = True) -> None:
@@ -172,13 +173,18 @@ def remove_folder(folder: Path, *, wait: bool = True) -> None:
     except FileNotFoundError:
         return
     remover = threading.Thread(target=shutil.rmtree, args=(hidden, True), name="removing a checkpoint")
-    _removals.append(remover)
     remover.start()
+    with _removals_lock:
+        _removals.append(remover)
     if wait:
         finish_removals()
 
 
 def finish_removals() -> None:
     """Until the space of everything removed so far is free."""
-    while _removals:
-        _removals.pop().join()
+    with _removals_lock:
+        waiting = list(_removals)
+    for remover in waiting:
+        remover.join()
+    with _removals_lock:
+        _removals[:] = [remover for remover in _removals if remover.is_alive()]
