@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 # Ray, vLLM's build for CPU and Slurm live apart: vLLM decides on versions of its own.
 COMPONENTS := .venv-components
-APT := slurm-wlm munge
+APT := slurm-wlm munge bubblewrap
 BENCH ?= algorithms
 
 .DEFAULT_GOAL := help
@@ -32,10 +32,11 @@ test: $(VENV)/.dev
 
 test-components: $(COMPONENTS)/.ready system-components
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(COMPONENTS)/bin/python -m pytest -m components --durations=10 $(ARGS)
+	$(COMPONENTS)/bin/python -m pytest tests/reward/test_sandbox.py
 
-# Slurm comes from Debian. Without root or apt its tests say that they were skipped.
+# Slurm and bubblewrap (the sandbox) come from Debian. Without root or apt their tests say that they were skipped.
 system-components:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! command -v slurmctld >/dev/null 2>&1; then \
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! { command -v slurmctld && command -v bwrap; } >/dev/null 2>&1; then \
 		export DEBIAN_FRONTEND=noninteractive; \
 		{ apt-get update && apt-get install -y --no-install-recommends $(APT); } >/dev/null 2>&1 \
 			|| echo "make: $(APT) could not be installed; the tests that need them are skipped" >&2; \
