@@ -10,6 +10,8 @@ WORKERS ?= 2
 # Ray, vLLM's build for CPU and Slurm live apart: vLLM decides on versions of its own.
 COMPONENTS := .venv-components
 APT := slurm-wlm munge bubblewrap
+# Real clusters on few cores: what fails among the others is tried once more alone, and both outcomes are shown.
+COMPONENT_TESTS = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(COMPONENTS)/bin/python -m pytest -m components
 BENCH ?= algorithms
 
 .DEFAULT_GOAL := help
@@ -31,7 +33,7 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-components: $(COMPONENTS)/.ready system-components
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(COMPONENTS)/bin/python -m pytest -m components --durations=10 $(ARGS)
+	$(COMPONENT_TESTS) --durations=10 $(ARGS) || $(COMPONENT_TESTS) --last-failed $(ARGS)
 	$(COMPONENTS)/bin/python -m pytest tests/reward/test_sandbox.py
 
 # Slurm and bubblewrap (the sandbox) come from Debian. Without root or apt their tests say that they were skipped.

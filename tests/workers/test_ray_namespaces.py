@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -129,7 +130,8 @@ def test_two_addresses_one_result_and_a_pulled_cable(nodes, train, overrides, tm
     code = run.wait(timeout=240)
     message = log.read_text()
     assert code == 3, message[-3000:]
-    assert "rank 1 on" in message and "trainer.resume_mode=auto" in message
+    # Which rank sits on which node is Ray's choice.
+    assert re.search(r"rank [01] on ", message) and "trainer.resume_mode=auto" in message
 
     saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
     rows, _ = train("trainer.save_freq=1", f"trainer.total_training_steps={saved + 1}")
