@@ -35,8 +35,14 @@ def smollm2_dir() -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (gguf,) = Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # What was read from GGUF counts as quantized and cannot be saved: a model of its own takes the weights over.
+    config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
     half = CACHE.with_name(f"{CACHE.name}.{os.getpid()}")
     model.save_pretrained(half)
     tokenizer.save_pretrained(half)
