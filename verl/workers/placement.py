@@ -15,7 +15,7 @@ from verl.workers.local import LocalGroup
 if TYPE_CHECKING:
     from torch import nn
 
-    from verl.config.schema import PPOConfig
+    from verl.config.schema import PPOConfig, SFTConfig
     from verl.workers.ray_group import RayGroup
 
 
@@ -36,6 +36,14 @@ def build_group(
             model=model,
             bad_batch_dir=run_folder / "bad_batches",
         )
+    require_ray(cfg)
+    from verl.workers.ray_group import RayGroup
+
+    return RayGroup(cfg, tokenizer, training_steps=training_steps, run_folder=run_folder, model=model)
+
+
+def require_ray(cfg: PPOConfig | SFTConfig) -> None:
+    """Before Ray is imported: it is there, and says only what we want to hear from it."""
     if importlib.util.find_spec("ray") is None:
         raise missing_package(
             "ray",
@@ -46,9 +54,6 @@ def build_group(
     # Our own message names the rank that died; Ray's would stand beside it in its own words.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|has been marked dead")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from verl.workers.ray_group import RayGroup
-
-    return RayGroup(cfg, tokenizer, training_steps=training_steps, run_folder=run_folder, model=model)
 
 
 def build_checkpoints(cfg: PPOConfig, group: LocalGroup | RayGroup, folder: Path) -> Any:

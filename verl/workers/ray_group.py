@@ -76,24 +76,14 @@ class RayGroup(WorkerGroup):
         self.rollout = RolloutRole(rollout, _pad_id(tokenizer))
 
     def _build(self, tokenizer: Any, training_steps: int, run_folder: Path, model: nn.Module | None) -> None:
-        self.calls.introduce(START_S)
-        cfg = copy.deepcopy(self.cfg)
-        gpus = self.cluster.on_gpus()
-        cfg.trainer.device = "cuda" if gpus else "cpu"
         setup = RankSetup(
-            cfg=cfg,
+            cfg=copy.deepcopy(self.cfg),
             tokenizer=tokenizer,
             training_steps=training_steps,
             run_folder=run_folder.absolute(),
-            threads=None if gpus else self.cluster.threads(),
-            one_host=len(set(self.calls.addresses)) == 1,
-            search_path=tuple(os.path.abspath(folder) for folder in sys.path),
             model=model,
         )
-        if len(self.calls) > 1:
-            address = "127.0.0.1" if setup.one_host else self.calls.addresses[0]
-            setup.store = self.calls.one(0, "open_store", address)
-        self.calls.all("build", ray.put(setup))
+        build_ranks(self.cluster, self.calls, setup)
 
     # -- what the loop asks for ---------------------------------------------------------------------------------
 
@@ -162,6 +152,20 @@ class RayGroup(WorkerGroup):
             refs = [ray.put(to_arrays(padded, share)) for share in rows]
             self._stored = _Stored(key, rows, refs)
         return self._stored
+
+
+def build_ranks(cluster: Cluster, calls: RankCalls, setup: RankSetup) -> None:
+    """Let the ranks meet and build what `setup` (its config is changed to their device) says."""
+    calls.introduce(START_S)
+    gpus = cluster.on_gpus()
+    setup.cfg.trainer.device = "cuda" if gpus else "cpu"
+    setup.threads = None if gpus else cluster.threads()
+    setup.one_host = len(set(calls.addresses)) == 1
+    setup.search_path = tuple(os.path.abspath(folder) for folder in sys.path)
+    if len(calls) > 1:
+        address = "127.0.0.1" if setup.one_host else calls.addresses[0]
+        setup.store = calls.one(0, "open_store", address)
+    calls.all("build", ray.put(setup))
 
 
 class _Stored:

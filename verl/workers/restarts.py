@@ -18,14 +18,14 @@ from verl.observe.run_folder import default_run_path
 from verl.workers.outcome import WorkersLost
 
 if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
+    from verl.config.schema import PPOConfig, SFTConfig
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-def with_restarts(cfg: PPOConfig, body: Callable[[], Result]) -> Result:
+def with_restarts(cfg: PPOConfig | SFTConfig, body: Callable[[], Result]) -> Result:
     """Run `body` (a whole run as `cfg` says), again where ranks were lost. `cfg` is changed to what is left."""
     started = time.time()
     for restart in range(1, cfg.trainer.max_restarts + 1):
@@ -46,7 +46,7 @@ def with_restarts(cfg: PPOConfig, body: Callable[[], Result]) -> Result:
     return body()
 
 
-def _fit(cfg: PPOConfig) -> None:
+def _fit(cfg: PPOConfig | SFTConfig) -> None:
     """Fewer nodes, or fewer ranks on the last one, where a node is gone for good."""
     from verl.workers.ray_cluster import Cluster
 
@@ -58,7 +58,7 @@ def _fit(cfg: PPOConfig) -> None:
         cluster.close()
 
 
-def _go_on_from_here(cfg: PPOConfig, started: float) -> None:
+def _go_on_from_here(cfg: PPOConfig | SFTConfig, started: float) -> None:
     """Whatever the first start was told to begin from, a restart begins from what this run has saved."""
     trainer = cfg.trainer
     folder = trainer.default_local_dir or default_run_path(trainer.project_name, trainer.experiment_name)

@@ -1,0 +1,34 @@
+"""What is said when nobody moves any more: who stands still where, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from verl.workers.pulse import Sign
+
+RESUME = "the same command goes on from the last checkpoint (trainer.resume_mode=auto)"
+
+
+def who_waits_for_whom(
+    call: str,
+    watchdog_s: float,
+    names: Sequence[str],
+    awaited: Sequence[int],
+    signs: Mapping[int, Sign],
+    role: str = "rank",
+) -> str:
+    """`names` are those of all ranks, `awaited` the ranks that have not answered `call`, `signs` the latest ones."""
+    silent = [rank for rank in range(len(names)) if rank not in signs]
+    stuck = [rank for rank in awaited if rank in signs and not signs[rank].waits_for_others]
+    waiting = [rank for rank in awaited if rank in signs and signs[rank].waits_for_others]
+    finished = [rank for rank in range(len(names)) if rank not in awaited and rank not in silent]
+    lines = [f"no sign of life for {watchdog_s:g} s (trainer.watchdog_s) in {call}."]
+    lines += [f"{names[rank]} does not answer at all." for rank in silent]
+    lines += [f"{signs[rank].name} stands still at {signs[rank].where}." for rank in stuck]
+    culprits = ", ".join(f"{role} {rank}" for rank in sorted(silent + stuck)) or "one another"
+    lines += [f"{signs[rank].name} waits for {culprits} at {signs[rank].where}." for rank in waiting]
+    if finished and not (silent or stuck):
+        lines.append(f"Already done with it: {', '.join(f'{role} {rank}' for rank in finished)}.")
+    lines.append(f"The run ends here; {RESUME}. If the work really takes longer, raise trainer.watchdog_s.")
+    stacks = [f"\nStack of {role} {rank}:\n{signs[rank].stack}" for rank in stuck or waiting[:1]]
+    return "\n".join(lines + stacks)
