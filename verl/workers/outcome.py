@@ -33,11 +33,14 @@ class Failure:
     kind: str
     message: str
     traceback: str
+    role: str = "rank"
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int, host: str, pid: int, call: str) -> Failure:
+    def of(
+        cls, error: BaseException, *, rank: int, host: str, pid: int, call: str, role: str = "rank"
+    ) -> Failure:
         text = "".join(traceback.format_exception(error))
-        return cls(rank, host, pid, call, type(error).__name__, str(error), text)
+        return cls(rank, host, pid, call, type(error).__name__, str(error), text, role)
 
     @property
     def caused_by_another(self) -> bool:
@@ -46,7 +49,7 @@ class Failure:
 
     def as_error(self) -> VerlError:
         """To raise on the controller: the same class for what a user can mend, with the place first."""
-        where = f"rank {self.rank} on {self.host} (process {self.pid}), in {self.call}"
+        where = f"{self.role} {self.rank} on {self.host} (process {self.pid}), in {self.call}"
         known = getattr(errors, self.kind, None)
         if isinstance(known, type) and issubclass(known, VerlError):
             return known(f"{where}: {self.message}")

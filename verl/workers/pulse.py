@@ -40,17 +40,18 @@ class Sign:
     waits_for_others: bool
     where: str
     stack: str
+    role: str = "rank"
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} on {self.host} (process {self.pid})"
+        return f"{self.role} {self.rank} on {self.host} (process {self.pid})"
 
 
 class Pulse:
     """Watches the thread that serves calls."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, role: str = "rank") -> None:
+        self.rank, self.role = rank, role
         self.host = socket.gethostname()
         self._thread: int | None = None
         self._call = ""
@@ -93,6 +94,7 @@ class Pulse:
             waits_for_others=any(part in f.f_code.co_filename for f in frames for part in _COLLECTIVE),
             where=_place(frames[0]) if frames else "between calls",
             stack="".join(lines),
+            role=self.role,
         )
 
 

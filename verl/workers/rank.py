@@ -4,13 +4,12 @@ Plain Python: nothing here knows how calls arrive (Ray, or a test that starts pr
 
 What always holds: every rank gets the same calls in the same order, because sharded weights are gathered in step;
 only generation between `open_generation` and `close_generation` goes at each rank's own pace, on weights that are
-whole for that long. No exception leaves `serve`: it comes back as a `Failure` with its traceback.
+whole for that long.
 """
 
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import socket
 import struct
@@ -31,8 +30,7 @@ from verl.checkpoint import CheckpointManager
 from verl.observe.metrics import Metric
 from verl.rollout.base import Request, Response
 from verl.workers.local import LocalGroup
-from verl.workers.outcome import Failure, LineKeeper, Outcome
-from verl.workers.pulse import Pulse, Sign
+from verl.workers.serving import CallServer
 from verl.workers.shares import Arrays, from_arrays, to_arrays
 
 if TYPE_CHECKING:
@@ -129,46 +127,15 @@ class RankGroup(LocalGroup):
             self._generation = None
 
 
-class RankWorker:
-    """Serves calls by name, one at a time; `sign` answers beside them."""
+class RankWorker(CallServer):
+    """One rank of the trainer."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.pulse = Pulse(rank)
-        self._lines = LineKeeper(rank)
-        root = logging.getLogger()
-        root.addHandler(self._lines)
-        root.setLevel(logging.INFO)
-        self._address = "127.0.0.1"
+        super().__init__(rank)
+        self.world_size = world_size
         self._store: Any = None
         self._group: RankGroup | None = None
         self._checkpoints: CheckpointManager | None = None
-
-    # -- how calls arrive ---------------------------------------------------------------------------------------
-
-    def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
-        value, failure = None, None
-        with self.pulse.serving(call):
-            try:
-                value = getattr(self, f"do_{call}")(*args, **kwargs)
-            except Exception as error:
-                failure = self._failure(call, error)
-        return Outcome(value, failure, self._lines.take())
-
-    def stream(self, call: str, *args: Any) -> Iterator[Outcome]:
-        """Like `serve`, for a call that answers in pieces."""
-        with self.pulse.serving(call):
-            try:
-                for value in getattr(self, f"do_{call}")(*args):
-                    yield Outcome(value, None, self._lines.take())
-            except Exception as error:
-                yield Outcome(None, self._failure(call, error), self._lines.take())
-
-    def sign(self) -> Sign:
-        return self.pulse.sign()
-
-    def _failure(self, call: str, error: Exception) -> Failure:
-        return Failure.of(error, rank=self.rank, host=self.pulse.host, pid=os.getpid(), call=call)
 
     @property
     def group(self) -> RankGroup:
@@ -176,10 +143,6 @@ class RankWorker:
         return self._group
 
     # -- coming together ----------------------------------------------------------------------------------------
-
-    def do_who(self, address: str = "127.0.0.1", log: str = "") -> dict[str, Any]:
-        self._address = address
-        return {"host": socket.gethostname(), "pid": os.getpid(), "address": address, "log": log}
 
     def do_open_store(self, address: str) -> tuple[str, int]:
         """On rank 0: the meeting point, on a port the system picks, reachable by this address only."""
@@ -208,9 +171,13 @@ class RankWorker:
         if self.world_size > 1:
             self._join(setup)
         seed_everything(setup.cfg.trainer.seed)
-        self._group = RankGroup(setup)
+        self._group = self.build_group(setup)
         self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
         self._tokenizer = setup.tokenizer
+
+    def build_group(self, setup: RankSetup) -> Any:
+        """What this rank trains with, once it has joined the others."""
+        return RankGroup(setup)
 
     def _join(self, setup: RankSetup) -> None:
         assert setup.store is not None

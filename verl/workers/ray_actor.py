@@ -1,4 +1,4 @@
-"""The rank as a Ray actor: calls one at a time, and a second lane on which it can always be asked for a sign."""
+"""A call server as a Ray actor: calls one at a time, and a second lane on which it can always be asked for a sign."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import ray
 
 from verl.workers.outcome import Outcome
 from verl.workers.pulse import Sign
+from verl.workers.serving import CallServer
 
 
-class RankActor:
-    """Delegates to a RankWorker. Ray wants its methods on the class it is given."""
+class ServingActor:
+    """Delegates to the server of its role. Ray wants its methods on the class it is given."""
 
     def __init__(self, rank: int, world_size: int, threads: int | None) -> None:
         if threads is not None:
             # Ray gives a worker one thread. The pools read this once, when torch is loaded: so before it is.
             os.environ["OMP_NUM_THREADS"] = str(threads)
-        from verl.workers.rank import RankWorker
+        self._worker = self.server(rank, world_size)
 
-        self._worker = RankWorker(rank, world_size)
+    def server(self, rank: int, world_size: int) -> CallServer:
+        """What serves the calls; torch may be loaded here, not before."""
+        raise NotImplementedError
 
     def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
         if call == "who":
@@ -37,6 +40,15 @@ class RankActor:
         return self._worker.sign()
 
 
-def remote_class() -> Any:
+class RankActor(ServingActor):
+    """A rank of the trainer."""
+
+    def server(self, rank: int, world_size: int) -> CallServer:
+        from verl.workers.rank import RankWorker
+
+        return RankWorker(rank, world_size)
+
+
+def remote_class(actor: type[ServingActor] = RankActor) -> Any:
     remote: Any = ray.remote  # its annotations do not know concurrency groups
-    return remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankActor)
+    return remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(actor)

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from verl.errors import TrainingHalted, VerlError
 from verl.workers.outcome import Failure, Outcome, WorkersLost
 from verl.workers.pulse import Sign
+from verl.workers.silence import RESUME, who_waits_for_whom
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +32,15 @@ SIGN_S = 5.0
 """How long a healthy rank takes at most to answer beside its work."""
 LAST_WORDS = 12
 
-RESUME = "the same command goes on from the last checkpoint (trainer.resume_mode=auto)"
-
 
 class RankCalls:
-    """The ranks of one run, by their actor handles."""
+    """The ranks of one run, or the processes of another role, by their actor handles."""
 
-    def __init__(self, actors: Sequence[Any], watchdog_s: float) -> None:
+    def __init__(self, actors: Sequence[Any], watchdog_s: float, role: str = "rank") -> None:
         self.actors = list(actors)
         self.watchdog_s = watchdog_s
-        self.names = [f"rank {rank}" for rank in range(len(self.actors))]
+        self.role = role
+        self.names = [f"{role} {rank}" for rank in range(len(self.actors))]
         self.logs = [""] * len(self.actors)
         self.addresses: list[str] = []
         self.broken = False
@@ -55,7 +55,7 @@ class RankCalls:
         found = self.all("who")
         self.watchdog_s = watchdog_s
         for rank, who in enumerate(found):
-            self.names[rank] = f"rank {rank} on {who['host']} (process {who['pid']})"
+            self.names[rank] = f"{self.role} {rank} on {who['host']} (process {who['pid']})"
             self.logs[rank] = who["log"]
             self.addresses.append(who["address"])
 
@@ -94,7 +94,7 @@ class RankCalls:
     def value_of(self, call: str, rank: int, outcome: Outcome, pending: Mapping[Any, int]) -> Any:
         """The value of an answer, its log lines said; a failure is raised."""
         for line in outcome.lines:
-            text = line.text if rank == 0 else f"{self.names[rank]}: {line.text}"
+            text = line.text if rank == 0 and self.role == "rank" else f"{self.names[rank]}: {line.text}"
             logging.getLogger(line.logger).log(line.level, "%s", text)
         if outcome.failure is not None:
             self.fail(call, rank, outcome.failure, pending)
@@ -127,7 +127,10 @@ class RankCalls:
         # A rank that was idle for long has not hung: only the time since it was asked counts.
         if min(*quiet, now - asked) > self.watchdog_s:
             self.broken = True
-            raise WorkersLost(self._who_waits_for_whom(call, ranks, self._signs(range(len(self.actors)))))
+            everyone = self._signs(range(len(self.actors)))
+            raise WorkersLost(
+                who_waits_for_whom(call, self.watchdog_s, self.names, ranks, everyone, self.role)
+            )
 
     def _signs(self, ranks: Sequence[int]) -> dict[int, Sign]:
         asked = {self.actors[rank].sign.remote(): rank for rank in ranks}
@@ -139,24 +142,6 @@ class RankCalls:
             except RayError:
                 continue  # dead: the awaited answer will say so
         return found
-
-    def _who_waits_for_whom(self, call: str, ranks: list[int], signs: Mapping[int, Sign]) -> str:
-        silent = [rank for rank in range(len(self.actors)) if rank not in signs]
-        stuck = [r for r in ranks if r in signs and not signs[r].waits_for_others]
-        waiting = [r for r in ranks if r in signs and signs[r].waits_for_others]
-        finished = [r for r in range(len(self.actors)) if r not in ranks and r not in silent]
-        lines = [f"no sign of life for {self.watchdog_s:g} s (trainer.watchdog_s) in {call}."]
-        lines += [f"{self.names[rank]} does not answer at all." for rank in silent]
-        lines += [f"{signs[rank].name} stands still at {signs[rank].where}." for rank in stuck]
-        culprits = ", ".join(f"rank {rank}" for rank in sorted(silent + stuck)) or "one another"
-        lines += [f"{signs[rank].name} waits for {culprits} at {signs[rank].where}." for rank in waiting]
-        if finished and not (silent or stuck):
-            lines.append(f"Already done with it: {', '.join(f'rank {rank}' for rank in finished)}.")
-        lines.append(
-            f"The run ends here; {RESUME}. If the work really takes longer, raise trainer.watchdog_s."
-        )
-        stacks = [f"\nStack of rank {rank}:\n{signs[rank].stack}" for rank in stuck or waiting[:1]]
-        return "\n".join(lines + stacks)
 
     # -- failing ------------------------------------------------------------------------------------------------
 
@@ -199,7 +184,9 @@ class RankCalls:
             return WorkersLost(str(error)) if problem.caused_by_another else error
         if isinstance(problem, RayTaskError):
             return TrainingHalted(f"{self.names[rank]}, in {call}: {problem}")
-        stopped = f" Because of it also stopped: {', '.join(f'rank {r}' for r in others)}." if others else ""
+        stopped = (
+            f" Because of it also stopped: {', '.join(f'{self.role} {r}' for r in others)}." if others else ""
+        )
         return WorkersLost(
             f"{self.names[rank]} died in {call}: {_why(problem)}.{stopped} {RESUME[0].upper()}{RESUME[1:]}."
             f"{self._last_words(rank)}"

@@ -12,19 +12,19 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.config.ranks import world_size
+from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ConfigError, VerlError
-from verl.workers.ray_actor import remote_class
-
-if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
+from verl.workers.ray_actor import RankActor, ServingActor, remote_class
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +50,40 @@ def register_advice(cpus: int) -> str:
     )
 
 
-class Cluster:
-    """The connection to Ray and the ranks' places."""
+@dataclass(frozen=True)
+class Pool:
+    """Processes that are placed together: so many on each of so many nodes, and the section whose keys say so."""
 
-    def __init__(self, cfg: PPOConfig) -> None:
+    key: str
+    nodes: int
+    per_node: int
+
+
+def pools(cfg: PPOConfig | SFTConfig) -> list[Pool]:
+    """Everything a run has processes for: the trainer's ranks, and what has GPUs (or CPU processes) of its own."""
+    found = [Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)]
+    if isinstance(cfg, SFTConfig):
+        return found
+    model = cfg.reward.reward_model
+    if model.enable and model.n_gpus_per_node:
+        found.append(Pool("reward.reward_model", model.nnodes, model.n_gpus_per_node))
+    return found
+
+
+class Cluster:
+    """The connection to Ray and the places of one pool, the trainer's ranks unless another is named."""
+
+    def __init__(self, cfg: PPOConfig | SFTConfig, key: str = "trainer") -> None:
         self.cfg = cfg
+        self._key = key
         self._connected_here = False
         self._group: PlacementGroup | None = None
         self.actors: list[Any] = []
+
+    @property
+    def pool(self) -> Pool:
+        """As the config says now: a restart may have lowered it."""
+        return next(pool for pool in pools(self.cfg) if pool.key == self._key)
 
     def connect(self) -> None:
         """Use the connection there is, join `RAY_ADDRESS` or what `ray start` started, or start a cluster here."""
@@ -70,12 +96,14 @@ class Cluster:
             "logging_level": logging.ERROR,
             "include_dashboard": False,
         }
-        ranks = self.cfg.trainer.n_gpus_per_node
-        cpus = settings.num_cpus or max(usable_cpus(), ranks)
-        if cpus < ranks:
+        # One rank alone is this very process, which Ray does not count.
+        placed = [pool for pool in pools(self.cfg) if pool.key != "trainer" or world_size(self.cfg) > 1]
+        needed = sum(pool.per_node for pool in placed)
+        cpus = settings.num_cpus or max(usable_cpus(), needed)
+        if cpus < needed:
+            asked = " and ".join(f"{pool.key}.n_gpus_per_node={pool.per_node}" for pool in placed)
             raise ConfigError(
-                f"{CPUS_KEY} is {cpus}, but trainer.n_gpus_per_node={ranks} processes need one each; "
-                f"set it to at least {ranks}"
+                f"{CPUS_KEY} is {cpus}, but {asked} processes need one each; set it to at least {needed}"
             )
         address = os.environ.get("RAY_ADDRESS", "")
         with _said_if_killed(register_advice(usable_cpus())):
@@ -99,24 +127,24 @@ class Cluster:
     # -- places -------------------------------------------------------------------------------------------------
 
     def on_gpus(self) -> bool:
-        """`trainer.device`: auto means GPUs where the cluster has enough of them for every rank."""
+        """`trainer.device`: auto means GPUs where the cluster has enough of them for every process of every pool."""
         wanted = self.cfg.trainer.device
         if wanted != "auto":
             return wanted == "cuda"
-        world = self.cfg.trainer.n_gpus_per_node * self.cfg.trainer.nnodes
-        return bool(ray.cluster_resources().get("GPU", 0) >= world)
+        wanted_gpus = sum(pool.per_node * pool.nodes for pool in pools(self.cfg))
+        return bool(ray.cluster_resources().get("GPU", 0) >= wanted_gpus)
 
     def threads(self) -> int:
         """For each rank on CPUs: its share of what this process would use."""
-        return max(1, torch.get_num_threads() // self.cfg.trainer.n_gpus_per_node)
+        return max(1, torch.get_num_threads() // self.pool.per_node)
 
-    def place(self, timeout_s: float) -> list[Any]:
+    def place(self, timeout_s: float, actor: type[ServingActor] = RankActor) -> list[Any]:
         """One actor per rank, `n_gpus_per_node` of them on each of `nnodes` nodes, rank by rank and node by node."""
-        per_node, nodes = self.cfg.trainer.n_gpus_per_node, self.cfg.trainer.nnodes
+        per_node, nodes = self.pool.per_node, self.pool.nodes
         if not self._reserve(timeout_s) or self._group is None:
             raise ClusterError(self._no_room())
         gpus = self.on_gpus()
-        actor_class = remote_class()
+        actor_class = remote_class(actor)
         world = per_node * nodes
         threads = None if gpus else self.threads()
         self.actors = [
@@ -133,13 +161,13 @@ class Cluster:
 
     def _bundle(self) -> dict[str, int]:
         """What the ranks of one node need."""
-        per_node = self.cfg.trainer.n_gpus_per_node
+        per_node = self.pool.per_node
         return {"CPU": per_node, **({"GPU": per_node} if self.on_gpus() else {})}
 
     def _reserve(self, timeout_s: float) -> bool:
         """All nodes' places or none."""
         if self._group is None:
-            bundles: list[dict[str, float]] = [dict(self._bundle()) for _ in range(self.cfg.trainer.nnodes)]
+            bundles: list[dict[str, float]] = [dict(self._bundle()) for _ in range(self.pool.nodes)]
             self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         return bool(self._group.wait(timeout_s))
 
@@ -177,9 +205,10 @@ class Cluster:
             for node in alive
         )
         return (
-            f"the cluster has no room for the run: trainer.nnodes={self.cfg.trainer.nnodes} nodes with {asked} each "
+            f"the cluster has no room for the run: {self._key}.nnodes={self.pool.nodes} nodes with {asked} each "
             f"are needed, and there are {len(alive)} ({there}), of which others may use a part. Lower "
-            f"trainer.nnodes or trainer.n_gpus_per_node, add nodes (ray start --address=...), or raise {CPUS_KEY}"
+            f"{self._key}.nnodes or {self._key}.n_gpus_per_node, add nodes (ray start --address=...), or raise "
+            f"{CPUS_KEY}"
         )
 
     # -- the end ------------------------------------------------------------------------------------------------
