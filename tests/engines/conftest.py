@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +129,55 @@ def tools() -> type[Toolbox]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "architecture" in metafunc.fixturenames:
         metafunc.parametrize("architecture", ARCHITECTURES)
+
+
+LIMIT_S = 200
+
+
+def start_ranks(
+    worker: Path, world: int, folder: Path, arguments: list[str]
+) -> list[subprocess.Popen[bytes]]:
+    """`worker` once per rank, as `worker RANK WORLD PORT FOLDER ARGUMENTS...`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(rank), str(world), str(port), str(folder), *arguments],
+            env=environment,
+            stderr=(folder / f"stderr{rank}.txt").open("wb"),
+        )
+        for rank in range(world)
+    ]
+
+
+def finish_ranks(processes: list[subprocess.Popen[bytes]], folder: Path, expected: list[int]) -> None:
+    """Wait for all; on any other exit status than expected the logs are shown."""
+    try:
+        codes = [process.wait(timeout=LIMIT_S) for process in processes]
+    except subprocess.TimeoutExpired:
+        codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = "\n".join((folder / f"stderr{rank}.txt").read_text()[-2000:] for rank in range(len(processes)))
+    assert codes == expected, logs
+
+
+def run_scenarios(
+    worker: Path, world: int, folder: Path, names: list[str], expected: list[int] | None = None
+) -> dict[str, list[Any]]:
+    """Results by scenario and rank; `expected` are the exit statuses where not all are 0."""
+    finish_ranks(start_ranks(worker, world, folder, names), folder, expected or [0] * world)
+    files = {name: [folder / f"{name}_{world}_{rank}.pt" for rank in range(world)] for name in names}
+    return {
+        name: [torch.load(file, weights_only=True) for file in own]
+        for name, own in files.items()
+        if all(file.is_file() for file in own)
+    }
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[..., dict[str, list[Any]]]:
+    return run_scenarios

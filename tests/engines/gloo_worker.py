@@ -25,7 +25,7 @@ ROLE = {"ppo_micro_batch_size_per_gpu": 2, "optim.lr": 0.01, "grad_clip": 0.5}
 
 def share(batch: Any, rank: int, world: int) -> Any:
     """Uneven on purpose: the first rank gets the most rows, so ranks differ in their number of micro-batches."""
-    cuts = {1: [0, 6], 2: [0, 5, 6], 3: [0, 3, 5, 6]}[world]
+    cuts = {1: [0, 6], 2: [0, 5, 6], 3: [0, 3, 5, 6], 4: [0, 3, 4, 5, 6]}[world]
     return batch[list(range(cuts[rank], cuts[rank + 1]))]
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,32 +19,6 @@ ALL = [
     "half_precision",
     "small_moments",
 ]
-LIMIT_S = 200
-
-
-def start(world: int, folder: Path, scenarios: list[str]) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(world), str(port), str(folder), *scenarios],
-            env=environment,
-            stderr=(folder / f"stderr{rank}.txt").open("wb"),
-        )
-        for rank in range(world)
-    ]
-
-
-def finish(processes: list[subprocess.Popen[bytes]], folder: Path, expected: list[int]) -> None:
-    try:
-        codes = [process.wait(timeout=LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join((folder / f"stderr{rank}.txt").read_text()[-2000:] for rank in range(len(processes)))
-    assert codes == expected, logs
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +33,14 @@ def alone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def together(request, tmp_path_factory):
+def together(request, tmp_path_factory, run_ranks):
     """Two ranks go through every scenario; of three, the last one is killed at the end."""
     world = request.param
     folder = tmp_path_factory.mktemp(f"world{world}")
-    scenarios = ALL if world == 2 else ["base", "critic"]
     if world == 2:
-        finish(start(world, folder, scenarios), folder, [0, 0])
-    else:
-        finish(start(world, folder, [*scenarios, "killed"]), folder, [0, 0, -9])
-    results = {
-        name: [torch.load(folder / f"{name}_{world}_{rank}.pt", weights_only=True) for rank in range(world)]
-        for name in scenarios
-    }
-    return results, folder, world
+        return run_ranks(WORKER, world, folder, ALL), folder, world
+    scenarios = ["base", "critic", "killed"]
+    return run_ranks(WORKER, world, folder, scenarios, expected=[0, 0, -9]), folder, world
 
 
 def test_ranks_agree_with_one_process(alone, together):

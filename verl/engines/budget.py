@@ -47,10 +47,7 @@ def measure(
     try:
         fixed, slope = _cuda_cost(probe, device) if device.type == "cuda" else _host_cost(probe)
     except torch.OutOfMemoryError:
-        log.warning(
-            "%s: even the probe does not fit into device memory; micro-batches of %d tokens", label, SMALLEST
-        )
-        return SMALLEST
+        return smallest(label)
     tokens = fitting_tokens(free_bytes(device) - reserve_bytes, fixed, slope, cap)
     log.info(
         "%s: micro-batches of up to %d tokens (measured: %.1f KiB per token, %.2f GiB free)",
@@ -60,6 +57,14 @@ def measure(
         (free_bytes(device) - reserve_bytes) / 2**30,
     )
     return tokens
+
+
+def smallest(label: str) -> int:
+    """What is tried where not even the probe fits."""
+    log.warning(
+        "%s: even the probe does not fit into device memory; micro-batches of %d tokens", label, SMALLEST
+    )
+    return SMALLEST
 
 
 def _cuda_cost(probe: Callable[[int], None], device: torch.device) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.engines.fsdp import FSDPEngine
+from verl.engines.in_step import InStep
 from verl.engines.offload import ActivationOffload
 from verl.engines.optim import MasterAdamW
 from verl.engines.passes import Passes
@@ -106,6 +107,7 @@ def assemble(
     )
     if mesh is not None:
         passes.release = lambda: release(module)
+        passes.in_step = InStep(module, replicated=mesh.ndim == 2)
     _find_out(module, passes, stock_attention)
     if settings.torch_compile:
         _try_compiled(passes, decoder_layers(module))

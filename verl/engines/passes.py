@@ -6,19 +6,22 @@ result is the one it would have had; once something did not fit, it is not tried
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from verl.data.proto import DataProto
 from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
+from verl.engines.in_step import InStep
 from verl.engines.micro_batches import CutRule, cut
 from verl.engines.ranks import Ranks
+from verl.engines.shortage import Shortage, batched_pairs, first_line, split_notice, too_long, unrecoverable
 from verl.errors import TrainingHalted
 from verl.models.forward import FORWARD_METHOD
 from verl.models.fused_linear import HeadOptions
@@ -27,6 +30,7 @@ from verl.observe.metrics import Metric
 
 log = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
 
 
@@ -54,6 +58,7 @@ class Passes:
         self.reserve_bytes: Callable[[], int] = lambda: 0
         self.release: Callable[[], None] = lambda: None
         self.clear_gradients: Callable[[], None] = lambda: None
+        self.in_step: InStep | None = None
         self._told = False
 
     # -- describing ---------------------------------------------------------------------------------------------
@@ -81,21 +86,39 @@ class Passes:
         one = torch.zeros(1, 1, dtype=torch.long)
         return self._make(one, torch.ones_like(one), one)
 
-    def _parts(self, batch: DataProto, kind: str) -> list[list[int]]:
-        lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
-        return cut(lengths, self._rule(kind), self.ranks.largest if self.ranks.world_size > 1 else None)
+    def _parts(self, rows: list[int], lengths: list[int], kind: str) -> list[list[int]]:
+        """The given rows, cut; as many parts on every rank."""
+        agree = self.ranks.largest if self.ranks.world_size > 1 else None
+        parts = cut([lengths[row] for row in rows], self._rule(kind), agree)
+        return [[rows[at] for at in part] for part in parts]
 
     def _rule(self, kind: str) -> CutRule:
         rule = self.rules[kind]
         if rule.max_sequences is None and rule.max_tokens is None:
-            tokens = budget.measure(
-                lambda n: self._probe(n, kind),
-                self.device,
-                reserve_bytes=self.reserve_bytes() if kind == "train" else 0,
-                label=f"{self.label} ({kind})",
-            )
-            rule = self.rules[kind] = replace(rule, max_tokens=self.ranks.smallest(tokens))
+            rule = self.rules[kind] = replace(rule, max_tokens=self.ranks.smallest(self._measured(kind)))
         return rule
+
+    def _measured(self, kind: str) -> int:
+        """Tokens that fit on this rank. With several ranks all make every probe, whether theirs fit or not."""
+
+        def probe(tokens: int) -> None:
+            rows = list(range(tokens))  # as many sequences of one token as far as counting goes
+            _, fault = self._attempt(
+                lambda rows: self._probe(max(len(rows), 1), kind), rows, lengths=[1] * tokens
+            )
+            if fault and self.ranks.world_size == 1:
+                raise torch.OutOfMemoryError(fault.cause)
+            faults.append(fault)
+
+        faults: list[Shortage | None] = []
+        label = f"{self.label} ({kind})"
+        tokens = budget.measure(
+            probe,
+            self.device,
+            reserve_bytes=self.reserve_bytes() if kind == "train" else 0,
+            label=label,
+        )
+        return budget.smallest(label) if any(faults) else tokens
 
     def _probe(self, tokens: int, kind: str) -> None:
         """One pass over random tokens, all of them wanted; no gradient survives it."""
@@ -136,17 +159,29 @@ class Passes:
         batch = self.checked(batch).select(batch_keys=list(_INPUTS), non_tensor_keys=[])
         self.model.eval()
         found: dict[str, torch.Tensor] = {}
-        parts = self._parts(batch, "forward")
-        while parts:
-            rows = parts[0]
-            try:
-                self._answer_rows(batch, rows, options, found)
-            except torch.OutOfMemoryError as error:
-                parts[:1] = self._split(rows, batch, "forward", error)
-                continue
-            parts.pop(0)
-        self.release()
-        return {name: values.cpu() for name, values in found.items()}
+        lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
+        waiting = list(range(len(batch)))
+        while True:
+            short: Shortage | None = None
+            missed: list[int] = []
+            for rows in self._parts(waiting, lengths, "forward"):
+                if short:
+                    missed += rows
+                    if self.ranks.world_size == 1:
+                        continue
+                    rows = []  # this rank's gathered weights went with the broken pass: only keep the others going
+                _, fault = self._attempt(
+                    lambda rows: self._answer_rows(batch, rows, options, found), rows, lengths
+                )
+                if fault:
+                    missed += rows
+                    short = fault
+            self.release()
+            if not self._agree_on(short):
+                return {name: values.cpu() for name, values in found.items()}
+            waiting = missed
+            if short:
+                self._shrink(short, "forward")
 
     def _answer_rows(
         self, batch: DataProto, rows: list[int], options: HeadOptions | None, found: dict[str, torch.Tensor]
@@ -172,19 +207,28 @@ class Passes:
     ) -> list[dict[str, Metric]]:
         """Add the gradients of a checked batch. `start_over` undoes what this call has added so far."""
         self.model.train()
-        parts = self._parts(batch, "train")
+        lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
         while True:
             done: list[dict[str, Metric]] = []
-            for at, rows in enumerate(parts):
-                try:
-                    done.append(self._train_rows(batch, rows, loss_fn, options, loss_scale))
-                except torch.OutOfMemoryError as error:
-                    # The failed backward pass may have added to some gradients already: begin again, smaller.
-                    start_over()
-                    parts[at : at + 1] = self._split(rows, batch, "train", error)
+            short: Shortage | None = None
+            for rows in self._parts(list(range(len(batch))), lengths, "train"):
+                if short and self.ranks.world_size == 1:
                     break
-            else:
+                metrics, fault = self._attempt(
+                    lambda rows: self._train_rows(batch, rows, loss_fn, options, loss_scale),
+                    [] if short else rows,  # what is added now is thrown away: only keep the others going
+                    lengths,
+                )
+                short = short or fault
+                done.append(metrics or {})
+            if not self._agree_on(short):
                 return done
+            # The broken pass has left its mark in some gradients, on every rank: begin again, smaller.
+            start_over()
+            if self.in_step is not None:
+                self.in_step.forget()
+            if short:
+                self._shrink(short, "train")
 
     def _train_rows(
         self, batch: DataProto, rows: list[int], loss_fn: LossFn, options: HeadOptions, loss_scale: float
@@ -205,47 +249,64 @@ class Passes:
 
     # -- out of memory ------------------------------------------------------------------------------------------
 
-    def _split(
-        self, rows: list[int], batch: DataProto, kind: str, error: torch.OutOfMemoryError
-    ) -> list[list[int]]:
-        """The two halves of a micro-batch that did not fit; the budget shrinks for the rest of the run."""
-        lengths = sequence_lengths(batch.batch["attention_mask"])
-        tokens = sum(lengths[row] for row in rows)
-        keys = (
-            "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, or set "
-            "model.enable_gradient_checkpointing=true, model.enable_activation_offload=true or "
-            "fsdp_config.offload_policy=true"
-        )
-        first_line = str(error).split("\n")[0]
-        if self.ranks.world_size > 1:
-            raise TrainingHalted(
-                f"{self.label}: a micro-batch of {tokens} tokens does not fit into device memory; with several "
-                f"ranks it cannot be split on the way, because the others wait for this one; {keys}. {first_line}"
-            ) from error
-        if len(rows) < 2:
-            raise TrainingHalted(
-                f"{self.label}: a single sequence of {tokens} tokens does not fit into device memory; {keys}, or "
-                f"shorten data.max_response_length. {first_line}"
-            ) from error
+    def _attempt(
+        self, act: Callable[[list[int]], Answer], rows: list[int], lengths: list[int]
+    ) -> tuple[Answer | None, Shortage | None]:
+        """One pass, `act(rows)`, or why it broke off; in both cases the other ranks got what they wait for."""
+        if self.in_step is not None:
+            self.in_step.begin()
+        try:
+            return act(rows), None
+        except torch.OutOfMemoryError as error:
+            cause = first_line(error)
+        # Only here, behind the `except`, are the error's frames gone, and the tensors of the pass with them.
+        fault = Shortage(max(sum(lengths[row] for row in rows), 1), max(len(rows), 1), cause)
+        self._finish_broken(act, fault)
+        return None, fault
+
+    def _finish_broken(self, act: Callable[[list[int]], Any], fault: Shortage) -> None:
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        if not self._told:
+        if self.in_step is None:
+            return
+        if not self.in_step.can_recover:
+            raise TrainingHalted(unrecoverable(self.label, fault))
+        self.in_step.forget()
+        if self.ranks.world_size == 1:
+            return
+        try:
+            with self.in_step.owing():
+                act([])
+        except torch.OutOfMemoryError as error:
+            raise TrainingHalted(too_long(self.label, self.ranks.rank, fault)) from error
+
+    def _agree_on(self, short: Shortage | None) -> bool:
+        """Whether a pass broke off on any rank. All ranks stop where one has nothing left to split."""
+        numbers = [0] * (2 * self.ranks.world_size)
+        if short:
+            numbers[2 * self.ranks.rank : 2 * self.ranks.rank + 2] = [short.tokens, short.sequences]
+        numbers = self.ranks.total(numbers)
+        found = {rank: Shortage(*pair) for rank, pair in enumerate(batched_pairs(numbers)) if pair[1]}
+        if short:
+            found[self.ranks.rank] = short
+        for rank, shortage in found.items():
+            if shortage.sequences < 2:
+                raise TrainingHalted(too_long(self.label, rank, shortage))
+        if found and not self._told:
             self._told = True
-            log.warning(
-                "%s: a micro-batch of %d tokens (%d sequences) did not fit into device memory; it is split and the "
-                "result stays the same, but the failed attempt costs time: %s",
-                self.label,
-                tokens,
-                len(rows),
-                keys,
-            )
+            if self.ranks.rank == 0:  # once for all ranks
+                rank, shortage = next(iter(found.items()))
+                log.warning("%s", split_notice(self.label, rank, shortage))
+        return bool(found)
+
+    def _shrink(self, fault: Shortage, kind: str) -> None:
+        """What did not fit is not tried again, in the whole run."""
         rule = self.rules[kind]
         if rule.max_tokens is not None:
-            self.rules[kind] = replace(rule, max_tokens=max(min(rule.max_tokens, tokens) // 2, 1))
+            self.rules[kind] = replace(rule, max_tokens=max(min(rule.max_tokens, fault.tokens) // 2, 1))
         else:
-            self.rules[kind] = replace(rule, max_sequences=max(len(rows) // 2, 1))
-        half = len(rows) // 2
-        return [rows[:half], rows[half:]]
+            self.rules[kind] = replace(rule, max_sequences=max(fault.sequences // 2, 1))
 
 
 def _sum_of(answers: dict[str, torch.Tensor]) -> torch.Tensor:
