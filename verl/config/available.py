@@ -23,26 +23,14 @@ def unavailable(cfg: PPOConfig | SFTConfig) -> list[str]:
 
 
 def _shared(cfg: PPOConfig | SFTConfig) -> list[tuple[bool, str, str]]:
-    ray = cfg.ray_kwargs
     role = cfg.actor_rollout_ref.actor if isinstance(cfg, PPOConfig) else cfg.model
     prefix = "actor_rollout_ref.actor" if isinstance(cfg, PPOConfig) else "model"
     return [
-        (
-            world_size(cfg) > 1 and isinstance(cfg, SFTConfig),
-            f"supervised fine-tuning on several processes (trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, "
-            f"trainer.nnodes={cfg.trainer.nnodes})",
-            "trainer.n_gpus_per_node=1 trainer.nnodes=1",
-        ),
         (role.strategy == "megatron", f"{prefix}.strategy=megatron", f"{prefix}.strategy=fsdp"),
         (
             role.ulysses_sequence_parallel_size > 1,
             f"{prefix}.ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size}",
             f"{prefix}.ulysses_sequence_parallel_size=1",
-        ),
-        (
-            ray.timeline_json_file is not None and isinstance(cfg, SFTConfig),
-            "ray_kwargs.timeline_json_file",
-            "~ray_kwargs.timeline_json_file",
         ),
     ]
 

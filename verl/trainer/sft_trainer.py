@@ -1,8 +1,8 @@
 """`python -m verl.trainer.sft_trainer`: supervised fine-tuning, on the engine and the run folder of RL.
 
-What always holds: the model learns from response tokens only, each with the same weight in its batch, however the
-batch is cut into micro-batches; a resumed run goes on exactly where the checkpoint was made; everything that can
-be wrong with config, tokenizer, rows and run folder is found before the model is loaded.
+What always holds: the loop reaches the model only through its group (`verl.workers.sft_group`), in this process or on
+many; a resumed run goes on exactly where the checkpoint was made; everything that can be wrong with config, tokenizer,
+rows and run folder is found before the model is loaded.
 """
 
 from __future__ import annotations
@@ -16,37 +16,53 @@ from typing import TYPE_CHECKING, Any
 from verl.trainer.command import run_command
 
 if TYPE_CHECKING:
-    import torch
-
-    from verl.checkpoint import CheckpointManager
-    from verl.config.schema import ActorConfig, SFTConfig
+    from verl.config.schema import SFTConfig
     from verl.data.loader import Loader
     from verl.data.proto import DataProto
-    from verl.engines.base import ModelOutput, TrainEngine
-    from verl.observe.metrics import Metric
     from verl.observe.run_folder import RunFolder
     from verl.observe.trackers import FanOut
     from verl.trainer.main_ppo import RunResult
+    from verl.workers.sft_channel import Job
+    from verl.workers.sft_group import SFTGroup
 
 logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: config from the arguments, then `run`."""
+    """The command: config from the arguments, then `run`. Under torchrun the ranks above 0 only follow."""
+    from verl.trainer.sft_launch import launched, leave
+
     arguments = sys.argv[1:] if argv is None else argv
+    with launched() as job:
+        if job is not None and job.rank > 0:
+            from verl.workers.sft_torchrun import follow
 
-    def body() -> int:
-        from verl.config.load import load_sft_config
+            return follow(job)
 
-        run(load_sft_config(arguments))
-        return 0
+        def body() -> int:
+            from verl.config.load import load_sft_config
+            from verl.trainer.sft_launch import refuse_other_size, with_sizes
 
-    return run_command(body)
+            cfg = load_sft_config(with_sizes(arguments, job))
+            refuse_other_size(cfg, job)
+            run(cfg, job=job)
+            return 0
+
+        code = run_command(body)
+    if job is not None:
+        leave(code)
+    return code
 
 
-def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
-    """Fine-tune as `cfg` says."""
-    from verl.checkpoint import CheckpointManager
+def run(cfg: SFTConfig, *, live: bool = False, job: Job | None = None) -> RunResult:
+    """Fine-tune as `cfg` says; on the processes of `job` where there is one."""
+    from verl.workers.restarts import with_restarts
+
+    return with_restarts(cfg, lambda: run_once(cfg, live=live, job=job))
+
+
+def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
+    """One start of a run, from its last checkpoint (or afresh) to its end."""
     from verl.config.available import refuse_unavailable
     from verl.config.batch_math import batch_plan, render
     from verl.config.load import to_dict
@@ -56,6 +72,7 @@ def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
+    from verl.workers.sft_group import build_sft_group
 
     refuse_unavailable(cfg)
     seed_everything(cfg.trainer.seed)
@@ -84,17 +101,18 @@ def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
                         prometheus=prometheus_address(trainer),
                     )
                 ) as tracker,
-                closing(engine_for(cfg, total, folder)) as engine,
+                closing(
+                    build_sft_group(cfg, tokenizer, training_steps=total, run_folder=folder.path, job=job)
+                ) as group,
             ):
                 loop = SFTLoop(
                     cfg,
-                    engine=engine,
+                    group=group,
                     tokenizer=tokenizer,
                     train_loader=train_loader,
                     val_loader=val_loader,
                     run_folder=folder,
                     tracker=tracker,
-                    checkpoints=CheckpointManager.from_config(cfg, folder.path),
                     total_steps=total,
                 )
                 with stop_on_signal(loop):  # type: ignore[arg-type]
@@ -114,23 +132,22 @@ class SFTLoop:
         self,
         cfg: SFTConfig,
         *,
-        engine: TrainEngine,
+        group: SFTGroup,
         tokenizer: Any,
         train_loader: Loader,
         val_loader: Loader | None,
         run_folder: RunFolder,
         tracker: FanOut,
-        checkpoints: CheckpointManager,
         total_steps: int,
     ) -> None:
         self.cfg = cfg
-        self.engine = engine
+        self.group = group
         self.tokenizer = tokenizer
         self.train_loader = train_loader
         self.val_loader = val_loader
         self.run_folder = run_folder
         self.tracker = tracker
-        self.checkpoints = checkpoints
+        self.checkpoints = group.checkpoints
         self.total_steps = total_steps
         self.step_number = 0
         self.stop_requested = False
@@ -157,22 +174,18 @@ class SFTLoop:
 
     def step(self, batch: DataProto) -> dict[str, float]:
         """One optimiser step on one batch of rows."""
-        from verl.observe.metrics import average_metrics
+        from verl.config.ranks import world_size
         from verl.observe.timing import Timer
 
         timer = Timer()
         with timer("step"):
-            metrics = average_metrics([self.engine.forward_backward(batch, response_loss)])
-            update = self.engine.optimizer_step()
+            metrics = self.group.train(batch)
         tokens = float(batch.batch["attention_mask"].sum())
         return {
             **metrics,
-            "train/grad_norm": update["grad_norm"],
-            "train/lr": update["lr"],
-            "train/skipped_updates": update["skipped"],
             **timer.metrics(),
             "perf/total_num_tokens": tokens,
-            "perf/throughput": tokens / timer.seconds["step"],
+            "perf/throughput": tokens / timer.seconds["step"] / world_size(self.cfg),
             "training/global_step": self.step_number,
             "training/epoch": self.train_loader.epoch,
         }
@@ -187,9 +200,8 @@ class SFTLoop:
         total, tokens = 0.0, 0.0
         with timer("testing"):
             for batch in self.val_loader:
-                mask = batch.batch["response_mask"]
-                total -= float((self.engine.log_probs(batch)["log_probs"].double() * mask).sum())
-                tokens += float(mask.sum())
+                total -= self.group.response_log_prob(batch)
+                tokens += float(batch.batch["response_mask"].sum())
         loss = total / tokens
         return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), **timer.metrics()}
 
@@ -203,12 +215,16 @@ class SFTLoop:
         with timer("save_checkpoint"):
             state = {"step": self.step_number, "loader": self.train_loader.state_dict()}
             self.checkpoints.save(
-                self.step_number, {"actor": self.engine}, state, tokenizer=self.tokenizer, metrics=metrics
+                self.step_number,
+                self.group.checkpoint_parts(),
+                state,
+                tokenizer=self.tokenizer,
+                metrics=metrics,
             )
         return timer.metrics()
 
     def resume(self) -> None:
-        state = self.checkpoints.resume({"actor": self.engine})
+        state = self.checkpoints.resume(self.group.checkpoint_parts())
         if state is not None:
             self.step_number = state["step"]
             self.train_loader.load_state_dict(state["loader"])
@@ -218,54 +234,6 @@ class SFTLoop:
     def request_stop(self) -> None:
         """End after the step that is running, with a checkpoint."""
         self.stop_requested = True
-
-
-def response_loss(out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Minus the log-probability of the response tokens, averaged over those of the whole batch."""
-    from verl.algorithms import agg_loss
-    from verl.observe.metrics import Metric
-
-    assert out.log_probs is not None
-    counts = {name: micro.meta_info[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
-    loss = agg_loss(-out.log_probs, micro.batch["response_mask"], "token-mean", **counts)
-    return loss, {"train/loss": Metric(loss.detach() / counts["dp_size"], "sum")}
-
-
-def engine_for(cfg: SFTConfig, total_steps: int, folder: RunFolder) -> TrainEngine:
-    """The actor's engine, as reinforcement learning builds it."""
-    from verl.engines import build_engine
-    from verl.workers.local import choose_device
-
-    return build_engine(
-        "actor",
-        cfg.model,
-        actor_section(cfg),
-        device=choose_device(cfg.trainer.device),
-        total_steps=total_steps,
-        seed=cfg.trainer.seed,
-        max_skipped_steps=cfg.trainer.health.max_skipped_steps,
-        bad_batch_dir=folder.path / "bad_batches",
-    )
-
-
-def actor_section(cfg: SFTConfig) -> ActorConfig:
-    """The keys of fine-tuning under the names the engine reads them by."""
-    from verl.config.schema import ActorConfig
-
-    data, model = cfg.data, cfg.model
-    return ActorConfig(
-        strategy=model.strategy,
-        optim=cfg.optim,
-        ppo_micro_batch_size_per_gpu=data.micro_batch_size_per_gpu,
-        use_dynamic_bsz=data.use_dynamic_bsz,
-        ppo_max_token_len_per_gpu=data.max_token_len_per_gpu,
-        grad_clip=cfg.optim.grad_clip,
-        use_torch_compile=model.use_torch_compile,
-        ulysses_sequence_parallel_size=model.ulysses_sequence_parallel_size,
-        fsdp_config=model.fsdp_config,
-        megatron=model.megatron,
-        checkpoint=cfg.checkpoint,
-    )
 
 
 def likely_cure(cfg: SFTConfig, error: BaseException) -> str:

@@ -1,0 +1,218 @@
+"""Messages between the processes that `torchrun` started, through the store they meet at.
+
+What always holds: what travels is plain values and arrays, never code, so that whoever else can reach the store's
+port cannot make us run anything; every message is taken once and then gone from the store; waiting for one never
+keeps another thread from using the store, because each has a connection of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import load, save
+
+from verl.checkpoint.plain import decode, encode
+from verl.workers.outcome import Failure, Line, Outcome
+from verl.workers.pulse import Sign
+from verl.workers.serving import CallServer
+
+CONNECT_S = 300.0
+SIGN_EVERY_S = 1.0
+_TREE = "tree"
+
+
+@dataclass(frozen=True)
+class Job:
+    """This process among those of one `torchrun`, as its environment says."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Job | None:
+        """None where nobody started several processes for us."""
+        env = os.environ if environment is None else environment
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if any(not env.get(name) for name in names):
+            return None
+        world = int(env["WORLD_SIZE"])
+        return cls(
+            rank=int(env["RANK"]),
+            world_size=world,
+            local_rank=int(env["LOCAL_RANK"]),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE") or world),
+            address=env["MASTER_ADDR"],
+            port=int(env["MASTER_PORT"]),
+        )
+
+    @property
+    def one_host(self) -> bool:
+        return self.local_world_size == self.world_size
+
+    @cached_property
+    def store(self) -> Any:
+        """For the process group; rank 0 starts it where the launcher has none."""
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=CONNECT_S))))
+        return store
+
+    def connection(self) -> Any:
+        """Another connection to that store, for one thread."""
+        _ = self.store
+        store = dist.TCPStore(
+            self.address,
+            self.port,
+            self.world_size,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=CONNECT_S),
+        )
+        # A restart by the launcher may meet at the same store: what the start before left there is not for us.
+        return dist.PrefixStore(f"verl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+class Channel:
+    """Calls from rank 0 to each other rank, numbered, and their answers."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._store = job.connection()
+        self._number = 0
+
+    # -- on rank 0 ----------------------------------------------------------------------------------------------
+
+    def send(self, call: str, args: Sequence[tuple[Any, ...]]) -> None:
+        """The next call, to every other rank with its own of the arguments (those of rank 0 stay here)."""
+        self._number += 1
+        for rank in range(1, self.job.world_size):
+            self._store.set(self._key("call", rank), pack({"call": call, "args": list(args[rank])}))
+
+    def answer_of(self, rank: int) -> Outcome | None:
+        """To the last call; None while there is none."""
+        key = self._key("answer", rank)
+        return _outcome(unpack(self._take(key))) if self._store.check([key]) else None
+
+    def end(self) -> None:
+        """Whatever they wait for, there will be no more."""
+        self._store.set("end", "")
+
+    # -- on any -------------------------------------------------------------------------------------------------
+
+    def sign_of(self, rank: int) -> tuple[int, Sign] | None:
+        """The rank's newest sign of life and its number; None before the first."""
+        key = f"sign/{rank}"
+        if not self._store.check([key]):
+            return None
+        found = json.loads(self._store.get(key))
+        return found["number"], Sign(**found["sign"])
+
+    # -- on the others ------------------------------------------------------------------------------------------
+
+    def next_call(self, patience_s: float) -> tuple[str, list[Any]] | None:
+        """The next call and its arguments; None when none came for so long."""
+        key = f"call/{self._number + 1}/{self.job.rank}"
+        started = time.monotonic()
+        # The store could wait for us, but says on stderr each time that nothing came.
+        while not self._store.check([key]):
+            waited = time.monotonic() - started
+            if waited > patience_s:
+                return None
+            time.sleep(pause_s(waited))
+        self._number += 1
+        message = unpack(self._take(key))
+        return message["call"], message["args"]
+
+    def ended(self) -> bool:
+        return bool(self._store.check(["end"]))
+
+    def answer(self, outcome: Outcome) -> None:
+        value = str(outcome.value) if isinstance(outcome.value, Path) else outcome.value
+        message = {
+            "value": value,
+            "failure": asdict(outcome.failure) if outcome.failure else None,
+            "lines": [asdict(line) for line in outcome.lines],
+        }
+        self._store.set(self._key("answer", self.job.rank), pack(message))
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"{kind}/{self._number}/{rank}"
+
+    def _take(self, key: str) -> bytes:
+        content: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return content
+
+
+class Signs:
+    """Tells everybody, from beside the work, what this process is doing."""
+
+    def __init__(self, job: Job, server: CallServer) -> None:
+        self._store = job.connection()
+        self._key = f"sign/{job.rank}"
+        self._server = server
+        self._over = threading.Event()
+        threading.Thread(target=self._tell, name="verl-signs", daemon=True).start()
+
+    def _tell(self) -> None:
+        number = 0
+        while not self._over.is_set():
+            number += 1
+            message = {"number": number, "sign": asdict(self._server.sign())}
+            try:
+                self._store.set(self._key, json.dumps(message))
+            except (RuntimeError, OSError):
+                return  # the store is gone, and with it whoever would read this
+            self._over.wait(SIGN_EVERY_S)
+
+    def stop(self) -> None:
+        self._over.set()
+
+
+class Freshness:
+    """How long ago a rank's sign last changed, as seen from here."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def age_s(self, rank: int, number: int) -> float:
+        last, since = self._seen.get(rank, (-1, 0.0))
+        if number != last:
+            since = time.monotonic()
+            self._seen[rank] = (number, since)
+        return time.monotonic() - since
+
+
+def pause_s(waited_s: float) -> float:
+    """Between two looks at the store: short at first, because what is waited for mostly comes at once."""
+    return min(max(waited_s / 20, 0.001), 0.05)
+
+
+def pack(tree: Any) -> bytes:
+    """Plain values, tensors and arrays as one safetensors file in memory."""
+    text, tensors = encode(tree)
+    content: bytes = save(tensors, metadata={_TREE: text})
+    return content
+
+
+def unpack(content: bytes) -> Any:
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    return decode(header["__metadata__"][_TREE], load(content))
+
+
+def _outcome(message: Mapping[str, Any]) -> Outcome:
+    failure = Failure(**message["failure"]) if message["failure"] else None
+    return Outcome(message["value"], failure, [Line(**line) for line in message["lines"]])
