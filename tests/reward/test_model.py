@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from verl.config.schema import RewardConfig
-from verl.errors import ConfigError, ModelError
-from verl.reward import RewardSample, build_reward_manager
+from verl.config.available import refuse_unavailable
+from verl.config.schema import PPOConfig, RewardConfig, TrainerConfig
+from verl.errors import ConfigError, MissingPackage, ModelError
+from verl.reward import RewardSample, build_reward_manager, register_reward_manager
+from verl.reward.managers import _FACTORIES
 from verl.reward.model import RewardModel
 
 WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", *"abcdefghijklmnop"]
@@ -118,11 +122,40 @@ def test_a_model_whose_numbers_overflow_leaves_no_score(tmp_path):
     assert [r.score for r in results] == [None, None] and "overflowed" in (results[0].error or "")
 
 
-def test_settings_without_effect_are_said(model_folder, caplog):
-    cfg = config(model_folder)
-    cfg.reward_model.n_gpus_per_node = 1
-    build_reward_manager(cfg, max_response_length=8).close()
-    assert "reward.reward_model.n_gpus_per_node and nnodes have no effect" in caplog.text
+def test_gpus_of_its_own_need_ray(model_folder, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    with pytest.raises(MissingPackage, match=r"reward\.reward_model\.n_gpus_per_node=2.*verl\[ray\]"):
+        build_reward_manager(config(model_folder, n_gpus_per_node=2, nnodes=1), max_response_length=8)
+
+
+def test_a_users_manager_that_cannot_place_a_model_is_not_asked_to(model_folder):
+    register_reward_manager("simple")(lambda cfg, *, tokenizer, function, max_response_length: "built")
+    register_reward_manager("knowing")(lambda cfg, *, run, **more: run.trainer.watchdog_s)
+    try:
+        cfg = config(model_folder)
+        cfg.reward_manager.name = "simple"
+        assert build_reward_manager(cfg, max_response_length=8) == "built"
+        cfg.reward_model.n_gpus_per_node = cfg.reward_model.nnodes = 1
+        with pytest.raises(ConfigError, match=r"name=simple takes no argument 'run'.*n_gpus_per_node=1"):
+            build_reward_manager(cfg, max_response_length=8)
+        cfg.reward_manager.name = "knowing"
+        run = PPOConfig(reward=cfg, trainer=TrainerConfig(watchdog_s=7.0))
+        assert build_reward_manager(cfg, max_response_length=8, run=run) == 7.0
+    finally:
+        _FACTORIES.pop("simple"), _FACTORIES.pop("knowing")
+
+
+def test_an_inference_engine_for_the_reward_model_is_refused_with_what_there_is():
+    cfg = PPOConfig(reward=config("m"))
+    cfg.reward.reward_model.rollout.name = "vllm"
+    with pytest.raises(
+        ConfigError, match=r"rollout\.name=vllm .*set reward\.reward_model\.rollout\.name=hf.*of its own"
+    ):
+        refuse_unavailable(cfg)
+    cfg.reward.reward_model.rollout.name = "hf"
+    cfg.reward.reward_model.n_gpus_per_node = cfg.reward.reward_model.nnodes = 1
+    refuse_unavailable(cfg)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

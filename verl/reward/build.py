@@ -1,24 +1,26 @@
 """From the config's reward section to a manager: which rewards there are and where each of them runs.
 
-Functions run in worker processes. In this process run only: everything with `reward.in_process=True`,
-functions given as objects that no other process could import (closures, lambdas), and models. The log says
-which and why.
+Functions run in worker processes, a reward model on GPUs of its own where it is given some. In this process run
+only: everything with `reward.in_process=True`, functions given as objects that no other process could import
+(closures, lambdas), and a model on the trainer's GPUs. The log says which functions and why.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.errors import ConfigError, RewardError
+from verl.config.schema import PPOConfig
+from verl.errors import ConfigError, RewardError, missing_package
 from verl.reward import processes, sandbox
 from verl.reward.evaluate import SCORERS, Function, ScorerFunction, load
 from verl.reward.functions import RewardFunction, Signature
 from verl.reward.inprocess import InProcessBackend
 from verl.reward.loading import FunctionSpec, check_file, spec_of
-from verl.reward.managers import FunctionRewardManager, Part, register_reward_manager
+from verl.reward.managers import Backend, FunctionRewardManager, Part, register_reward_manager
 from verl.reward.overlong import overlong_shaper
 from verl.reward.pool import WorkerPool
 from verl.reward.scorers import registered_scorers, uses_sandbox
@@ -77,6 +79,7 @@ def _build(
     max_response_length: int,
     tokenizer: Any = None,
     whole_batch: bool = False,
+    run: PPOConfig | None = None,
 ) -> FunctionRewardManager:
     sandbox.configure(sandbox.Settings.from_config(reward_cfg))
     buffer = reward_cfg.overlong_buffer
@@ -91,7 +94,7 @@ def _build(
         parts += _function_parts(sources, reward_cfg, workers)
         if whole_batch:
             _require_batch(parts)
-        parts += _model_parts(reward_cfg)
+        parts += _model_parts(reward_cfg, run)
         return FunctionRewardManager(_relabel(parts), shapers)
     except BaseException:
         for part in parts:
@@ -246,18 +249,29 @@ def _require_batch(parts: list[Part]) -> None:
             )
 
 
-def _model_parts(reward_cfg: Any) -> list[Part]:
+def _model_parts(reward_cfg: Any, run: PPOConfig | None) -> list[Part]:
     parts: list[Part] = []
     if reward_cfg.judge.base_url:
         from verl.reward.judge import JudgeBackend
 
         parts.append(Part(JudgeBackend(reward_cfg.judge), 0, "judge", reward_cfg.judge.weight))
     if reward_cfg.reward_model.enable:
-        from verl.reward.model import ModelBackend
-
-        model = ModelBackend.from_config(reward_cfg.reward_model)
+        model = _model_backend(reward_cfg, run)
         parts.append(Part(model, 0, "reward_model", reward_cfg.reward_model.weight))
     return parts
+
+
+def _model_backend(reward_cfg: Any, run: PPOConfig | None) -> Backend:
+    if not reward_cfg.reward_model.n_gpus_per_node:
+        from verl.reward.model import ModelBackend
+
+        return ModelBackend(reward_cfg.reward_model)
+    if importlib.util.find_spec("ray") is None:
+        asked = f"reward.reward_model.n_gpus_per_node={reward_cfg.reward_model.n_gpus_per_node}"
+        raise missing_package("ray", "ray", f"a reward model on GPUs of its own ({asked})")
+    from verl.reward.model_pool import ModelPoolBackend
+
+    return ModelPoolBackend.for_run(run if run is not None else PPOConfig(reward=reward_cfg))
 
 
 def _relabel(parts: list[Part]) -> list[Part]:

@@ -9,17 +9,22 @@ score stands in `extra` under the reward's name, and a sample that one of them c
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from verl.errors import RewardError
+from verl.config.known import REWARD_MANAGERS
+from verl.errors import ConfigError, RewardError
 from verl.reward.base import RewardManager, RewardResult, RewardSample
 from verl.reward.failures import causes
 from verl.reward.functions import Signature
 from verl.reward.overlong import Shaper
 from verl.reward.scorers import check_data_sources
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
 
 _log = logging.getLogger(__name__)
 
@@ -185,9 +190,11 @@ def build_reward_manager(
     tokenizer: Any = None,
     function: Any = None,
     max_response_length: int,
+    run: PPOConfig | None = None,
 ) -> RewardManager:
     """The manager the config names. `function`, a callable or a list of them, goes before the config's
-    functions."""
+    functions. `run` is the whole configuration: a reward model on GPUs of its own is placed as it says; a manager
+    that cannot do that need not take it."""
     from verl.reward import build  # noqa: F401 - registers ours
 
     name = reward_cfg.reward_manager.name
@@ -196,9 +203,25 @@ def build_reward_manager(
             f"reward.reward_manager.name is {name!r}; known: {', '.join(sorted(_FACTORIES))}. "
             f"Add your own with register_reward_manager({name!r})."
         )
-    return _FACTORIES[name](
-        reward_cfg, tokenizer=tokenizer, function=function, max_response_length=max_response_length
+    factory = _FACTORIES[name]
+    more: dict[str, Any] = {}
+    if reward_cfg.reward_model.enable and reward_cfg.reward_model.n_gpus_per_node:
+        if not _takes(factory, "run"):
+            raise ConfigError(
+                f"reward.reward_manager.name={name} takes no argument 'run', so it cannot place a reward model on "
+                f"GPUs of its own (reward.reward_model.n_gpus_per_node="
+                f"{reward_cfg.reward_model.n_gpus_per_node}); set that and reward.reward_model.nnodes to 0, or use "
+                f"one of ours: {', '.join(REWARD_MANAGERS)}."
+            )
+        more["run"] = run
+    return factory(
+        reward_cfg, tokenizer=tokenizer, function=function, max_response_length=max_response_length, **more
     )
+
+
+def _takes(factory: ManagerFactory, name: str) -> bool:
+    parameters = inspect.signature(factory).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _distinct(backends: Any) -> list[Backend]:

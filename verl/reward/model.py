@@ -1,13 +1,13 @@
 """A sequence-classification model as reward: one number for a whole conversation.
 
 The conversation is encoded anew with the reward model's own tokenizer and template, from the messages where the data
-had them. Work is done in batches of similar length on the device at hand; while others work, the model waits in host
-memory. Scores do not depend on how samples are batched.
+had them. Work is done in batches of similar length on the device at hand; on the trainer's GPUs the model waits in
+host memory while others work (on GPUs of its own: `verl.reward.model_pool`). Scores do not depend on how samples are
+batched.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -19,8 +19,6 @@ from torch import Tensor
 from verl.errors import ConfigError, ModelError, TrainingHalted
 from verl.reward.base import RewardResult, RewardSample
 from verl.reward.functions import Signature
-
-_log = logging.getLogger(__name__)
 
 DEFAULT_BATCH = 8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,6 +71,30 @@ class RewardModel:
         limit = max_length or _length_limit(model, tokenizer)
         return cls(model, tokenizer, where, limit, batch_size or DEFAULT_BATCH)
 
+    @classmethod
+    def from_config(cls, config: Any, device: str | None = None) -> RewardModel:
+        """As the section `reward.reward_model` says."""
+        path = config.model_path
+        return cls.load(
+            str(Path(path).expanduser()) if path.startswith("~") else path,
+            dtype=config.dtype,
+            batch_size=config.micro_batch_size_per_gpu,
+            max_length=config.max_length,
+            trust_remote_code=config.trust_remote_code,
+            device=device,
+        )
+
+    def results(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """`score` in the words of the managers."""
+        try:
+            return [_result(*pair) for pair in self.score(samples)]
+        except torch.OutOfMemoryError as error:
+            raise TrainingHalted(
+                f"The reward model ran out of GPU memory with {self.batch_size} conversations at a time: {error}. "
+                f"Lower reward.reward_model.micro_batch_size_per_gpu (now {self.batch_size}) or "
+                f"reward.reward_model.max_length (now {self.max_length})."
+            ) from error
+
     def score(self, samples: Sequence[RewardSample]) -> list[tuple[float, bool]]:
         """For each sample its reward and whether its beginning had to be cut off."""
         encoded = [self._encode(sample) for sample in samples]
@@ -117,28 +139,13 @@ class RewardModel:
 
 
 class ModelBackend:
-    """The reward model as one of a manager's rewards; loaded when first needed."""
+    """The reward model as one of a manager's rewards, in this process; loaded when first needed."""
 
     def __init__(self, config: Any) -> None:
+        check_path(config)
         self._config = config
         self._model: RewardModel | None = None
         self._tasks: list[tuple[Hashable, Sequence[RewardSample]]] = []
-
-    @classmethod
-    def from_config(cls, config: Any) -> ModelBackend:
-        path = config.model_path
-        if not path:
-            raise ConfigError(
-                "reward.reward_model.enable=True needs reward.reward_model.model_path, a Hugging Face folder or id."
-            )
-        folder = Path(path).expanduser()
-        if (folder.exists() or path.startswith(("/", "~", "."))) and not (folder / "config.json").is_file():
-            raise ModelError(
-                f"reward.reward_model.model_path={path!r} is not a model folder: it has no config.json."
-            )
-        if config.n_gpus_per_node or config.nnodes:
-            _log.warning("reward.reward_model.n_gpus_per_node and nnodes have no effect on one process")
-        return cls(config)
 
     @property
     def signatures(self) -> list[Signature]:
@@ -151,16 +158,12 @@ class ModelBackend:
         tasks, self._tasks = self._tasks, []
         if not tasks:
             return {}
-        model = self._loaded()
+        if self._model is None:
+            self._model = RewardModel.from_config(self._config)
+        model = self._model
         model.onload()
         try:
-            return {key: [_result(*pair) for pair in model.score(samples)] for key, samples in tasks}
-        except torch.OutOfMemoryError as error:
-            raise TrainingHalted(
-                f"The reward model ran out of GPU memory with {model.batch_size} conversations at a time: {error}. "
-                f"Lower reward.reward_model.micro_batch_size_per_gpu (now {model.batch_size}) or "
-                f"reward.reward_model.max_length (now {model.max_length})."
-            ) from error
+            return {key: model.results(samples) for key, samples in tasks}
         finally:
             if self._config.param_offload:
                 model.offload()
@@ -169,19 +172,19 @@ class ModelBackend:
         self._model = None
         self._tasks.clear()
 
-    def _loaded(self) -> RewardModel:
-        if self._model is None:
-            config = self._config
-            self._model = RewardModel.load(
-                str(Path(config.model_path).expanduser())
-                if config.model_path.startswith("~")
-                else config.model_path,
-                dtype=config.dtype,
-                batch_size=config.micro_batch_size_per_gpu,
-                max_length=config.max_length,
-                trust_remote_code=config.trust_remote_code,
-            )
-        return self._model
+
+def check_path(config: Any) -> None:
+    """Refuse, before anything is loaded or started, a folder that cannot be one."""
+    path = config.model_path
+    if not path:
+        raise ConfigError(
+            "reward.reward_model.enable=True needs reward.reward_model.model_path, a Hugging Face folder or id."
+        )
+    folder = Path(path).expanduser()
+    if (folder.exists() or path.startswith(("/", "~", "."))) and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"reward.reward_model.model_path={path!r} is not a model folder: it has no config.json."
+        )
 
 
 def _result(score: float, cut: bool) -> RewardResult:

@@ -74,6 +74,7 @@ def open_run(
         tokenizer=tokenizer,
         function=reward_function,
         max_response_length=cfg.data.max_response_length,
+        run=cfg,
     )
     try:
         check_rewards(rewards, [train_loader, val_loader])
