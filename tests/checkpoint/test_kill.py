@@ -71,7 +71,7 @@ def test_killing_in_the_middle_of_saves_loses_nothing(
     for name, where in (("killed", folder), ("whole", fast_folder / "reference")):
         output = fast_folder / f"output_{name}"
         pid = children.start("run", output, run_folder=str(where), steps=steps, background=background)
-        assert children.wait(pid) == 0, "\n".join(lines(output)[-20:])
+        assert children.wait(pid, timeout=600) == 0, "\n".join(lines(output)[-20:])
     assert list(read_jsonl(folder / "metrics.jsonl")) == list(
         read_jsonl(fast_folder / "reference/metrics.jsonl")
     )

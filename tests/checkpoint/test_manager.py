@@ -147,7 +147,7 @@ def test_what_a_background_save_raises_reaches_the_trainer(
     tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = CheckpointManager(tmp_path, {"actor": PartSettings(["model"], None, True)})
-    monkeypatch.setattr("verl.checkpoint.manager.write_snapshot", lambda *a: 1 / 0)
+    monkeypatch.setattr("verl.checkpoint.job.write_snapshot", lambda *a: 1 / 0)
     manager.save(1, {"actor": job.make_engine()}, {})
     with pytest.raises(ZeroDivisionError):
         manager.wait()
@@ -320,3 +320,45 @@ def test_settings_come_from_the_configuration(tmp_path: Path) -> None:
     assert manager.settings["actor"].async_save and manager.settings["critic"].save_contents == ["model"]
     assert manager.limits == Limits({"actor": 4, "critic": None}, "val-core/x", "min")
     assert CheckpointManager.from_config(SFTConfig(), tmp_path).resume_mode == "auto"
+
+
+def model_files(step: Path) -> tuple[Path, Path]:
+    """The checkpoint's own weights, and those for transformers."""
+    return (
+        step / "actor/model/model_world_size_1_rank_0.safetensors",
+        step / "actor/huggingface/model.safetensors",
+    )
+
+
+def test_weights_in_the_same_precision_are_stored_once(tmp_path: Path, job: ModuleType) -> None:
+    step = CheckpointManager(tmp_path).save(1, {"actor": job.make_engine()}, {})
+    assert step is not None
+    own, whole = model_files(step)
+    assert own.samefile(whole) and verify(step) == []
+    step = CheckpointManager(tmp_path / "half").save(1, {"actor": job.make_engine(dtype="bfloat16")}, {})
+    assert step is not None
+    own, whole = model_files(step)
+    assert not own.samefile(whole) and whole.stat().st_size < own.stat().st_size * 0.6
+
+
+def test_where_a_file_cannot_have_two_names_it_is_written_twice(
+    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError("Operation not permitted")
+
+    monkeypatch.setattr("os.link", refused)
+    step = CheckpointManager(tmp_path).save(1, {"actor": job.make_engine()}, {})
+    assert step is not None
+    own, whole = model_files(step)
+    assert not own.samefile(whole) and verify(step) == []
+    a, b = load_file(own), load_file(whole)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_whole_weights_alone_can_be_saved(tmp_path: Path, job: ModuleType) -> None:
+    engine = job.make_engine()
+    step = CheckpointManager(tmp_path, {"actor": PartSettings(["hf_model"])}).save(1, {"actor": engine}, {})
+    assert step is not None
+    saved = load_file(step / "actor/huggingface/model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in engine.export_parameters())

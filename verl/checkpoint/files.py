@@ -51,7 +51,7 @@ class ChecksumFile:
             done = 0
             while done < len(piece):  # an unbuffered write may take less than it was given
                 done += self._file.write(piece[done:])
-            _start_writing(self._file.fileno(), self._size, len(piece))
+            start_writing(self._file.fileno(), self._size, len(piece))
             self._size += len(piece)
 
     @property
@@ -80,7 +80,8 @@ def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
 _sync_file_range = _find_sync_file_range()
 
 
-def _start_writing(descriptor: int, offset: int, length: int) -> None:
+def start_writing(descriptor: int, offset: int, length: int) -> None:
+    """Ask the disk to begin with these bytes of a file; nobody waits for it."""
     if _sync_file_range is not None and length >= _CHUNK // 8:
         _sync_file_range(
             descriptor, offset, length, 2

@@ -15,7 +15,8 @@ import torch
 from safetensors import safe_open
 
 from verl.checkpoint.hf_weights import check_names, on_disk, out_dtype
-from verl.checkpoint.source import WeightSource
+from verl.checkpoint.source import Source
+from verl.checkpoint.staging import free_memory
 from verl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
 
 
-def check_tensors(folder: Path, source: WeightSource, model: Any, dtype: torch.dtype) -> int:
+def check_tensors(folder: Path, source: Source, model: Any, dtype: torch.dtype) -> int:
     """Compare every tensor of the folder with the source; the number compared. CheckpointError names the first
     that is missing, surplus or different."""
     written = HfTensors(folder)
@@ -87,9 +88,7 @@ def check_tensors(folder: Path, source: WeightSource, model: Any, dtype: torch.d
     return len(seen)
 
 
-def check_logits(
-    folder: Path, source: WeightSource, config: Any, dtype: torch.dtype, *, value_model: bool
-) -> None:
+def check_logits(folder: Path, source: Source, config: Any, dtype: torch.dtype, *, value_model: bool) -> None:
     """The model transformers loads from the folder answers a fixed prompt exactly as one made of the checkpoint's
     own tensors. The two are in memory one after the other."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -106,17 +105,10 @@ def check_logits(
         )
 
 
-def memory_allows(config: Any, source: WeightSource, dtype: torch.dtype) -> bool:
+def memory_allows(config: Any, source: Source, dtype: torch.dtype) -> bool:
     """Whether one copy of the model fits into free host memory with room to spare."""
-    try:
-        free = next(
-            int(line.split()[1]) * 1024
-            for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-            if line.startswith("MemAvailable")
-        )
-    except (OSError, StopIteration):
-        return True
-    return source.numel() * dtype.itemsize * 1.5 < free
+    free = free_memory()
+    return free is None or source.numel() * dtype.itemsize * 1.5 < free
 
 
 def quietly(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -132,11 +124,12 @@ def quietly(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             transformers_logging.enable_progress_bar()
 
 
-def _from_source(kind: Any, config: Any, source: WeightSource, dtype: torch.dtype) -> Any:
+def _from_source(kind: Any, config: Any, source: Source, dtype: torch.dtype) -> Any:
     model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
     own: Mapping[str, torch.Tensor] = model.state_dict(keep_vars=True)
     with torch.no_grad():
-        for name, weight in source.items():
+        for name in source.names:
+            weight = source.get(name)
             own[name].copy_(weight.to(out_dtype(weight.dtype, dtype)))
     model.tie_weights()
     return model

@@ -1,6 +1,6 @@
 """The Hugging Face side of a checkpoint: config, tokenizer, chat template, whole weights, LoRA adapter.
 
-Whole weights are streamed out of the shards that were just written, so the live engine is not held up for them;
+Whole weights come from what was just written, so the live engine is not held up for them;
 only where that cannot be done (LoRA, whose base weights are not in the checkpoint; an architecture transformers
 cannot build from its configuration alone) does the engine write them itself, in the foreground.
 """
@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from verl.checkpoint.files import FileRecord
-from verl.checkpoint.hf_weights import default_dtype, empty_model, is_value_config, read_config, write_weights
-from verl.checkpoint.source import WeightSource
+from verl.checkpoint.hf_weights import (
+    WEIGHTS,
+    default_dtype,
+    empty_model,
+    is_value_config,
+    read_config,
+    stored_as_is,
+    write_weights,
+)
+from verl.checkpoint.source import TensorSource, WeightSource
+from verl.checkpoint.tensors import Chunk
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
 
@@ -25,34 +36,58 @@ HF_FOLDER = "huggingface"
 ADAPTER_FOLDER = "lora_adapter"
 
 
-def write_hf_folder(part: Path, engine: TrainEngine, tokenizer: Any, *, weights: bool, writer: bool) -> bool:
+def write_hf_folder(
+    part: Path, engine: TrainEngine, tokenizer: Any, *, contents: Sequence[str], writer: bool
+) -> bool:
     """`huggingface/` of a part, and `lora_adapter/` where there are adapters. Every rank calls it; one is the
-    `writer`. Returns whether whole weights are still to be streamed from the shards (`stream_weights`)."""
+    `writer`. Returns whether whole weights are still to be made of the model files (`whole_weights`)."""
     from verl.models.lora import has_lora, save_adapter
 
     folder = part / HF_FOLDER
     model = getattr(engine, "model", None)
     adapters = model is not None and has_lora(model)
-    stream = weights and model is not None and not adapters and _can_build(model)
+    weights = "hf_model" in contents
+    later = weights and "model" in contents and model is not None and not adapters and _can_build(model)
     if writer and model is not None:
         write_config(model, folder, dtype_of(engine))
-    if weights and not stream:
+    if weights and not later:
         engine.save_hf(folder)
     if writer and tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if adapters:
         save_adapter(model, part / ADAPTER_FOLDER, write=writer)
-    return stream
+    return later
 
 
-def stream_weights(part: Path, shards: Iterable[Path]) -> dict[str, FileRecord]:
-    """Whole weights into `huggingface/`, from the part's model files; records by name relative to the part."""
+def whole_weights(
+    part: Path, shards: Mapping[str, FileRecord], chunks: Sequence[Chunk] | None = None
+) -> dict[str, FileRecord]:
+    """Whole weights into `huggingface/`, from the part's model files (`shards`) or, where a single process has all of
+    them in memory, from its `chunks`. Names in and out are relative to the part. A model file that already is what
+    transformers wants gets a second name instead of a copy."""
     folder = part / HF_FOLDER
     config = read_config(folder)
     model = empty_model(config, value_model=is_value_config(config))
-    with WeightSource(shards) as source:
-        written = write_weights(folder, source, model, default_dtype(config, source))
+    if chunks is None:
+        with WeightSource(part / name for name in shards) as source:
+            written = write_weights(folder, source, model, default_dtype(config, source))
+    else:
+        own = TensorSource({chunk.key: chunk.tensor for chunk in chunks})
+        dtype = default_dtype(config, own)
+        ((shard, record),) = shards.items()
+        if stored_as_is(own, model, dtype) and _same_file(part / shard, folder / WEIGHTS):
+            return {f"{HF_FOLDER}/{WEIGHTS}": record}
+        written = write_weights(folder, own, model, dtype)
     return {f"{HF_FOLDER}/{name}": record for name, record in written.items()}
+
+
+def _same_file(existing: Path, name: Path) -> bool:
+    """A second name for a file; False where the file system has no such thing."""
+    try:
+        os.link(existing, name)
+    except OSError:
+        return False
+    return True
 
 
 def write_config(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -84,12 +119,18 @@ def dtype_of(engine: TrainEngine) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
+_buildable: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
 def _can_build(model: Any) -> bool:
-    try:
-        empty_model(model.config, value_model=hasattr(model, "save_config"))
-    except CheckpointError:
-        return False
-    return True
+    if model not in _buildable:
+        try:
+            empty_model(model.config, value_model=hasattr(model, "save_config"))
+        except CheckpointError:
+            _buildable[model] = False
+        else:
+            _buildable[model] = True
+    return _buildable[model]
 
 
 def _class_name(model: Any) -> str:

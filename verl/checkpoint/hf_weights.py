@@ -10,15 +10,18 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from verl.checkpoint.bulk import Writers
 from verl.checkpoint.files import FileRecord, write_file
-from verl.checkpoint.source import WeightSource
+from verl.checkpoint.source import Source
 from verl.checkpoint.tensors import write_stream
 from verl.errors import CheckpointError
 
 SHARD_BYTES = 5_000_000_000
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,7 +62,7 @@ def tied_names(model: Any) -> dict[str, str]:
     return dict(tied) if isinstance(tied, Mapping) else {}
 
 
-def default_dtype(config: Any, source: WeightSource) -> torch.dtype:
+def default_dtype(config: Any, source: Source) -> torch.dtype:
     """The type the model computed with; masters are float32 whatever that was."""
     dtype = getattr(config, "dtype", None)
     if isinstance(dtype, str):
@@ -67,7 +70,7 @@ def default_dtype(config: Any, source: WeightSource) -> torch.dtype:
     return dtype or next((source.dtype(name) for name in source.names), torch.float32)
 
 
-def check_names(source: WeightSource, model: Any) -> list[str]:
+def check_names(source: Source, model: Any) -> list[str]:
     """The source's names to write, in the model's order. Refuses what is missing, surplus or of another shape."""
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     ties = tied_names(model)
@@ -102,7 +105,7 @@ def check_names(source: WeightSource, model: Any) -> list[str]:
 
 
 def write_weights(
-    folder: Path, source: WeightSource, model: Any, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
+    folder: Path, source: Source, model: Any, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, FileRecord]:
     """model.safetensors, or numbered shards with an index, in the names transformers and vLLM read."""
     shards: list[list[tuple[str, list[tuple[str, torch.dtype, tuple[int, ...]]]]]] = [[]]
@@ -121,25 +124,22 @@ def write_weights(
         total += size
     files = {}
     index: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = (
-            "model.safetensors"
-            if len(shards) == 1
-            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
-        # Larger elements first keeps tensors aligned.
-        shard.sort(key=lambda item: -max((dtype.itemsize for _, dtype, _ in item[1]), default=0))
-        entries = [entry for _, announced in shard for entry in announced]
-        tensors = _stream(source, model, [name for name, _ in shard], dtype)
-        files[file] = write_stream(folder / file, entries, tensors, {"format": "pt"})
-        index |= {key: file for key, _, _ in entries}
+    with Writers() as writers:
+        for number, shard in enumerate(shards, start=1):
+            file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            # Larger elements first keeps tensors aligned.
+            shard.sort(key=lambda item: -max((dtype.itemsize for _, dtype, _ in item[1]), default=0))
+            entries = [entry for _, announced in shard for entry in announced]
+            tensors = _stream(source, model, [name for name, _ in shard], dtype)
+            files[file] = write_stream(folder / file, entries, tensors, {"format": "pt"}, writers)
+            index |= {key: file for key, _, _ in entries}
     if len(shards) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
         files[INDEX] = write_file(folder / INDEX, text + "\n")
     return files
 
 
-def _stream(source: WeightSource, model: Any, names: list[str], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def _stream(source: Source, model: Any, names: list[str], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for name in names:
         weight = source.get(name)
         yield from on_disk(model, name, weight.to(out_dtype(weight.dtype, dtype))).values()
@@ -149,8 +149,30 @@ def out_dtype(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     return wanted if own.is_floating_point else own
 
 
+def stored_as_is(source: Source, model: Any, dtype: torch.dtype) -> bool:
+    """Whether `write_weights` would write exactly the source's tensors under the source's names."""
+    return (
+        set(check_names(source, model)) == set(source.names)
+        and not _converts(model)
+        and all(out_dtype(source.dtype(name), dtype) == source.dtype(name) for name in source.names)
+    )
+
+
 def on_disk(model: Any, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """A weight as Hugging Face stores it: some architectures fuse weights in memory that are apart on the disk."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(model, {name: weight}))
+    return dict(revert_weight_conversion(model, {name: weight})) if _converts(model) else {name: weight}
+
+
+_converting: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def _converts(model: Any) -> bool:
+    """Whether this architecture fuses weights. To ask once is enough, and asking is slow."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if model not in _converting:
+        nothing: dict[str, torch.Tensor] = {}
+        _converting[model] = revert_weight_conversion(model, nothing) is not nothing
+    return _converting[model]

@@ -11,11 +11,9 @@ changes nothing on the disk. Every rank of a job makes the same calls in the sam
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +21,18 @@ from safetensors import SafetensorError
 
 from verl.checkpoint import rng
 from verl.checkpoint.collect import Records
-from verl.checkpoint.files import FileRecord, files_below, finish_removals, record_of, sync_all
-from verl.checkpoint.hf_folder import stream_weights, write_hf_folder
-from verl.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    installed_versions,
-    read_manifest,
-    write_manifest,
-)
-from verl.checkpoint.parts import Snapshot, load_part, load_tree, save_tree, snapshot, write_snapshot
-from verl.checkpoint.plain import Encoded, encode
+from verl.checkpoint.files import finish_removals
+from verl.checkpoint.job import SaveJob
+from verl.checkpoint.manifest import read_manifest
+from verl.checkpoint.parts import Snapshot, load_part, load_tree, snapshot
+from verl.checkpoint.plain import encode
 from verl.checkpoint.ranks import Ranks
 from verl.checkpoint.retention import Limits, apply
-from verl.checkpoint.staging import Staging
+from verl.checkpoint.staging import Staging, free_memory
 from verl.checkpoint.steps import (
     checked_path,
     in_use,
     newest_complete,
-    put_in_place,
     recover,
     step_name,
     work_folder,
@@ -64,23 +55,6 @@ class PartSettings:
     save_contents: Sequence[str] | None = None
     load_contents: Sequence[str] | None = None
     async_save: bool = False
-
-
-@dataclass
-class _Job:
-    """One save under way on this rank."""
-
-    step: int
-    work: Path
-    final: Path
-    snapshots: dict[str, Snapshot]
-    contents: dict[str, list[str]]
-    trees: dict[str, Encoded]
-    """The trainer's state and this rank's random states, as they were at the moment of saving."""
-    metrics: dict[str, float]
-    records: dict[str, FileRecord] = field(default_factory=dict)
-    to_stream: list[str] = field(default_factory=list)
-    """Parts whose whole weights are made from their shards once those are written."""
 
 
 class CheckpointManager:
@@ -110,6 +84,7 @@ class CheckpointManager:
         self._ranks = Ranks()
         self._staging = Staging()
         self._thread: threading.Thread | None = None
+        self._reserving: threading.Thread | None = None
         self._outcome: Path | None = None
         self._error: BaseException | None = None
         self._tidied = False
@@ -156,15 +131,11 @@ class CheckpointManager:
         on in the background (`wait` returns the folder then)."""
         self.wait()
         engines = {name: engine for name, engine in parts.items() if engine is not None}
-        background = any(self._of(name).async_save for name in engines)
-        job = self._start(step, engines, trainer_state, metrics or {}, copy=background)
-        steps = (
-            lambda: self._open(job),
-            lambda: self._write_hf(job, engines, tokenizer),
-        )
+        job, background = self._start(step, engines, trainer_state, metrics or {})
+        steps = (lambda: self._open(job), lambda: job.write_hf(engines, tokenizer))
         # After each, all ranks agree whether to go on: one that failed alone would leave the others waiting.
         if not all(self._ranks.all_true(self._guarded(action, job)) for action in steps):
-            self._discard(job)
+            job.discard()
             return None
         if background:
             self._thread = threading.Thread(target=self._background, args=(job,), name="checkpoint")
@@ -191,61 +162,86 @@ class CheckpointManager:
         engines: Mapping[str, TrainEngine],
         trainer_state: Mapping[str, Any],
         metrics: Mapping[str, Any],
-        copy: bool,
-    ) -> _Job:
+    ) -> tuple[SaveJob, bool]:
+        """Everything as it is at this moment, and whether it is a copy, which can be written in the background."""
         contents, snapshots = {}, {}
         for name, engine in engines.items():
-            contents[name] = self._contents(name, engine)
-            taken = snapshot(engine, contents[name])
-            snapshots[name] = self._staging.copy(name, taken) if copy else taken
+            state = engine.state_dict()
+            contents[name] = self._contents(name, state)
+            snapshots[name] = snapshot(state, contents[name], engine.rank)
+        copied = self._is_async(engines) and self._ranks.all_true(self._reserve(snapshots))
+        if copied:
+            snapshots = {name: self._staging.copy(name, taken) for name, taken in snapshots.items()}
         trees = {RANDOM_STATE.format(self._ranks.rank): encode(rng.capture())}
         if self._ranks.first:
             trees[TRAINER_STATE] = encode(dict(trainer_state))
-        return _Job(
+        job = SaveJob(
             step=step,
             work=work_folder(self.run_folder, step),
             final=self.run_folder / step_name(step),
+            ranks=self._ranks,
             snapshots=snapshots,
             contents=contents,
             trees=trees,
             metrics=self._kept_metrics(metrics),
         )
+        return job, copied
 
-    def _open(self, job: _Job) -> None:
+    def _is_async(self, parts: Iterable[str]) -> bool:
+        return any(self._of(name).async_save for name in parts)
+
+    def _reserve(self, snapshots: Mapping[str, Snapshot]) -> bool:
+        """Host memory for a save in the background, or a word on why there is none."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        for name, taken in snapshots.items():
+            if not self._staging.reserve(name, taken):
+                logger.warning(
+                    "checkpoint.async_save needs %.1f GB of host memory for a copy of the %s, and %.1f GB are free: "
+                    "this save is not in the background. Free some memory, or set async_save=False",
+                    taken.size / 1e9,
+                    name,
+                    (free_memory() or 0) / 1e9,
+                )
+                return False
+        return True
+
+    def _reserve_ahead(self, parts: Mapping[str, TrainEngine | None]) -> None:
+        """While training begins: the system takes longer to give memory than it takes to copy into it."""
+        engines = {name: engine for name, engine in parts.items() if engine is not None}
+        # To ask for a state makes the moments of an optimiser that has none yet. In the memory of a device that
+        # would come too early: others are still to find out how much there is.
+        if not self._is_async(engines) or any(engine.device.type != "cpu" for engine in engines.values()):
+            return
+        states = {name: engine.state_dict() for name, engine in engines.items()}
+        taken = {n: snapshot(s, self._contents(n, s), engines[n].rank) for n, s in states.items()}
+
+        def reserve() -> None:
+            for name, each in taken.items():
+                self._staging.reserve(name, each)
+
+        self._reserving = threading.Thread(target=reserve, name="memory for checkpoints", daemon=True)
+        self._reserving.start()
+
+    def _open(self, job: SaveJob) -> None:
         if self._ranks.first:
             finish_removals()
             self._tidy()
-            shutil.rmtree(job.work, ignore_errors=True)
-            (job.work / "random").mkdir(parents=True)
-            for name in job.snapshots:
-                (job.work / name).mkdir()
+        job.open()
 
-    def _write_hf(self, job: _Job, engines: Mapping[str, TrainEngine], tokenizer: Any) -> None:
-        for name, engine in engines.items():
-            weights = "hf_model" in job.contents[name]
-            if write_hf_folder(job.work / name, engine, tokenizer, weights=weights, writer=self._ranks.first):
-                job.to_stream.append(name)
-
-    def _write(self, job: _Job) -> None:
-        for name, tree in job.trees.items():
-            job.records |= save_tree(job.work, name, tree)
-        for name, taken in job.snapshots.items():
-            written = write_snapshot(job.work / name, taken, self._ranks.rank, self._ranks.world_size)
-            job.records |= {f"{name}/{file}": record for file, record in written.items()}
-        sync_all(job.work / name for name in job.records)
-
-    def _finish(self, job: _Job) -> Path | None:
+    def _finish(self, job: SaveJob) -> Path | None:
         """Write the tensors, wait for the other ranks' files, commit. Needs no collective, so that it may run
         beside training."""
         peers = Records(job.work, self._ranks.rank, self._ranks.world_size, self._peer_timeout_s)
-        written = self._guarded(lambda: self._write(job), job)
+        written = self._guarded(job.write, job)
         written = written and self._guarded(lambda: peers.post(job.records), job)
         if not written:
             peers.give_up()
         if not self._ranks.first:
             return job.final if written else None
-        if not (written and self._guarded(lambda: self._commit(job, peers), job)):
-            self._discard(job)
+        if not (written and self._guarded(lambda: job.commit(peers), job)):
+            job.discard()
             return None
         # The checkpoint is complete; what follows can only fail to be tidy.
         for action in (
@@ -258,38 +254,13 @@ class CheckpointManager:
                 logger.warning("checkpoint %s is complete, but tidying up failed: %s", job.final.name, error)
         return job.final
 
-    def _commit(self, job: _Job, peers: Records) -> None:
-        records = peers.collect()
-        for name in job.to_stream:
-            shards = (job.work / name / "model").glob("*.safetensors")
-            records |= {f"{name}/{k}": r for k, r in stream_weights(job.work / name, shards).items()}
-        others = [path for path in files_below(job.work) if not path.name.startswith(".")]
-        for path in others:
-            name = path.relative_to(job.work).as_posix()
-            if name not in records:
-                records[name] = record_of(path)
-        sync_all(path for path in others if path.relative_to(job.work).as_posix() not in job.records)
-        peers.clear()
-        manifest = Manifest(
-            step=job.step,
-            world_size=self._ranks.world_size,
-            parts=job.contents,
-            files=records,
-            metrics=job.metrics,
-            versions=installed_versions(),
-            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        )
-        write_manifest(job.work, manifest)
-        sync_all([job.work / MANIFEST])
-        put_in_place(job.work, job.final)
-
-    def _background(self, job: _Job) -> None:
+    def _background(self, job: SaveJob) -> None:
         try:
             self._outcome = self._finish(job)
         except BaseException as error:  # handed to the training thread by `wait`
             self._error = error
 
-    def _guarded(self, action: Any, job: _Job) -> bool:
+    def _guarded(self, action: Any, job: SaveJob) -> bool:
         """Run it; what the disk may do to us is a warning, not the end of the run."""
         try:
             action()
@@ -303,16 +274,11 @@ class CheckpointManager:
             return False
         return True
 
-    def _discard(self, job: _Job) -> None:
-        if self._ranks.first:
-            shutil.rmtree(job.work, ignore_errors=True)
-
-    def _contents(self, name: str, engine: TrainEngine) -> list[str]:
+    def _contents(self, name: str, state: Mapping[str, Any]) -> list[str]:
         chosen = self._of(name).save_contents
         if chosen is not None:
             return list(chosen)
-        weights = engine.state_dict()["model"].values()
-        small = sum(tensor.numel() for tensor in weights) < HF_BY_DEFAULT_BELOW
+        small = sum(tensor.numel() for tensor in state["model"].values()) < HF_BY_DEFAULT_BELOW
         return ["model", "optimizer", "extra", *(["hf_model"] if small else [])]
 
     def _kept_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -400,8 +366,9 @@ class CheckpointManager:
     def resume(self, parts: Mapping[str, TrainEngine | None]) -> Any | None:
         """Find and load what `resume_mode` asks for; the trainer's state, or None for a fresh start."""
         path = self.resolve(parts=[name for name, engine in parts.items() if engine is not None])
-        if path is None:
-            return None
-        state = self.load(path, parts)
-        logger.info("resumed from %s", path)
+        state = None
+        if path is not None:
+            state = self.load(path, parts)
+            logger.info("resumed from %s", path)
+        self._reserve_ahead(parts)
         return state

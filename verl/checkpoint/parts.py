@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint.bulk import Writers
 from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.manifest import Manifest
 from verl.checkpoint.plain import Encoded, decode, encode
@@ -44,17 +45,21 @@ class Snapshot:
             for chunk in chunks:
                 yield section, chunk
 
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(chunk.tensor.numel() * chunk.tensor.element_size() for _, chunk in self.tensors())
 
-def snapshot(engine: TrainEngine, contents: Sequence[str]) -> Snapshot:
-    """This rank's share of what `contents` asks for. Tensors are the engine's own, not copies."""
-    state = engine.state_dict()
+
+def snapshot(state: Mapping[str, Any], contents: Sequence[str], rank: int = 0) -> Snapshot:
+    """A rank's share of what `contents` asks for of an engine's state. Tensors are the engine's own, not copies."""
     taken = Snapshot()
     for section, entries in SECTIONS.items():
         if section not in contents:
             continue
         tree = {entry: state.get(entry, {}) for entry in entries}
         tensors = _tensors_by_name(tree if section == "extra" else tree[section])
-        taken.chunks[section] = local_chunks(tensors, engine.rank)
+        taken.chunks[section] = local_chunks(tensors, rank)
         taken.plain[section] = _without_tensors(tree if section == "extra" else tree[section])
     return taken
 
@@ -70,15 +75,15 @@ def write_snapshot(
         stem = f"{section}/{section}_world_size_{world_size}_rank_{rank}"
         if taken.chunks[section]:
             records[f"{stem}.safetensors"] = write_chunks(
-                folder / f"{stem}.safetensors", taken.chunks[section]
+                folder / f"{stem}.safetensors", taken.chunks[section], writers
             )
         if taken.plain[section]:
             text, _ = encode(taken.plain[section])
             records[f"{stem}.json"] = write_file(folder / f"{stem}.json", text)
         return records
 
-    # Checksums and writing leave Python's lock, so sections can be written side by side.
-    with ThreadPoolExecutor(len(SECTIONS)) as pool:
+    # Side by side, so that the end of one file leaves no thread idle.
+    with Writers() as writers, ThreadPoolExecutor(len(SECTIONS)) as pool:
         return {name: record for part in pool.map(write, taken.chunks) for name, record in part.items()}
 
 

@@ -7,12 +7,12 @@ training engine merges them when it hands weights over, or left out (`merge_lora
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -24,6 +24,21 @@ from verl.errors import CheckpointError
 _BASE = ".base_layer."
 _PEFT_PREFIX = "base_model.model."
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+class Source(Protocol):
+    """Weights by their Hugging Face names, each read when it is asked for."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def get(self, name: str) -> torch.Tensor: ...
+
+    def numel(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,29 @@ class LoraSettings:
             raise CheckpointError(f"{path} cannot be understood: {error!r}") from None
 
 
+class TensorSource:
+    """Weights that are in memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def numel(self) -> int:
+        return sum(tensor.numel() for tensor in self._tensors.values())
+
+
 class WeightSource:
     """Opens a part's model files; use as a context."""
 
@@ -72,9 +110,13 @@ class WeightSource:
                 f"the checkpoint has LoRA weights ({adapters[0]!r}, ...) but no lora_adapter/adapter_config.json "
                 "that says their rank and alpha"
             )
-        self.names: dict[str, str] = {
+        self._keys: dict[str, str] = {
             key.replace(_BASE, "."): key for key in self._known if not key.endswith((_A, _B))
         }
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._keys
 
     def __enter__(self) -> WeightSource:
         return self
@@ -86,17 +128,17 @@ class WeightSource:
         self._stack.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._known[self.names[name]].size)
+        return tuple(self._known[self._keys[name]].size)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._known[self.names[name]].properties.dtype
+        return self._known[self._keys[name]].properties.dtype
 
     def numel(self) -> int:
-        return sum(self._known[key].size.numel() for key in self.names.values())
+        return sum(self._known[key].size.numel() for key in self._keys.values())
 
     def get(self, name: str) -> torch.Tensor:
         """The whole tensor, on the CPU, in the type it was saved in."""
-        weight = self._whole(self.names[name])
+        weight = self._whole(self._keys[name])
         stem = name.removesuffix(".weight")
         if self._lora is not None and stem + _A in self._known:
             weight = weight.to(self.computed_in or weight.dtype)
@@ -117,10 +159,6 @@ class WeightSource:
     def raw(self, key: str) -> torch.Tensor:
         """A tensor under its name in the files, as it is there."""
         return self._whole(key)
-
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self.names:
-            yield name, self.get(name)
 
     def _whole(self, key: str) -> torch.Tensor:
         entry = self._known[key]

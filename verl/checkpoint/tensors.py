@@ -3,8 +3,8 @@
 A file holds the chunks of one rank. Its header says where in the whole tensor each chunk begins, so any number of
 ranks can read what any other number wrote; `torch.distributed.checkpoint.HuggingFaceStorageReader` reads it too.
 
-What always holds: a chunk is written by exactly one rank; writing needs no communication and holds at most one
-chunk in host memory beside the source; reading maps files into memory and copies only what the rank needs.
+What always holds: a chunk is written by exactly one rank; writing needs no communication and holds at most a few
+chunks in host memory beside the source; reading maps files into memory and copies only what the rank needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import math
 import struct
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, Replicate
 from torch.futures import Future
 
+from verl.checkpoint.bulk import LARGE, BulkFile, Writers
 from verl.checkpoint.files import ChecksumFile, FileRecord
 from verl.errors import CheckpointError
 
@@ -65,10 +67,15 @@ class Chunk:
 
 def local_chunks(tensors: Mapping[str, torch.Tensor], rank: int = 0) -> list[Chunk]:
     """The chunks this rank is to write: its shards, and whole tensors on rank 0."""
-    planner = dcp.DefaultSavePlanner()
     mine = {key: tensor for key, tensor in tensors.items() if _is_writer(tensor, rank)}
-    planner.set_up_planner(dict(mine), is_coordinator=True)
-    chunks = []
+    sharded = {key: tensor for key, tensor in mine.items() if isinstance(tensor, DTensor)}
+    chunks = [
+        Chunk(key, (0,) * tensor.ndim, tensor.detach()) for key, tensor in mine.items() if key not in sharded
+    ]
+    if not sharded:
+        return chunks
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(dict(sharded), is_coordinator=True)
     for item in planner.create_local_plan().items:
         if item.tensor_data is None:
             raise CheckpointError(f"state {item.index.fqn!r} is not a tensor")
@@ -91,8 +98,9 @@ def _is_writer(tensor: torch.Tensor, rank: int) -> bool:
     )
 
 
-def write_chunks(path: Path, chunks: Sequence[Chunk]) -> FileRecord:
-    """The chunks of a rank as one file that says where each belongs."""
+def write_chunks(path: Path, chunks: Sequence[Chunk], writers: Writers | None = None) -> FileRecord:
+    """The chunks of a rank as one file that says where each belongs. Large files need `writers`, their own if none
+    are given."""
     # Larger elements first keeps every tensor aligned without padding, which the format does not allow.
     ordered = sorted(chunks, key=lambda chunk: -chunk.tensor.element_size())
     sharding = {chunk.key: {"saved_offsets": list(chunk.offsets)} for chunk in ordered}
@@ -101,6 +109,7 @@ def write_chunks(path: Path, chunks: Sequence[Chunk]) -> FileRecord:
         [(chunk.key, chunk.tensor.dtype, tuple(chunk.tensor.shape)) for chunk in ordered],
         (chunk.tensor for chunk in ordered),
         {"format": "pt", "DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)},
+        writers,
     )
 
 
@@ -109,6 +118,7 @@ def write_stream(
     entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     tensors: Iterable[torch.Tensor],
     metadata: Mapping[str, str],
+    writers: Writers | None = None,
 ) -> FileRecord:
     """One safetensors file. `tensors` come one at a time, in the order and of the kind that `entries` announce."""
     header: dict[str, Any] = {}
@@ -126,7 +136,7 @@ def write_stream(
     header["__metadata__"] = dict(metadata)
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
-    with ChecksumFile(path) as file:
+    with _new_file(path, 8 + len(text) + offset, writers) as file:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         for (key, dtype, shape), tensor in zip(entries, tensors, strict=True):
@@ -138,6 +148,15 @@ def write_stream(
     return file.record
 
 
+@contextmanager
+def _new_file(path: Path, size: int, writers: Writers | None) -> Iterator[ChecksumFile | BulkFile]:
+    with ExitStack() as stack:
+        if size < LARGE:
+            yield stack.enter_context(ChecksumFile(path))
+        else:
+            yield stack.enter_context(BulkFile(path, writers or stack.enter_context(Writers())))
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     # The view as bytes must come after flattening: a 0-dimensional tensor cannot change its element size.
     flat = tensor.detach().cpu().contiguous().flatten()
@@ -147,7 +166,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """`target.copy_(source)`. Between plain arrays in host memory it is one memory copy: torch's own would wake
     all its threads for each of many tensors, which on a busy machine costs many times the copy."""
-    plain = all(t.device.type == "cpu" and t.is_contiguous() and not t.is_pinned() for t in (target, source))
+    plain = all(t.device.type == "cpu" and t.is_contiguous() for t in (target, source))
     if plain and target.dtype == source.dtype and target.shape == source.shape and target.ndim:
         to, from_ = (t.detach().flatten().view(torch.uint8).numpy() for t in (target, source))
         np.copyto(to, from_)
