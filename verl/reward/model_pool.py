@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
 from verl.errors import TrainingHalted, VerlError
 from verl.reward.base import RewardResult, RewardSample
@@ -271,7 +272,7 @@ def refuse_impossible(cluster: Cluster) -> None:
 
 def _gpus_outside_ray(run: PPOConfig) -> list[str]:
     """The GPUs of this process and of a rollout server it starts itself; none where the trainer's ranks are Ray's."""
-    if world_size(run) > 1:
+    if world_size(run) > 1 or rollout_pool(run):
         return []
     count = 1 + run.actor_rollout_ref.rollout.n_gpus_per_node
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
