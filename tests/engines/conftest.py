@@ -181,3 +181,9 @@ def run_scenarios(
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., dict[str, list[Any]]]:
     return run_scenarios
+
+
+@pytest.fixture(scope="session")
+def tools_of_session() -> type[Toolbox]:
+    """`tools` for fixtures that live longer than a test."""
+    return Toolbox

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl.engines.filling import fill
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.in_step import InStep
 from verl.engines.offload import ActivationOffload
@@ -29,9 +30,10 @@ from verl.errors import ModelError
 from verl.models.attention import use_verl_attention
 from verl.models.forward import attach
 from verl.models.fused_layers import fuse
-from verl.models.loading import disable_dropout, load_causal_lm, load_value_model
+from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
 from verl.models.packability import head_fault, packing_fault
+from verl.models.skeleton import CannotStream, WeightSource, open_causal_lm, open_value_model
 from verl.models.value_model import ValueModel
 
 log = logging.getLogger(__name__)
@@ -66,8 +68,14 @@ def build_fsdp(
     schedule = None if optim is None else Schedule.from_config(optim, total_steps)
     ranks = Ranks(device, settings.sharding.fsdp_size)
     torch.manual_seed(seed)
-    module = _module(kind, model_cfg, settings, model, ranks)
-    return assemble(module, settings, ranks, optim=optim, schedule=schedule, base_path=model_cfg.path)
+    source = None
+    if model is None:
+        module, source = _load(kind, model_cfg, settings, ranks)
+    else:
+        module = _given(kind, model_cfg, settings, model, ranks)
+    return assemble(
+        module, settings, ranks, optim=optim, schedule=schedule, base_path=model_cfg.path, source=source
+    )
 
 
 def assemble(
@@ -78,8 +86,10 @@ def assemble(
     optim: Any,
     schedule: Schedule | None,
     base_path: str = "",
+    source: WeightSource | None = None,
 ) -> FSDPEngine:
-    """From a loaded module to an engine. `optim` is the optimiser section, None for a frozen engine."""
+    """From a loaded module to an engine. `optim` is the optimiser section, None for a frozen engine; `source` has
+    the weights of a module that was opened without them, for several ranks."""
     _choose_trained(module, settings, base_path, trained=optim is not None)
     stock_attention = module.config._attn_implementation or "sdpa"
     packed = settings.packed and use_verl_attention(module)
@@ -95,6 +105,9 @@ def assemble(
     if mesh is not None:
         in_place = optim is not None and optim.stochastic_rounding
         shard(module, mesh, settings.sharding, settings.dtype, float32_masters=not in_place)
+        if source is not None:
+            on_host = settings.sharding.offload_policy
+            fill(module, mesh, source, torch.device("cpu") if on_host else ranks.device)
     hidden_size = int(module.config.get_text_config().hidden_size)
     passes = Passes(
         module,
@@ -121,31 +134,46 @@ def assemble(
     return FSDPEngine(module, settings, ranks, passes, optimizer, sharded=mesh is not None)
 
 
-def _module(kind: Kind, model_cfg: Any, settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
-    # Sharding moves layer by layer to the device, so that a rank never holds the whole model there.
-    device = ranks.device if ranks.world_size == 1 else torch.device("cpu")
-    if model is None:
-        if not model_cfg.path:
-            raise ModelError(
-                "no model is given; set actor_rollout_ref.model.path to a Hugging Face folder or name"
-            )
-        load = load_value_model if kind == "critic" else load_causal_lm
-        return load(
-            model_cfg.path,
-            dtype=settings.dtype,
-            device=device,
-            trust_remote_code=bool(model_cfg.trust_remote_code),
-            override_config=dict(model_cfg.override_config),
+def _load(
+    kind: Kind, model_cfg: Any, settings: EngineSettings, ranks: Ranks
+) -> tuple[nn.Module, WeightSource | None]:
+    """The model of `model.path`: whole with one rank; with several, its shell and where its weights are."""
+    if not model_cfg.path:
+        raise ModelError(
+            "no model is given; set actor_rollout_ref.model.path to a Hugging Face folder or name"
         )
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "trust_remote_code": bool(model_cfg.trust_remote_code),
+        "override_config": dict(model_cfg.override_config),
+    }
+    load = load_value_model if kind == "critic" else load_causal_lm
+    if ranks.world_size == 1:
+        return load(model_cfg.path, device=ranks.device, **options), None
+    try:
+        return (open_value_model if kind == "critic" else open_causal_lm)(model_cfg.path, **options)
+    except CannotStream as reason:
+        log.warning(
+            "%s: every rank loads the whole of %r into host memory before it is sharded: %s",
+            settings.kind,
+            model_cfg.path,
+            reason,
+        )
+    # Sharding moves layer by layer to the device, so that a rank never holds the whole model there.
+    return load(model_cfg.path, device=torch.device("cpu"), **options), None
+
+
+def _given(kind: Kind, model_cfg: Any, settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if kind == "critic" and not isinstance(model, ValueModel):
         model = ValueModel(getattr(model, "base_model", model))
     disable_dropout(model)
     if model_cfg.dtype != "auto":
-        return model.to(device=device, dtype=settings.dtype)
-    settings.dtype = next(model.parameters()).dtype
-    return model.to(device)
+        cast_parameters(model, settings.dtype)
+    else:
+        settings.dtype = next(model.parameters()).dtype
+    return model.to(ranks.device if ranks.world_size == 1 else torch.device("cpu"))
 
 
 def _choose_trained(module: Any, settings: EngineSettings, base_path: str, trained: bool) -> None:

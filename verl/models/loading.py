@@ -128,7 +128,13 @@ def load_value_model(
 
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     backbone = _load(AutoModel, path, config, dtype, trust_remote_code)
-    model = ValueModel(backbone)
+    model = with_saved_head(ValueModel(backbone), path, dtype)
+    disable_dropout(model)
+    return model.to(device)
+
+
+def with_saved_head(model: ValueModel, path: str, dtype: torch.dtype) -> ValueModel:
+    """The head of the folder, where it holds one, in `dtype`."""
     saved = _saved_head(Path(path).expanduser())
     if saved:
         try:
@@ -137,8 +143,15 @@ def load_value_model(
             raise ModelError(
                 f"the value head saved in {path!r} does not fit one scalar per token: {_first_line(error)}"
             ) from error
-    disable_dropout(model)
-    return model.to(dtype=dtype, device=device)
+    model.score.to(dtype)
+    return model
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only, in place: buffers such as rotary frequencies lose positions when they are rounded."""
+    for param in model.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
 
 
 def _saved_head(folder: Path) -> dict[str, torch.Tensor]:

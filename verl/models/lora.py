@@ -67,12 +67,33 @@ def add_lora(
         base_model_name_or_path=base_path or None,
     )
     model.requires_grad_(False)
-    peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    with _weights_to_look_at(model):
+        peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for _, module in _adapted(model):
         module.forward = MethodType(_forward, module)
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     model.verl_lora_config = config
+
+
+@contextmanager
+def _weights_to_look_at(model: nn.Module) -> Iterator[None]:
+    """Stand-ins for weights on the meta device: peft puts an adapter beside its weight, and there it would be lost.
+    A stand-in is one number seen in the weight's shape: it takes no memory."""
+    held = [
+        (owner, name, param)
+        for owner in model.modules()
+        for name, param in owner.named_parameters(recurse=False)
+        if param.is_meta
+    ]
+    for owner, name, param in held:
+        seen = torch.zeros((), dtype=param.dtype).expand(param.shape)
+        setattr(owner, name, nn.Parameter(seen, requires_grad=False))
+    try:
+        yield
+    finally:
+        for owner, name, param in held:
+            setattr(owner, name, param)
 
 
 def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,103 @@
+"""Several ranks load a model: each reads its own rows, and has what it would have of a whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("loading_worker.py")
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 8}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tools_of_session):
+    """Sizes are odd on purpose: rows that do not divide by the ranks."""
+    make = tools_of_session.model
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("llama", "qwen2", "gemma", "qwen3_moe"):
+        make(name).save_pretrained(folder / name)
+    make(tie_word_embeddings=True).save_pretrained(folder / "tied")
+    make().save_pretrained(folder / "parts", max_shard_size="20KB")
+    assert (folder / "parts/model.safetensors.index.json").is_file()
+    critic = tools_of_session.engine("critic", model=make("qwen2"))
+    torch.nn.init.normal_(critic.model.score.weight)
+    critic.save_hf(folder / "critic")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def loaded(request, models, tools_of_session, run_ranks):
+    world = request.param
+    names = ["cases"]
+    if world == 3:
+        names.append("peak")
+        large = tools_of_session.model(**LARGE)
+        large.save_pretrained(models / "large")
+    results = run_ranks(WORKER, world, models, names)
+    return results, models
+
+
+def bit_equal(found, expected, label):
+    assert found.keys() == expected.keys(), label
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, (label, name)
+        assert torch.equal(found[name], value), (label, name)
+
+
+def test_every_rank_has_the_shards_of_the_whole_model_bit_for_bit(loaded):
+    results, _ = loaded
+    for rank, cases in enumerate(results["cases"]):
+        for name, case in cases.items():
+            streamed, whole = case["streamed"], case["whole"]
+            label = f"{name}, rank {rank}"
+            for part in ("shards", "masters", "buffers"):
+                bit_equal(streamed[part], whole[part], f"{label}, {part}")
+            assert streamed["trained"] == whole["trained"], label
+
+
+def test_a_streamed_model_answers_and_trains_like_a_whole_one(loaded):
+    """Also shows that the optimiser works on the shards the model computes with."""
+    results, _ = loaded
+    for cases in results["cases"]:
+        for name, case in cases.items():
+            streamed, whole = case["streamed"], case["whole"]
+            assert torch.equal(streamed["answers"], whole["answers"]), name
+            if "norm" in whole:
+                assert streamed["norm"] == whole["norm"] > 0, name
+                bit_equal(streamed["after"], whole["after"], name)
+
+
+def test_only_what_has_another_form_in_its_files_is_loaded_whole_and_said_so(loaded):
+    results, _ = loaded
+    for cases in results["cases"]:
+        for name, case in cases.items():
+            if name == "experts":
+                (text,) = case["notices"]
+                assert "experts.0.gate_proj" in text
+            else:
+                assert case["notices"] == [], name
+
+
+def test_weights_are_those_of_the_files(loaded):
+    """Guards the comparisons above: rank 0's shard is the first rows of what the file holds."""
+    from safetensors.torch import load_file
+
+    results, models = loaded
+    weights = load_file(models / "llama/model.safetensors")
+    for name, shard in results["cases"][0]["policy"]["streamed"]["shards"].items():
+        assert torch.equal(shard, weights[name][: shard.shape[0]]), name
+        assert 0 < shard.shape[0] < weights[name].shape[0]
+
+
+def test_a_rank_holds_its_share_of_the_model_and_not_the_whole(loaded):
+    """A third of the model, and one layer gathered for the first run; against the whole model and the third."""
+    results, models = loaded
+    if "peak" not in results:
+        return
+    size = (models / "large/model.safetensors").stat().st_size
+    assert size > 200e6
+    for rank in results["peak"]:
+        assert rank["streamed"] < 0.55 * size, rank["streamed"] / size
+        assert rank["whole"] > 0.95 * size, rank["whole"] / size

@@ -1,0 +1,78 @@
+"""The safetensors files of a Hugging Face model, read tensor by tensor and only where asked.
+
+What always holds: reading rows of a tensor touches those rows of the file and no others; nothing of a file stays
+mapped between two reads, so a reader's memory grows by what it keeps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def model_file(path: str, name: str) -> Path | None:
+    """A file of a model folder, or of a model of the hub (fetched if need be); None where it has none."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(path, name))
+    except EntryNotFoundError:  # also: offline and not in the cache
+        return None
+
+
+class WeightFiles:
+    """Which file holds which tensor."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self.files = files
+
+    @classmethod
+    def of(cls, path: str) -> WeightFiles | None:
+        """None where the model has no safetensors files."""
+        from safetensors import safe_open
+
+        whole = model_file(path, _WHOLE)
+        if whole is not None:
+            with safe_open(whole, "pt") as handle:
+                return cls(dict.fromkeys(handle.keys(), whole))
+        index = model_file(path, _INDEX)
+        if index is None:
+            return None
+        placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        parts = {name: model_file(path, name) for name in set(placed.values())}
+        return cls({key: part for key, name in placed.items() if (part := parts[name]) is not None})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, from the files' headers."""
+        from safetensors import safe_open
+
+        found = {}
+        for file in set(self.files.values()):
+            with safe_open(file, "pt") as handle:
+                for name in handle.keys():  # noqa: SIM118  the handle is no mapping
+                    found[name] = tuple(handle.get_slice(name).get_shape())
+        return found
+
+    def read_rows(self, name: str, start: int, stop: int, into: torch.Tensor, through: torch.dtype) -> None:
+        """Rows `start` to `stop` of a tensor into `into`, rounded to the precision `through` on the way."""
+        from safetensors import safe_open
+
+        with safe_open(self.files[name], "pt") as handle:
+            rows: Any = handle.get_slice(name)[start:stop]
+            into.copy_(rows.to(through))
