@@ -161,5 +161,5 @@ def test_what_a_run_can_place_and_what_not() -> None:
 
     assert not refused() and not refused(mode="server")
     assert not refused(mode="server", nnodes=1, n_gpus_per_node=2, tensor_model_parallel_size=2)
-    assert "tensor_model_parallel_size=2 on the trainer's own GPUs" in refused(tensor_model_parallel_size=2)
-    assert "GPUs for rollout alone" in refused(nnodes=1, n_gpus_per_node=2)
+    assert not refused(nnodes=1, n_gpus_per_node=2) and not refused(tensor_model_parallel_size=2)
+    assert "name=sglang in the trainer's process" in refused(name="sglang")

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from verl.errors import RolloutError, TrainingHalted
 from verl.rollout.base import Request
 from verl.workers.outcome import Failure
+from verl.workers.process import interface_of
 from verl.workers.pulse import Pulse
-from verl.workers.rank import RankWorker, interface_of
+from verl.workers.rank import RankWorker
 from verl.workers.shares import deal, from_arrays, join, pad_rows, pieces, to_arrays
 
 

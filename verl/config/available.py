@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from verl.config.ranks import world_size
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ConfigError
 
@@ -46,28 +45,10 @@ def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
         ),
         (rollout.multi_turn.enable, f"{key}.multi_turn.enable=True", f"{key}.multi_turn.enable=False"),
         (
-            rollout.n_gpus_per_node > 0 and not _own_server(cfg),
-            f"{key}.n_gpus_per_node={rollout.n_gpus_per_node} (GPUs for rollout alone, other than those of one "
-            "server beside one trainer process)",
-            f"{key}.n_gpus_per_node=0 {key}.nnodes=0",
-        ),
-        (
-            rollout.name in ("vllm", "sglang")
-            and rollout.tensor_model_parallel_size > 1
-            and not _own_server(cfg),
-            f"{key}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} on the trainer's own GPUs",
-            f"{key}.tensor_model_parallel_size=1, or give the server GPUs of its own (one trainer process): "
-            f"{key}.mode=server {key}.nnodes=1 {key}.n_gpus_per_node={rollout.tensor_model_parallel_size}",
-        ),
-        (
-            model.n_gpus_per_node > 0,
-            "reward.reward_model.n_gpus_per_node (GPUs for the reward model alone)",
-            "reward.reward_model.n_gpus_per_node=0",
-        ),
-        (
             model.enable and model.rollout.name != "hf",
-            f"reward.reward_model.rollout.name={model.rollout.name}",
-            "reward.reward_model.rollout.name=hf",
+            f"reward.reward_model.rollout.name={model.rollout.name} (a reward model served by an inference engine)",
+            "reward.reward_model.rollout.name=hf: it then runs through transformers, on the trainer's GPUs or on "
+            "reward.reward_model.n_gpus_per_node of its own",
         ),
         (
             cfg.critic.strategy == "megatron" or cfg.actor_rollout_ref.ref.strategy == "megatron",
@@ -75,15 +56,3 @@ def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
             "critic.strategy=fsdp actor_rollout_ref.ref.strategy=fsdp",
         ),
     ]
-
-
-def _own_server(cfg: PPOConfig) -> bool:
-    """One trainer process, and a server on GPUs of its own that share one copy of the model."""
-    rollout = cfg.actor_rollout_ref.rollout
-    return (
-        world_size(cfg) == 1
-        and rollout.name in ("vllm", "sglang")
-        and rollout.mode == "server"
-        and rollout.nnodes == 1
-        and rollout.n_gpus_per_node == rollout.tensor_model_parallel_size
-    )

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.config.keys import Key, get, schema_keys
 from verl.config.known import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, ROLLOUT_RS
+from verl.config.pools import sharing_errors
 from verl.config.ranks import divisors, dp_size, model_parallel_size, some_near, world_size
 from verl.config.schema import OptimConfig, PPOConfig, SFTConfig
 from verl.config.unused import unused_keys
@@ -262,15 +263,7 @@ def _devices(config: PPOConfig) -> list[str]:
                 f"'{name}.n_gpus_per_node' is {section.n_gpus_per_node} and '{name}.nnodes' is {section.nnodes}: set "
                 "both for GPUs of its own, or neither to share the trainer's"
             )
-    rollout_world = rollout.n_gpus_per_node * rollout.nnodes or world
-    size = rollout.tensor_model_parallel_size
-    if rollout.name in ("vllm", "sglang") and rollout_world % size:
-        errors.append(
-            f"'actor_rollout_ref.rollout.tensor_model_parallel_size' is {size}, which does not divide the "
-            f"{rollout_world} GPUs for rollout. Values that work: {some_near(divisors(rollout_world), size)}; "
-            f"or trainer.n_gpus_per_node={size}"
-        )
-    return errors
+    return errors + sharing_errors(config)
 
 
 def _rewards(config: PPOConfig) -> list[str]:

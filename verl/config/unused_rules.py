@@ -8,8 +8,9 @@ from typing import Any
 
 from verl.config import known
 from verl.config.keys import get
+from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
-from verl.config.schema import PPOConfig
+from verl.config.schema import PPOConfig, SFTConfig
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -40,6 +41,14 @@ class Rule:
 
 def _under(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" for name in names)
+
+
+def _on_ray(config: PPOConfig | SFTConfig) -> bool:
+    """Whether the run has processes beside this one: ranks, or rollout or a reward model on GPUs of its own."""
+    own = isinstance(config, PPOConfig) and (
+        config.reward.reward_model.n_gpus_per_node > 0 or rollout_pool(config)
+    )
+    return own or world_size(config) > 1
 
 
 def _uses_reference(config: PPOConfig) -> bool:
@@ -151,10 +160,10 @@ _TRAINER_RULES = (
         "trainer.resume_mode is not resume_path",
     ),
     Rule(("trainer.test_freq",), lambda c: bool(c.data.val_files), "there are no data.val_files"),
-    Rule(("ray_kwargs",), lambda c: world_size(c) > 1, "one process runs without Ray"),
+    Rule(("ray_kwargs",), _on_ray, "one process runs without Ray"),
     Rule(
         ("trainer.max_restarts", "trainer.watchdog_s"),
-        lambda c: world_size(c) > 1,
+        _on_ray,
         "one process has no workers that could die",
     ),
     Rule(("data.val_max_samples",), lambda c: bool(c.data.val_files), "there are no data.val_files"),
@@ -347,7 +356,13 @@ PPO_RULES: tuple[Rule, ...] = (
     Rule(
         ("reward.reward_model.rollout",),
         lambda c: False,
-        "a classification model generates nothing; it runs through transformers on the device at hand",
+        "a classification model generates nothing; it runs through transformers, on the trainer's GPUs or on "
+        "reward.reward_model.n_gpus_per_node of its own",
+    ),
+    Rule(
+        ("reward.reward_model.param_offload",),
+        lambda c: not c.reward.reward_model.n_gpus_per_node,
+        "the reward model has GPUs of its own and stays on them",
     ),
     Rule(("reward.judge",), lambda c: bool(c.reward.judge.base_url), "reward.judge.base_url is not set"),
     # the run

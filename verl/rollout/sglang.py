@@ -143,7 +143,7 @@ class SGLangRollout(ServerRollout):
         self.process = ServerProcess(command, self.facts.folder / "server.txt", self.name, environment)
         try:
             self.process.wait_until_ready(self.client, "/health")
-            self.update_weights(source, 0)
+            self.take_first_weights(source)
         except BaseException:
             self.close()
             raise

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from verl.config.schema import PPOConfig
     from verl.engines.base import TrainEngine
+    from verl.rollout.base import RolloutEngine
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -81,9 +82,7 @@ class LocalGroup(WorkerGroup):
             arr.actor,
             loss_scale_factor=cfg.data.max_response_length,
         )
-        self.rollout = RolloutRole(
-            build_rollout(arr.rollout.name, self.actor_engine, tokenizer, arr.rollout), _pad_id(tokenizer)
-        )
+        self.rollout = RolloutRole(self.rollout_engine(tokenizer), pad_id(tokenizer))
         self.ref_engine: TrainEngine | None = None
         if needs_reference(cfg) and arr.model.lora_rank == 0:
             self.ref_engine = build_engine(
@@ -103,6 +102,11 @@ class LocalGroup(WorkerGroup):
             self.critic = CriticRole(engine, cfg.critic, loss_scale_factor=cfg.data.max_response_length)
         for name, engine in self._engines():
             self._park(name, engine)
+
+    def rollout_engine(self, tokenizer: Any) -> RolloutEngine:
+        """The engine that generates from the actor."""
+        rollout = self.cfg.actor_rollout_ref.rollout
+        return build_rollout(rollout.name, self.actor_engine, tokenizer, rollout)
 
     def generate(
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
@@ -197,5 +201,5 @@ class LocalGroup(WorkerGroup):
             self._park(name, engine)
 
 
-def _pad_id(tokenizer: Any) -> int:
+def pad_id(tokenizer: Any) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import CheckpointManager
+from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
 from verl.errors import missing_package
 from verl.workers.local import LocalGroup
@@ -27,8 +28,8 @@ def build_group(
     run_folder: Path,
     model: nn.Module | None = None,
 ) -> LocalGroup | RayGroup:
-    """The worker group `trainer.n_gpus_per_node` and `trainer.nnodes` ask for."""
-    if world_size(cfg) == 1:
+    """The worker group that `trainer.n_gpus_per_node` and `trainer.nnodes`, and those of rollout, ask for."""
+    if world_size(cfg) == 1 and not rollout_pool(cfg):
         return LocalGroup(
             cfg,
             tokenizer,

@@ -23,6 +23,7 @@ _COLLECTIVE = (
     "torch/_C/_distributed",
     "verl/engines/ranks.py",
     "verl/checkpoint/ranks.py",
+    "verl/rollout/handover/collective.py",
 )
 _SHOWN_FRAMES = 12
 

@@ -9,27 +9,23 @@ whole for that long.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import socket
-import struct
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from verl.checkpoint import CheckpointManager
 from verl.observe.metrics import Metric
 from verl.rollout.base import Request, Response
-from verl.workers.local import LocalGroup
+from verl.rollout.handover.collective import SENDER, Link
+from verl.workers.process import patience, prepare
+from verl.workers.rank_group import RankGroup
 from verl.workers.serving import CallServer
 from verl.workers.shares import Arrays, from_arrays, to_arrays
 
@@ -38,13 +34,12 @@ if TYPE_CHECKING:
 
     from verl.config.schema import PPOConfig
     from verl.data.proto import DataProto
-    from verl.engines.base import TrainEngine
+    from verl.rollout.base import RolloutEngine
+    from verl.rollout.handover.fingerprint import Manifest
+    from verl.rollout.vllm.settings import ModelFacts
 
 FLUSH_S = 0.1
 """Finished responses travel together when they finish this close to each other."""
-_SIOCGIFADDR = 0x8915  # Linux
-_OWN_WEIGHTS = ("vllm", "sglang")
-"""Engines that generate from weights handed over to them, not from the trainer's."""
 
 
 @dataclass
@@ -63,68 +58,8 @@ class RankSetup:
     search_path: tuple[str, ...] = ()
     """Where the controller finds modules; plugins are found there too, if the folder is on this node."""
     model: nn.Module | None = None
-
-
-class HeldWeights:
-    """The actor as a rollout engine sees it: whole while held, so that generating needs no step with others."""
-
-    def __init__(self, engine: TrainEngine) -> None:
-        self._engine = engine
-        self._module: nn.Module | None = None
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        with self._engine.full_parameters() as module:
-            self._module = module
-            try:
-                yield
-            finally:
-                self._module = None
-
-    @contextmanager
-    def full_parameters(self) -> Iterator[nn.Module]:
-        if self._module is not None:
-            yield self._module
-            return
-        with self._engine.full_parameters() as module:
-            yield module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
-class RankGroup(LocalGroup):
-    """All roles of this rank. The engines shard themselves over the process group."""
-
-    def __init__(self, setup: RankSetup) -> None:
-        super().__init__(
-            setup.cfg,
-            setup.tokenizer,
-            training_steps=setup.training_steps,
-            model=setup.model,
-            bad_batch_dir=setup.run_folder / "bad_batches",
-        )
-        self.held = HeldWeights(self.actor_engine)
-        self.rollout.engine.update_weights(self.held, 0)
-        self._generation: ExitStack | None = None
-
-    def publish_weights(self) -> None:
-        self.rollout.engine.update_weights(self.held, self.policy_version)
-
-    def open_generation(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._resident("actor", optimizer=False))
-            if self.cfg.actor_rollout_ref.rollout.name not in _OWN_WEIGHTS:
-                stack.enter_context(self.held.hold())
-            self.rollout.engine.wake()
-            if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
-                stack.callback(self.rollout.engine.sleep)
-            self._generation = stack.pop_all()
-
-    def close_generation(self) -> None:
-        if self._generation is not None:
-            self._generation.close()
-            self._generation = None
+    devices: tuple[str, ...] = ()
+    """The GPU each rank sees, by rank."""
 
 
 class RankWorker(CallServer):
@@ -136,6 +71,7 @@ class RankWorker(CallServer):
         self._store: Any = None
         self._group: RankGroup | None = None
         self._checkpoints: CheckpointManager | None = None
+        self._link: Link | None = None
 
     @property
     def group(self) -> RankGroup:
@@ -160,14 +96,9 @@ class RankWorker(CallServer):
 
     def do_build(self, setup: RankSetup) -> None:
         """Join the process group and load this rank's part of the models."""
-        from verl.config.load import import_plugins
-        from verl.trainer.setup import quiet_transformers, seed_everything
+        from verl.trainer.setup import seed_everything
 
-        quiet_transformers()
-        sys.path += [folder for folder in setup.search_path if folder not in sys.path]
-        import_plugins(setup.cfg)
-        if setup.threads is not None:
-            torch.set_num_threads(setup.threads)
+        prepare(setup, self._address)
         if self.world_size > 1:
             self._join(setup)
         seed_everything(setup.cfg.trainer.seed)
@@ -177,15 +108,11 @@ class RankWorker(CallServer):
 
     def build_group(self, setup: RankSetup) -> Any:
         """What this rank trains with, once it has joined the others."""
-        return RankGroup(setup)
+        return RankGroup(setup, self.rank)
 
     def _join(self, setup: RankSetup) -> None:
         assert setup.store is not None
         cuda = setup.cfg.trainer.device == "cuda"
-        # Left alone, gloo takes the address of the host's name, which is often one that others cannot reach.
-        interface = interface_of("127.0.0.1" if setup.one_host else self._address)
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
             self._store = dist.TCPStore(*setup.store, self.world_size, is_master=False)
         dist.init_process_group(
@@ -193,8 +120,7 @@ class RankWorker(CallServer):
             store=self._store,
             rank=self.rank,
             world_size=self.world_size,
-            # The controller notices a hang first and says who waits for whom; this is for when it is gone.
-            timeout=timedelta(seconds=2 * setup.cfg.trainer.watchdog_s + 60),
+            timeout=timedelta(seconds=patience(setup.cfg.trainer.watchdog_s)),
         )
 
     # -- passes and updates -------------------------------------------------------------------------------------
@@ -243,14 +169,31 @@ class RankWorker(CallServer):
         self.group.close_generation()
 
     def do_generate(self, requests: list[Request]) -> Iterator[list[Response]]:
-        finished: list[Response] = []
-        sent = time.monotonic()
-        for response in self.group.rollout.engine.generate(requests):
-            finished.append(response)
-            if time.monotonic() - sent > FLUSH_S:
-                yield finished
-                finished, sent = [], time.monotonic()
-        yield finished
+        return in_flushes(self.group.rollout.engine, requests)
+
+    # -- weights for processes that only generate ---------------------------------------------------------------
+
+    def do_model_facts(self) -> ModelFacts:
+        return self.group.model_facts()
+
+    def do_link(self, size: int) -> None:
+        """Rank 0 sends to all of them; the others only help it gather."""
+        if self.rank == 0:
+            watchdog_s = self.group.cfg.trainer.watchdog_s
+            self._link = Link(self._store, SENDER, size, self.group.device, patience(watchdog_s))
+
+    def do_hand_over(self, version: int) -> Manifest | None:
+        """What was sent, on the rank that sends."""
+        self.group.policy_version = version
+        with self.group.outgoing() as pairs:
+            if self._link is not None:
+                return self._link.send(pairs)
+            for _ in pairs:
+                pass
+        return None
+
+    def do_probe(self, prompt: tuple[int, ...], answers: list[tuple[int, ...]]) -> list[list[float]]:
+        return self.group.probe(prompt, answers)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -274,17 +217,16 @@ class RankWorker(CallServer):
             self._group = None
 
 
-def interface_of(address: str) -> str | None:
-    """The network interface that carries an IPv4 address; None where it cannot be found."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+def in_flushes(engine: RolloutEngine, requests: list[Request]) -> Iterator[list[Response]]:
+    """The engine's responses, a few at a time."""
+    finished: list[Response] = []
+    sent = time.monotonic()
+    for response in engine.generate(requests):
+        finished.append(response)
+        if time.monotonic() - sent > FLUSH_S:
+            yield finished
+            finished, sent = [], time.monotonic()
+    yield finished
 
 
 def _arrays(batch: DataProto) -> dict[str, np.ndarray]:

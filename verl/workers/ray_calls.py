@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from verl.errors import TrainingHalted, VerlError
 from verl.workers.outcome import Failure, Outcome, WorkersLost
 from verl.workers.pulse import Sign
-from verl.workers.silence import RESUME, who_waits_for_whom
+from verl.workers.silence import RESUME, label, who_waits_for_whom
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,17 @@ class RankCalls:
         self.names = [f"{role} {rank}" for rank in range(len(self.actors))]
         self.logs = [""] * len(self.actors)
         self.addresses: list[str] = []
+        self.devices: list[str] = []
         self.broken = False
         self._unanswered: dict[int, float] = {}
+
+    @classmethod
+    def together(cls, *parts: RankCalls) -> RankCalls:
+        """For calls that processes of several roles serve together, in this order; each keeps its name."""
+        calls = cls([actor for part in parts for actor in part.actors], parts[0].watchdog_s)
+        calls.names = [name for part in parts for name in part.names]
+        calls.logs = [log for part in parts for log in part.logs]
+        return calls
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -58,6 +67,7 @@ class RankCalls:
             self.names[rank] = f"{self.role} {rank} on {who['host']} (process {who['pid']})"
             self.logs[rank] = who["log"]
             self.addresses.append(who["address"])
+            self.devices.append(who["devices"])
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -94,7 +104,7 @@ class RankCalls:
     def value_of(self, call: str, rank: int, outcome: Outcome, pending: Mapping[Any, int]) -> Any:
         """The value of an answer, its log lines said; a failure is raised."""
         for line in outcome.lines:
-            text = line.text if rank == 0 and self.role == "rank" else f"{self.names[rank]}: {line.text}"
+            text = line.text if label(self.names[rank]) == "rank 0" else f"{self.names[rank]}: {line.text}"
             logging.getLogger(line.logger).log(line.level, "%s", text)
         if outcome.failure is not None:
             self.fail(call, rank, outcome.failure, pending)
@@ -128,9 +138,7 @@ class RankCalls:
         if min(*quiet, now - asked) > self.watchdog_s:
             self.broken = True
             everyone = self._signs(range(len(self.actors)))
-            raise WorkersLost(
-                who_waits_for_whom(call, self.watchdog_s, self.names, ranks, everyone, self.role)
-            )
+            raise WorkersLost(who_waits_for_whom(call, self.watchdog_s, self.names, ranks, everyone))
 
     def _signs(self, ranks: Sequence[int]) -> dict[int, Sign]:
         asked = {self.actors[rank].sign.remote(): rank for rank in ranks}
@@ -184,9 +192,8 @@ class RankCalls:
             return WorkersLost(str(error)) if problem.caused_by_another else error
         if isinstance(problem, RayTaskError):
             return TrainingHalted(f"{self.names[rank]}, in {call}: {problem}")
-        stopped = (
-            f" Because of it also stopped: {', '.join(f'{self.role} {r}' for r in others)}." if others else ""
-        )
+        short = ", ".join(label(self.names[other]) for other in others)
+        stopped = f" Because of it also stopped: {short}." if others else ""
         return WorkersLost(
             f"{self.names[rank]} died in {call}: {_why(problem)}.{stopped} {RESUME[0].upper()}{RESUME[1:]}."
             f"{self._last_words(rank)}"

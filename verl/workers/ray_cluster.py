@@ -10,7 +10,8 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,15 @@ from typing import Any
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.config.pools import engine_size, rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ConfigError, VerlError
@@ -29,6 +36,7 @@ from verl.workers.ray_actor import RankActor, ServingActor, remote_class
 logger = logging.getLogger(__name__)
 
 CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
+ROLLOUT = "actor_rollout_ref.rollout"
 ROOM_S = 30.0
 """How long a restart waits for its places; Ray counts a node as lost after half of it."""
 _REGISTER = "register worker"
@@ -57,6 +65,12 @@ class Pool:
     key: str
     nodes: int
     per_node: int
+    places: int = 1
+    """What one process takes of them: engines that share a model out over several GPUs are one process each."""
+
+    @property
+    def processes(self) -> int:
+        return self.nodes * self.per_node // self.places
 
 
 def pools(cfg: PPOConfig | SFTConfig) -> list[Pool]:
@@ -64,7 +78,9 @@ def pools(cfg: PPOConfig | SFTConfig) -> list[Pool]:
     found = [Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)]
     if isinstance(cfg, SFTConfig):
         return found
-    model = cfg.reward.reward_model
+    rollout, model = cfg.actor_rollout_ref.rollout, cfg.reward.reward_model
+    if rollout_pool(cfg):
+        found.append(Pool(ROLLOUT, rollout.nnodes, rollout.n_gpus_per_node, engine_size(cfg)))
     if model.enable and model.n_gpus_per_node:
         found.append(Pool("reward.reward_model", model.nnodes, model.n_gpus_per_node))
     return found
@@ -77,6 +93,8 @@ class Cluster:
         self.cfg = cfg
         self._key = key
         self._connected_here = False
+        self.started_here = False
+        """Whether the cluster is ours: then it has what it has, and nobody adds nodes to it."""
         self._group: PlacementGroup | None = None
         self.actors: list[Any] = []
 
@@ -97,7 +115,8 @@ class Cluster:
             "include_dashboard": False,
         }
         # One rank alone is this very process, which Ray does not count.
-        placed = [pool for pool in pools(self.cfg) if pool.key != "trainer" or world_size(self.cfg) > 1]
+        alone = world_size(self.cfg) == 1 and not (isinstance(self.cfg, PPOConfig) and rollout_pool(self.cfg))
+        placed = [pool for pool in pools(self.cfg) if pool.key != "trainer" or not alone]
         needed = sum(pool.per_node for pool in placed)
         cpus = settings.num_cpus or max(usable_cpus(), needed)
         if cpus < needed:
@@ -119,6 +138,7 @@ class Cluster:
     def _start_or_join(self, cpus: int, common: dict[str, Any]) -> None:
         try:
             ray.init(num_cpus=cpus, **common)
+            self.started_here = True
         except ValueError as error:
             if "existing cluster" not in str(error):
                 raise
@@ -139,23 +159,22 @@ class Cluster:
         return max(1, torch.get_num_threads() // self.pool.per_node)
 
     def place(self, timeout_s: float, actor: type[ServingActor] = RankActor) -> list[Any]:
-        """One actor per rank, `n_gpus_per_node` of them on each of `nnodes` nodes, rank by rank and node by node."""
-        per_node, nodes = self.pool.per_node, self.pool.nodes
+        """One actor per process, the same number on each of `nnodes` nodes, process by process and node by node."""
+        pool = self.pool
         if not self._reserve(timeout_s) or self._group is None:
             raise ClusterError(self._no_room())
         gpus = self.on_gpus()
         actor_class = remote_class(actor)
-        world = per_node * nodes
         threads = None if gpus else self.threads()
         self.actors = [
             actor_class.options(
-                num_cpus=1,
-                num_gpus=1 if gpus else 0,
+                num_cpus=pool.places,
+                num_gpus=pool.places if gpus else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=rank // per_node
+                    self._group, placement_group_bundle_index=rank * pool.places // pool.per_node
                 ),
-            ).remote(rank, world, threads)
-            for rank in range(world)
+            ).remote(rank, pool.processes, threads)
+            for rank in range(pool.processes)
         ]
         return self.actors
 
@@ -172,13 +191,25 @@ class Cluster:
         return bool(self._group.wait(timeout_s))
 
     def room(self) -> tuple[int, int]:
-        """Nodes and ranks per node that can be had now: as many as the config asks for, or what is left."""
+        """Nodes and ranks per node that can be had now: as many as the config asks for, or what is left beside the
+        other pools, which stay as they are."""
         trainer = self.cfg.trainer
+        others = [Cluster(self.cfg, pool.key) for pool in pools(self.cfg) if pool.key != self._key]
+        try:
+            for other in others:
+                if not other._reserve(ROOM_S):
+                    raise ClusterError(other._no_room())
+            return self._room_beside(others, trainer)
+        finally:
+            for other in others:
+                other._release()
+
+    def _room_beside(self, others: list[Cluster], trainer: Any) -> tuple[int, int]:
         deadline = time.monotonic() + ROOM_S
         while time.monotonic() < deadline:
             if self._reserve(1.0):
                 return trainer.nnodes, trainer.n_gpus_per_node
-            ranks = self._ranks_by_node()
+            ranks = self._ranks_by_node(others)
             if sum(count >= trainer.n_gpus_per_node for count in ranks) < trainer.nnodes:
                 break
         whole = sum(count >= trainer.n_gpus_per_node for count in ranks)
@@ -188,11 +219,22 @@ class Cluster:
             raise ClusterError(self._no_room())
         return 1, max(ranks)
 
-    def _ranks_by_node(self) -> list[int]:
-        """How many ranks each node that is alive could hold."""
-        names = self._bundle()
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return [int(min(node.get(name, 0) for name in names)) for node in alive]
+    def _ranks_by_node(self, others: Sequence[Cluster] = ()) -> list[int]:
+        """How many ranks each node that is alive could hold beside what others have reserved there."""
+        taken = Counter(node for other in others for node in other._reserved())
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        return [
+            max(
+                int(min(node["Resources"].get(name, 0) for name in self._bundle())) - taken[node["NodeID"]], 0
+            )
+            for node in alive
+        ]
+
+    def _reserved(self) -> Iterator[str]:
+        """The node of every place that is reserved."""
+        if self._group is not None:
+            for node in placement_group_table(self._group)["bundles_to_node_id"].values():
+                yield from [node] * self.pool.per_node
 
     def _no_room(self) -> str:
         """What was asked for and what there is, node by node."""
@@ -222,12 +264,15 @@ class Cluster:
         self.actors = []
         if self.cfg.ray_kwargs.timeline_json_file:
             write_timeline(Path(self.cfg.ray_kwargs.timeline_json_file))
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        self._release()
         if self._connected_here:
             ray.shutdown()
             self._connected_here = False
+
+    def _release(self) -> None:
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
 
 
 def write_timeline(path: Path) -> None:

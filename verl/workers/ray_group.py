@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
+from verl.config.pools import engine_size, rollout_pool
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
 from verl.workers.group import WorkerGroup
-from verl.workers.local import _pad_id
+from verl.workers.local import pad_id
 from verl.workers.needs import needs_critic
 from verl.workers.rank import RankSetup
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
+from verl.workers.ray_pool import RolloutPool
 from verl.workers.ray_rollout import SpreadRollout
 from verl.workers.rollout import GenerationSettings, OnFinish, RolloutRole
 from verl.workers.shares import deal, join, pad_rows, to_arrays
@@ -49,7 +51,7 @@ _LEARNT_FROM = {
 
 
 class RayGroup(WorkerGroup):
-    """One actor per GPU (or CPU process), all roles on each."""
+    """One actor per GPU (or CPU process), all roles on each; or rollout on others of its own."""
 
     def __init__(
         self,
@@ -62,18 +64,39 @@ class RayGroup(WorkerGroup):
     ) -> None:
         super().__init__(cfg)
         self.cluster = Cluster(cfg)
+        self.pool = RolloutPool(cfg) if rollout_pool(cfg) else None
         self._stored: _Stored | None = None
         self._size: ModelSize
         try:
             self.cluster.connect()
-            self.calls = RankCalls(self.cluster.place(START_S), cfg.trainer.watchdog_s)
+            self._place()
             self._build(tokenizer, training_steps, run_folder, model)
             self._size = self.calls.all("model_size")[0]
         except BaseException:
-            self.cluster.close()
+            self._end(ask=False)
             raise
-        rollout = SpreadRollout(self.calls, cfg.actor_rollout_ref.rollout.max_num_seqs)
-        self.rollout = RolloutRole(rollout, _pad_id(tokenizer))
+        self.rollout = RolloutRole(self._rollout(), pad_id(tokenizer))
+
+    def _place(self) -> None:
+        """The ranks and the processes that only generate: whoever needs more on one node first."""
+        cfg, pool = self.cfg, self.pool
+        wider = pool is not None and pool.cluster.pool.per_node > self.cluster.pool.per_node
+        if pool is not None and wider:
+            pool.place(START_S)
+        self.calls = RankCalls(self.cluster.place(START_S), cfg.trainer.watchdog_s)
+        if pool is not None and not wider:
+            pool.place(START_S)
+
+    def _rollout(self) -> SpreadRollout:
+        calls = self.calls if self.pool is None else self.pool.calls
+        size = engine_size(self.cfg) if self.pool is None else 1
+        return SpreadRollout(
+            calls,
+            self.cfg.actor_rollout_ref.rollout.max_num_seqs,
+            hosts=range(0, len(calls), size),
+            shared=self.pool is None,
+            publish=self._publish,
+        )
 
     def _build(self, tokenizer: Any, training_steps: int, run_folder: Path, model: nn.Module | None) -> None:
         setup = RankSetup(
@@ -83,7 +106,10 @@ class RayGroup(WorkerGroup):
             run_folder=run_folder.absolute(),
             model=model,
         )
-        build_ranks(self.cluster, self.calls, setup)
+        build_ranks(self.cluster, self.calls, setup, self.pool.calls.addresses if self.pool else ())
+        if self.pool is not None:
+            self.pool.build(self.calls, setup)
+            self.pool.hand_over(self.policy_version)
 
     # -- what the loop asks for ---------------------------------------------------------------------------------
 
@@ -113,7 +139,13 @@ class RayGroup(WorkerGroup):
         return reduce_metrics(found)
 
     def publish_weights(self) -> None:
-        self.calls.all("publish", self.policy_version)
+        self._publish(self.policy_version)
+
+    def _publish(self, version: int) -> None:
+        if self.pool is None:
+            self.calls.all("publish", version)
+        else:
+            self.pool.hand_over(version)
 
     def model_size(self) -> ModelSize:
         return self._size
@@ -123,7 +155,14 @@ class RayGroup(WorkerGroup):
         return {"actor": None, **({"critic": None} if needs_critic(self.cfg) else {})}
 
     def close(self) -> None:
-        self.calls.dismiss(CLOSE_S)
+        broken = self.calls.broken or (self.pool is not None and self.pool.broken())
+        if not broken:
+            self.calls.dismiss(CLOSE_S)
+        self._end(ask=not broken)
+
+    def _end(self, *, ask: bool) -> None:
+        if self.pool is not None:
+            self.pool.close(CLOSE_S, ask=ask)
         self.cluster.close()
 
     # -- how a batch reaches the ranks --------------------------------------------------------------------------
@@ -154,15 +193,17 @@ class RayGroup(WorkerGroup):
         return self._stored
 
 
-def build_ranks(cluster: Cluster, calls: RankCalls, setup: RankSetup) -> None:
-    """Let the ranks meet and build what `setup` (its config is changed to their device) says."""
+def build_ranks(cluster: Cluster, calls: RankCalls, setup: RankSetup, others: Sequence[str] = ()) -> None:
+    """Let the ranks meet and build what `setup` (its config is changed to their device) says. `others` are the
+    addresses of processes that will meet rank 0 too."""
     calls.introduce(START_S)
     gpus = cluster.on_gpus()
     setup.cfg.trainer.device = "cuda" if gpus else "cpu"
     setup.threads = None if gpus else cluster.threads()
-    setup.one_host = len(set(calls.addresses)) == 1
+    setup.one_host = len({*calls.addresses, *others}) == 1
+    setup.devices = tuple(calls.devices)
     setup.search_path = tuple(os.path.abspath(folder) for folder in sys.path)
-    if len(calls) > 1:
+    if len(calls) > 1 or others:
         address = "127.0.0.1" if setup.one_host else calls.addresses[0]
         setup.store = calls.one(0, "open_store", address)
     calls.all("build", ray.put(setup))

@@ -1,4 +1,4 @@
-"""Generation over all ranks as one rollout engine: a queue of prompts that ranks take from as they get free.
+"""Generation over many processes as one rollout engine: a queue of prompts that ranks take from as they get free.
 
 What always holds: a prompt that no engine has room for waits in the queue until a rank is free for it, so a rank
 that finishes early takes what others have not started; the tokens do not depend on which rank drew them, because
@@ -7,7 +7,7 @@ every draw is keyed by request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -19,27 +19,41 @@ from verl.workers.shares import pieces
 
 
 class SpreadRollout(RolloutEngine):
-    """Sends requests to the ranks' engines and yields their responses as they finish."""
+    """Sends requests to the ranks' engines and yields their responses as they finish.
 
-    def __init__(self, calls: RankCalls, max_num_seqs: int) -> None:
+    `hosts` are the ranks that have one; `shared` says that the ranks also train, so that generation is opened and
+    closed on all of them. `publish` brings new weights to the engines."""
+
+    def __init__(
+        self,
+        calls: RankCalls,
+        max_num_seqs: int,
+        *,
+        hosts: Sequence[int],
+        shared: bool,
+        publish: Callable[[int], None],
+    ) -> None:
         self._calls = calls
         self._max_num_seqs = max_num_seqs
+        self._hosts, self._shared, self._publish = list(hosts), shared, publish
         self.taken: list[int] = []
-        """Of the last `generate`: requests each rank took."""
+        """Of the last `generate`: requests each host took."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
         requests = list(requests)
-        self._calls.all("open_generation")
+        if self._shared:
+            self._calls.all("open_generation")
         yield from self._run(requests)
-        self._calls.all("close_generation")
+        if self._shared:
+            self._calls.all("close_generation")
 
     def _run(self, requests: list[Request]) -> Iterator[Response]:
-        self.taken = [0] * len(self._calls)
+        self.taken = [0] * len(self._hosts)
         capacity = max(1, self._max_num_seqs // max((request.n for request in requests), default=1))
-        cut = pieces(len(requests), len(self._calls), capacity)
+        cut = pieces(len(requests), len(self._hosts), capacity)
         waiting = (requests[piece.start : piece.stop] for piece in cut)
         running: dict[Any, int] = {}
-        for rank in range(len(self._calls)):
+        for rank in self._hosts:
             self._give(rank, waiting, running)
         while running:
             for stream in self._calls.ready("generate", running):
@@ -60,8 +74,8 @@ class SpreadRollout(RolloutEngine):
             actor = self._calls.actors[rank]
             stream = actor.stream.options(num_returns="streaming").remote("generate", piece)
             running[stream] = rank
-            self.taken[rank] += len(piece)
+            self.taken[self._hosts.index(rank)] += len(piece)
 
     def update_weights(self, source: Any, version: int) -> None:
-        """On every rank the engine generates from the rank's own actor: only the version is new."""
-        self._calls.all("publish", version)
+        """The ranks' engines take the weights of the ranks' actor."""
+        self._publish(version)

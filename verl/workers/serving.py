@@ -59,4 +59,11 @@ class CallServer:
 
     def do_who(self, address: str = "127.0.0.1", log: str = "") -> dict[str, Any]:
         self._address = address
-        return {"host": socket.gethostname(), "pid": os.getpid(), "address": address, "log": log}
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "address": address,
+            "log": log,
+            "devices": devices,
+        }

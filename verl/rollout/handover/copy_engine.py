@@ -150,9 +150,17 @@ class CopyRollout(RolloutEngine):
         if not self.asleep:
             self.prove()
 
+    def take_first_weights(self, source: Any) -> None:
+        """What an engine is built with; a source whose weights come from another process has none yet."""
+        if not getattr(source, "arrives_later", False):
+            self.update_weights(source, 0)
+
     def prove(self) -> None:
-        """Compare a few log-probs with the trainer's."""
+        """Compare a few log-probs with the trainer's. Where the trainer is another process, whoever holds both asks
+        for them (`verl.rollout.handover.arriving`)."""
         self._unproven = False
+        if getattr(self.source, "arrives_later", False):
+            return
         prompt = probe_prompt(self.vocab_size)
         sampling = SamplingParams(max_tokens=RESPONSE_TOKENS, ignore_eos=True)
         self._aborted.clear()

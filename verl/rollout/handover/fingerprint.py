@@ -41,7 +41,13 @@ class Manifest(dict[str, str]):
             yield name, tensor
 
 
-def compare(sent: dict[str, str], received: dict[str, str], version: int, engine: str) -> None:
+def compare(
+    sent: dict[str, str],
+    received: dict[str, str],
+    version: int,
+    engine: str,
+    advice: str = "if it happens again, use actor_rollout_ref.rollout.name=native and report it",
+) -> None:
     """TrainingHalted when the two sides differ, with both values of the first that do."""
     different = [name for name in sent if received.get(name) != sent[name]]
     extra = [name for name in received if name not in sent]
@@ -54,6 +60,5 @@ def compare(sent: dict[str, str], received: dict[str, str], version: int, engine
     raise TrainingHalted(
         f"the weights {engine} received for policy version {version} are not those the trainer sent: "
         f"{len(different) + len(extra)} of {len(sent)} tensors differ.\n  " + "\n  ".join(lines) + "\n"
-        "Going on would train on responses of another policy. Restart from the last checkpoint; if it happens "
-        "again, use actor_rollout_ref.rollout.name=native and report it"
+        f"Going on would train on responses of another policy. Restart from the last checkpoint; {advice}"
     )

@@ -50,7 +50,12 @@ def trainer_log_probs(source: Any, prompt: Sequence[int], tokens: Sequence[int])
 
 
 def check_probe(
-    engine: Sequence[float], trainer: Sequence[float], precision: str, version: int, name: str
+    engine: Sequence[float],
+    trainer: Sequence[float],
+    precision: str,
+    version: int,
+    name: str,
+    advice: str = "use actor_rollout_ref.rollout.name=native if it happens again",
 ) -> float:
     """The mean difference; TrainingHalted, with both sides, when arithmetic cannot explain it."""
     pairs = list(zip(engine, trainer, strict=True))
@@ -63,5 +68,5 @@ def check_probe(
         f"{name} does not compute with the trainer's weights of policy version {version}: log-probs of a fixed "
         f"prompt differ by {difference:.4g} on average, {allowed:g} is what {precision} explains "
         f"({name}/trainer: {shown}). Going on would train on responses of another policy; restart from the last "
-        "checkpoint, and use actor_rollout_ref.rollout.name=native if it happens again"
+        f"checkpoint, and {advice}"
     )

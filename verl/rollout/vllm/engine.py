@@ -57,7 +57,7 @@ class VLLMRollout(CopyRollout):
         if self.facts.lora_rank:
             hand_over(base_weights(source), self.facts.tied, 0, self._deliver)
             self.adapters = Adapters(self._load_adapter, self._unload_adapter)
-        self.update_weights(source, 0)
+        self.take_first_weights(source)
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         import vllm

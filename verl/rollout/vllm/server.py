@@ -63,7 +63,7 @@ class VLLMServerRollout(ServerRollout):
             if self.facts.lora_rank:
                 hand_over(base_weights(source), self.facts.tied, 0, self._deliver)
                 self.adapters = Adapters(self._load_adapter, self._unload_adapter)
-            self.update_weights(source, 0)
+            self.take_first_weights(source)
         except BaseException:
             self.close()
             raise

@@ -9,11 +9,13 @@ import json
 import os
 import secrets
 import tempfile
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from verl.errors import ConfigError
 from verl.models.lora import has_lora
@@ -63,8 +65,11 @@ class ModelFacts:
 
 
 def read_model(source: Any, tokenizer: Any) -> ModelFacts:
-    """The facts of a source's model."""
-    with whole_module(source) as module:
+    """The facts of a source's model. A source that is far from its model brings them along."""
+    given: ModelFacts | None = getattr(source, "model_facts", None)
+    if given is not None:
+        return replace(given, folder=_new_folder())
+    with _module_of(source) as module:
         model = causal_lm(module)
         embeddings = model.get_input_embeddings()
         weight = embeddings.weight
@@ -72,17 +77,30 @@ def read_model(source: Any, tokenizer: Any) -> ModelFacts:
         dtype = getattr(settings, "dtype", None)
         dtype = dtype if isinstance(dtype, torch.dtype) else weight.dtype
         config = model.config.get_text_config()
+        # Of the engine where there is one: its weights may be waiting in host memory.
+        device = getattr(source, "device", None)
+        device = device if isinstance(device, torch.device) else weight.device
         return ModelFacts(
-            folder=Path(tempfile.gettempdir()) / f"verl-rollout-{secrets.token_hex(8)}",
+            folder=_new_folder(),
             config_json=_config_json(model),
             vocab_size=int(embeddings.num_embeddings),
             eos_ids=eos_token_ids(model, tokenizer),
             dtype=str(dtype).removeprefix("torch."),
-            device=weight.device.type,
+            device=device.type,
             tied=tied_head(model),
             lora_rank=int(model.verl_lora_config.r) if has_lora(model) else 0,
             max_positions=getattr(config, "max_position_embeddings", None),
         )
+
+
+def _new_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"verl-rollout-{secrets.token_hex(8)}"
+
+
+def _module_of(source: Any) -> AbstractContextManager[nn.Module]:
+    """The module for looking at, not for computing: sharded weights need not be gathered for that."""
+    model = None if isinstance(source, nn.Module) else getattr(source, "model", None)
+    return nullcontext(model) if isinstance(model, nn.Module) else whole_module(source)
 
 
 def _config_json(model: Any) -> str:
@@ -173,6 +191,9 @@ def engine_arguments(config: Any, facts: ModelFacts) -> dict[str, Any]:
     arguments["max_num_batched_tokens"] = max(
         int(getattr(config, "max_num_batched_tokens", 8192)), arguments["max_num_seqs"]
     )
+    if arguments["tensor_parallel_size"] > 1:
+        # Left alone, vLLM inside a Ray actor looks for workers in the actor's own placement group.
+        arguments["distributed_executor_backend"] = "mp"
     if kind == "fp8":
         arguments["quantization"] = "fp8"
     if cuda:

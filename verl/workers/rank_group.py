@@ -1,0 +1,161 @@
+"""The roles of one rank: its shards of every model, and its part in generating.
+
+Where a rank's engine is depends on the config: on every rank (the trainer's own weights, whole while generating; or an
+engine with a copy), on the first of each group of ranks that share one (`rollout.tensor_model_parallel_size`), or in
+processes that only generate (`rollout.n_gpus_per_node`).
+
+What always holds: every rank makes the same collective calls in the same order, with or without an engine of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.config.pools import OWN_COPY, engine_size, rollout_pool
+from verl.engines.export import whole_weights
+from verl.rollout.handover.bystanders import Elsewhere, Follower
+from verl.rollout.handover.probe import trainer_log_probs
+from verl.rollout.handover.weights import Pairs
+from verl.rollout.vllm.settings import ModelFacts, read_model
+from verl.workers.local import LocalGroup
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from verl.engines.base import TrainEngine
+    from verl.rollout.base import RolloutEngine
+    from verl.workers.rank import RankSetup
+
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+class HeldWeights:
+    """The actor as a rollout engine sees it: whole while held, so that generating needs no step with others."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self._module: nn.Module | None = None
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with self._engine.full_parameters() as module:
+            self._module = module
+            try:
+                yield
+            finally:
+                self._module = None
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[nn.Module]:
+        if self._module is not None:
+            yield self._module
+            return
+        with self._engine.full_parameters() as module:
+            yield module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class RankGroup(LocalGroup):
+    """All roles of this rank. The engines shard themselves over the process group."""
+
+    def __init__(self, setup: RankSetup, rank: int) -> None:
+        self._rank, self._devices = rank, setup.devices
+        super().__init__(
+            setup.cfg,
+            setup.tokenizer,
+            training_steps=setup.training_steps,
+            model=setup.model,
+            bad_batch_dir=setup.run_folder / "bad_batches",
+        )
+        self.held = HeldWeights(self.actor_engine)
+        self.rollout.engine.update_weights(self.held, 0)
+        self._generation: ExitStack | None = None
+
+    # -- generating ---------------------------------------------------------------------------------------------
+
+    def rollout_engine(self, tokenizer: Any) -> RolloutEngine:
+        """This rank's engine, or what stands in its place."""
+        rollout, size = self.cfg.actor_rollout_ref.rollout, engine_size(self.cfg)
+        if rollout_pool(self.cfg):
+            return Elsewhere()
+        if size == 1:
+            return super().rollout_engine(tokenizer)
+        if self._rank % size:
+            return Follower(rollout.name, self.actor_engine, tokenizer, rollout)
+        shared = self._devices[self._rank : self._rank + size]
+        with _visible(shared if self.device.type == "cuda" else ()):
+            return super().rollout_engine(tokenizer)
+
+    def publish_weights(self) -> None:
+        self._make_room()
+        self.rollout.engine.update_weights(self.held, self.policy_version)
+
+    def open_generation(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._resident("actor", optimizer=False))
+            if self.cfg.actor_rollout_ref.rollout.name not in OWN_COPY:
+                stack.enter_context(self.held.hold())
+            self._make_room()
+            self.rollout.engine.wake()
+            if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
+                stack.callback(self.rollout.engine.sleep)
+            self._generation = stack.pop_all()
+
+    def close_generation(self) -> None:
+        if self._generation is not None:
+            self._generation.close()
+            self._generation = None
+
+    def _make_room(self) -> None:
+        """What torch keeps for later is not free to an engine in other processes: given back on every GPU that the
+        engine shares, before its host wakes it."""
+        if self.device.type == "cuda" and self.cfg.actor_rollout_ref.rollout.name in OWN_COPY:
+            torch.cuda.empty_cache()
+            if engine_size(self.cfg) > 1:
+                engine: Any = self.actor_engine
+                engine.ranks.barrier()
+
+    # -- for processes that only generate -----------------------------------------------------------------------
+
+    def model_facts(self) -> ModelFacts:
+        """What such a process has to know of the model. Adapters reach it merged."""
+        return replace(read_model(self.actor_engine, None), lora_rank=0)
+
+    @contextmanager
+    def outgoing(self) -> Iterator[Pairs]:
+        """Every weight, gathered one at a time: all ranks go through them in step. Engines of other makers know the
+        names of the model's files, our own those of the module."""
+        engine: Any = self.actor_engine
+        with self._resident("actor", optimizer=False), engine.ranks.watching():
+            if self.cfg.actor_rollout_ref.rollout.name in OWN_COPY:
+                yield engine.export_parameters()
+            else:
+                yield whole_weights(engine.model, engine.settings.dtype)
+
+    def probe(self, prompt: tuple[int, ...], answers: list[tuple[int, ...]]) -> list[list[float]]:
+        """The trainer's own log-probs of what engines elsewhere drew after `prompt`."""
+        with self._resident("actor", optimizer=False):
+            return [trainer_log_probs(self.actor_engine, prompt, tokens) or [] for tokens in answers]
+
+
+@contextmanager
+def _visible(devices: tuple[str, ...]) -> Iterator[None]:
+    """Processes started inside see these GPUs; this one has its own already."""
+    before = os.environ.get(_DEVICES)
+    if devices:
+        os.environ[_DEVICES] = ",".join(devices)
+    try:
+        yield
+    finally:
+        if devices and before is None:
+            del os.environ[_DEVICES]
+        elif before is not None:
+            os.environ[_DEVICES] = before

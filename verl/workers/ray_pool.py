@@ -1,0 +1,100 @@
+"""The processes that only generate, seen from the controller: placed, linked to the trainer, and given its weights.
+
+What always holds: after every hand-over all of them have exactly what the trainer sent and compute what it computes, or
+the run stops with both values; whoever dies or hangs in it is named, on either side.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from verl.rollout.handover.fingerprint import compare
+from verl.rollout.handover.probe import check_probe
+from verl.workers.ray_actor import ServingActor
+from verl.workers.ray_calls import RankCalls
+from verl.workers.ray_cluster import ROLLOUT, Cluster
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
+    from verl.rollout.handover.arriving import Arrival
+    from verl.workers.rank import RankSetup
+    from verl.workers.serving import CallServer
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = (
+    f"generate on the trainer's own GPUs ({ROLLOUT}.nnodes=0 {ROLLOUT}.n_gpus_per_node=0) if it happens again"
+)
+
+
+class RolloutActor(ServingActor):
+    """A process that only generates."""
+
+    def server(self, rank: int, world_size: int) -> CallServer:
+        from verl.workers.rollout_rank import RolloutWorker
+
+        return RolloutWorker(rank)
+
+
+class RolloutPool:
+    """Engines in processes of their own, behind `calls`."""
+
+    def __init__(self, cfg: PPOConfig) -> None:
+        self.cluster = Cluster(cfg, ROLLOUT)
+        self._watchdog_s = cfg.trainer.watchdog_s
+        self.calls: RankCalls
+        self._everyone: RankCalls
+        self._trainer: RankCalls
+
+    def place(self, timeout_s: float) -> None:
+        """Start the processes and learn who they are."""
+        from verl.workers.rollout_rank import ROLE
+
+        self.calls = RankCalls(self.cluster.place(timeout_s, RolloutActor), self._watchdog_s, ROLE)
+        self.calls.introduce(timeout_s)
+
+    def build(self, trainer: RankCalls, setup: RankSetup) -> None:
+        """Start the engines (the trainer's ranks have been built with `setup`) and connect both sides."""
+        facts = trainer.all("model_facts")[0]
+        own = copy.copy(setup)
+        own.threads = None if setup.threads is None else self.cluster.threads()
+        self.calls.all("build", ray.put(own), facts)
+        self._trainer = trainer
+        self._everyone = RankCalls.together(trainer, self.calls)
+        self._everyone.all("link", 1 + len(self.calls))
+        pool = self.cluster.pool
+        logger.info(
+            "rollout: %d processes of its own (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
+            len(self.calls),
+            ROLLOUT,
+            pool.nodes,
+            ROLLOUT,
+            pool.per_node,
+        )
+
+    def hand_over(self, version: int) -> None:
+        """The trainer's weights to all of them, as policy `version`; compared by fingerprint and by log-probs."""
+        sent, *found = self._everyone.all("hand_over", version)
+        arrivals: list[Arrival] = found[len(self._trainer) - 1 :]
+        for name, arrival in zip(self.calls.names, arrivals, strict=True):
+            compare(sent, arrival.received, version, name, _ADVICE)
+        prompt, answers = arrivals[0].prompt, list({arrival.tokens for arrival in arrivals})
+        known = dict(zip(answers, self._trainer.all("probe", prompt, answers)[0], strict=True))
+        for name, arrival in zip(self.calls.names, arrivals, strict=True):
+            ours = known[arrival.tokens]
+            check_probe(arrival.log_probs, ours, arrival.precision, version, name, _ADVICE)
+
+    def broken(self) -> bool:
+        """Whether a call to these processes, alone or together with the trainer's, has failed."""
+        parts: list[Any] = [getattr(self, name, None) for name in ("calls", "_everyone")]
+        return any(part is not None and part.broken for part in parts)
+
+    def close(self, seconds: float, *, ask: bool) -> None:
+        """End them, after letting the engines close where that can be asked for."""
+        if ask and hasattr(self, "calls"):
+            self.calls.dismiss(seconds)
+        self.cluster.close()

@@ -1,0 +1,127 @@
+"""A process that only generates (`rollout.n_gpus_per_node`): an engine, a copy of the weights, no optimiser.
+
+What always holds: it generates from the weights of the last hand-over and says their version with every response; until
+the first hand-over it is asked for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from verl.config.pools import OWN_COPY
+from verl.errors import ModelError
+from verl.models.loading import disable_dropout, load_causal_lm
+from verl.rollout import build_rollout
+from verl.rollout.base import Request, Response, RolloutEngine
+from verl.rollout.handover.arriving import Arrival, ArrivingWeights, load_into, probe
+from verl.rollout.handover.collective import Link
+from verl.workers.local import choose_device
+from verl.workers.process import patience, prepare
+from verl.workers.rank import RankSetup, in_flushes
+from verl.workers.serving import CallServer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from verl.rollout.vllm.settings import ModelFacts
+
+ROLE = "rollout rank"
+
+
+class RolloutWorker(CallServer):
+    """One engine, on one GPU or on several that share a copy of the model."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, ROLE)
+        self._engine: RolloutEngine | None = None
+        self._module: nn.Module | None = None
+        self._arriving: ArrivingWeights | None = None
+        self._link: Link | None = None
+
+    @property
+    def engine(self) -> RolloutEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def do_build(self, setup: RankSetup, facts: ModelFacts) -> None:
+        """Start the engine; its weights come by the first hand-over."""
+        from verl.trainer.setup import seed_everything
+
+        prepare(setup, self._address)
+        seed_everything(setup.cfg.trainer.seed)
+        self._setup, self._facts = setup, facts
+        rollout = setup.cfg.actor_rollout_ref.rollout
+        # The GPUs this process sees are its own: a server it starts has no others to look for.
+        rollout.n_gpus_per_node = rollout.nnodes = 0
+        self._device = choose_device(setup.cfg.trainer.device)
+        source: Any
+        if rollout.name in OWN_COPY:
+            source = self._arriving = ArrivingWeights(facts)
+        else:
+            source = self._module = self._load()
+        self._engine = build_rollout(rollout.name, source, setup.tokenizer, rollout)
+
+    def _load(self) -> nn.Module:
+        """The module to generate from, in the rollout's type."""
+        model, wanted = (
+            self._setup.cfg.actor_rollout_ref.model,
+            self._setup.cfg.actor_rollout_ref.rollout.dtype,
+        )
+        dtype = getattr(torch, self._facts.dtype if wanted in ("auto", "fp8") else wanted)
+        given = self._setup.model
+        if given is not None:
+            given = given.get_base_model() if hasattr(given, "get_base_model") else given  # type: ignore[operator]
+            disable_dropout(given)
+            return given.to(device=self._device, dtype=dtype).requires_grad_(False)
+        if not model.path:
+            raise ModelError(
+                "no model is given; set actor_rollout_ref.model.path to a Hugging Face folder or name"
+            )
+        loaded = load_causal_lm(
+            model.path,
+            dtype=dtype,
+            device=self._device,
+            trust_remote_code=bool(model.trust_remote_code),
+            override_config=dict(model.override_config),
+        )
+        return loaded.requires_grad_(False)
+
+    def do_link(self, size: int) -> None:
+        """Join the group of the trainer's sending rank and everybody who generates."""
+        assert self._setup.store is not None
+        wait_s = patience(self._setup.cfg.trainer.watchdog_s)
+        store = dist.TCPStore(*self._setup.store, None, is_master=False)
+        self._link = Link(store, 1 + self.rank, size, self._device, wait_s)
+        if self._arriving is not None:
+            self._arriving.link = self._link
+
+    def do_hand_over(self, version: int) -> Arrival:
+        """Take the weights the trainer sends now, and show what is computed with them."""
+        assert self._link is not None
+        rollout = self._setup.cfg.actor_rollout_ref.rollout
+        if self._module is not None:
+            received = load_into(self._module, self._link.receive())
+            self.engine.update_weights(self._module, version)
+        else:
+            assert self._arriving is not None
+            self.engine.update_weights(self._arriving, version)
+            received = self._arriving.received
+        return probe(
+            self.engine,
+            received,
+            vocab_size=self._facts.vocab_size,
+            max_length=rollout.max_model_len,
+            precision=self._facts.dtype if rollout.dtype == "auto" else rollout.dtype,
+        )
+
+    def do_generate(self, requests: list[Request]) -> Iterator[list[Response]]:
+        return in_flushes(self.engine, requests)
+
+    def do_close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
