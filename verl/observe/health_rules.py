@@ -111,8 +111,8 @@ def reward_never_called(h: History) -> str | None:
     if h.latest("reward/calls") != 0:
         return None
     return (
-        "the reward function was not called in this step: every score came from elsewhere. "
-        "Check reward.custom_reward_function.path and .name, and data_source in the data"
+        "the reward function was not called in this step: the reward manager took every score from elsewhere. "
+        "Check reward.reward_manager.name, reward.custom_reward_function.path and .name, and data_source in the data"
     )
 
 

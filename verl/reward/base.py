@@ -52,6 +52,11 @@ class RewardManager(ABC):
     def collect(self) -> dict[int, RewardResult]:
         """Wait for everything submitted since the last collect: results by `sample.index`."""
 
+    def take_calls(self) -> int | None:
+        """Calls of reward functions since this was last asked (`reward/calls`); a function of the whole batch counts
+        once. None: there is no function to call, or the manager does not count."""
+        return None
+
     def check(  # noqa: B027 - a manager may have nothing to check
         self, data_sources: Collection[str] = (), columns: Collection[str] | None = None
     ) -> None:

@@ -22,6 +22,7 @@ class InProcessBackend:
         self.functions = list(functions)
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
+        self.calls = 0
         self._tasks: list[tuple[Hashable, int, Sequence[RewardSample]]] = []
 
     @property
@@ -33,6 +34,7 @@ class InProcessBackend:
 
     def drain(self) -> dict[Hashable, list[RewardResult]]:
         tasks, self._tasks = self._tasks, []
+        self.calls += len(tasks)
         results: dict[Hashable, list[RewardResult]] = {}
         waiting = []
         for key, number, samples in tasks:

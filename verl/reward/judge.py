@@ -55,6 +55,8 @@ class JudgeFailed(Exception):
 class JudgeBackend:
     """Asks the judge about each sample."""
 
+    calls = None
+
     def __init__(self, config: Any) -> None:
         self._config = config
         self._url = _endpoint(config.base_url)

@@ -39,6 +39,10 @@ class Backend(Protocol):
     @property
     def signatures(self) -> list[Signature]: ...
 
+    @property
+    def calls(self) -> int | None:
+        """Calls of functions so far, failed ones included; None for what is no function (a model, a judge)."""
+
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None: ...
 
     def drain(self) -> dict[Hashable, list[RewardResult]]: ...
@@ -69,6 +73,7 @@ class FunctionRewardManager(RewardManager):
         self._samples: list[RewardSample] = []
         # Part of every key, so that what an interrupted batch left behind is never taken for a result of this one.
         self._batch = 0
+        self._calls_taken = 0
 
     @property
     def reward_keys(self) -> list[str]:
@@ -138,6 +143,14 @@ class FunctionRewardManager(RewardManager):
         for shaper in self._shapers:
             results = shaper(samples, results)
         return {sample.index: result for sample, result in zip(samples, results, strict=True)}
+
+    def take_calls(self) -> int | None:
+        counts = [backend.calls for backend in _distinct(part.backend for part in self._parts)]
+        known = [count for count in counts if count is not None]
+        if not known:
+            return None
+        before, self._calls_taken = self._calls_taken, sum(known)
+        return self._calls_taken - before
 
     def close(self) -> None:
         for backend in _distinct(part.backend for part in self._parts):

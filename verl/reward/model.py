@@ -141,6 +141,8 @@ class RewardModel:
 class ModelBackend:
     """The reward model as one of a manager's rewards, in this process; loaded when first needed."""
 
+    calls = None
+
     def __init__(self, config: Any) -> None:
         check_path(config)
         self._config = config

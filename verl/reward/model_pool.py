@@ -142,6 +142,8 @@ class ModelPool:
 class ModelPoolBackend:
     """The pool as one of a manager's rewards: a thread for each process hands it one piece after the other."""
 
+    calls = None
+
     def __init__(self, pool: ModelPool) -> None:
         self._pool = pool
         self._changed = threading.Condition()

@@ -68,6 +68,7 @@ class WorkerPool:
         self.num_workers = num_workers
         self._names = ", ".join(spec.describe() for spec in specs)
         self.restarts = 0
+        self.calls = 0
         self._death_level = logging.DEBUG if quiet else logging.WARNING
         self._setup = WorkerSetup(
             tuple(specs), timeout_s, memory_limit_mb, dict(scorers or {}), sandbox_settings or Settings()
@@ -239,6 +240,7 @@ class WorkerPool:
     def _answer(self, task: Task, results: list[RewardResult]) -> None:
         with self._changed:
             self._results[task.key] = results
+            self.calls += 1
             self._open_tasks -= 1
             if not self._open_tasks:
                 self._changed.notify_all()

@@ -50,10 +50,19 @@ class Experience:
         """The batch of `step`: `train_batch_size` prompts with `n` scored responses each."""
         cfg = self.cfg
         settings = training_settings(cfg.actor_rollout_ref.rollout, cfg.data.max_response_length, step)
-        if not cfg.algorithm.filter_groups.enable:
+        self._calls()  # those of validation are not of this step
+        if cfg.algorithm.filter_groups.enable:
+            batch, metrics = self._until_full(prompts, settings, timer)
+        else:
             batch = self._one_round(next(prompts), settings, timer)
-            return batch, reward_metrics(batch)
-        return self._until_full(prompts, settings, timer)
+            metrics = reward_metrics(batch)
+        return batch, metrics | self._calls()
+
+    def _calls(self) -> dict[str, float]:
+        """Calls of reward functions since this was last asked; nothing where nobody counts them."""
+        take = getattr(self.rewards, "take_calls", None)
+        count = take() if take is not None else None
+        return {} if count is None else {"reward/calls": float(count)}
 
     def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
         """Generate and score one round. Rewards run while other responses are still being generated."""
