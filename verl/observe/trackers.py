@@ -198,22 +198,34 @@ class WandbTracker:
             raise missing_package("wandb", "wandb", "trainer.logger=wandb") from None
         self._wandb = wandb
         settings = wandb.Settings(http_proxy=proxy, https_proxy=proxy) if proxy else None
-        self._run = wandb.init(
-            project=project,
-            name=experiment,
-            config=jsonable(config),
-            dir=str(run_folder.path),
-            settings=settings,
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=experiment,
+                config=jsonable(config),
+                dir=str(run_folder.path),
+                settings=settings,
+            )
+        except wandb.errors.Error as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            raise ConfigError(
+                f"trainer.logger names wandb, which could not start: {reason}. Log in (`wandb login`, or the "
+                "environment variable WANDB_API_KEY), keep the run on this machine (WANDB_MODE=offline), check "
+                f"trainer.wandb_proxy (now {proxy}), or take wandb out of trainer.logger"
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(dict(metrics), step=step)
+        # Without `commit` it keeps a step back until the next one begins: seen late, and lost with a killed process.
+        self._run.log(dict(metrics), step=step, commit=True)
 
     def log_samples(self, step: int, rows: list[Any]) -> None:
         if rows:
             columns = list(rows[0])
             data = [[_plain(row.get(column)) for column in columns] for row in rows]
-            self._run.log({"validation/samples": self._wandb.Table(columns=columns, data=data)}, step=step)
+            table = self._wandb.Table(columns=columns, data=data)
+            self._run.log(
+                {"validation/samples": table}, step=step
+            )  # the step's metrics follow and complete it
 
     def close(self) -> None:
         self._run.finish()
