@@ -319,7 +319,7 @@ def _run_folder_is_a_file(model, tmp_path):
         ("model.strategy=zero3", "fsdp"),
         ("optim.lr=fast", "optim.lr"),
         ("trainer.logger=[carrier_pigeon]", "console"),
-        ("trainer.n_gpus_per_node=4", "trainer.n_gpus_per_node=1"),
+        ("trainer.n_gpus_per_node=16", "fewer rows than the 16 ranks.*at least 16"),
         ("trainer.resume_from_path=/nowhere/global_step_3", "/nowhere/global_step_3"),
         (_without_tokenizer, "no tokenizer"),
         (_without_template, "no chat template"),

@@ -5,11 +5,12 @@ What always holds: however the command ends on rank 0, the other ranks are told.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from verl.config.ranks import world_size
@@ -19,6 +20,8 @@ from verl.errors import ConfigError
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
     from verl.workers.sft_channel import Job
+
+logger = logging.getLogger(__name__)
 
 _NODES = ("nnodes", "nnode")
 
@@ -39,7 +42,8 @@ def launched() -> Iterator[Job | None]:
     try:
         yield job
     finally:
-        channel.end()
+        with suppress(RuntimeError):  # the store is gone, and the others have seen it
+            channel.end()
 
 
 def with_sizes(arguments: list[str], job: Job | None) -> list[str]:
@@ -56,15 +60,24 @@ def with_sizes(arguments: list[str], job: Job | None) -> list[str]:
     return [*sizes, *arguments]
 
 
-def refuse_other_size(cfg: SFTConfig, job: Job | None) -> None:
-    """What the config asks for and what torchrun started are one number."""
-    if job is not None and world_size(cfg) != job.world_size:
-        trainer = cfg.trainer
+def refuse_conflicts(cfg: SFTConfig, job: Job | None) -> None:
+    """What the config asks for and what torchrun does are one thing."""
+    if job is None:
+        return
+    trainer = cfg.trainer
+    if world_size(cfg) != job.world_size:
         raise ConfigError(
             f"torchrun started WORLD_SIZE={job.world_size} processes, but trainer.n_gpus_per_node="
             f"{trainer.n_gpus_per_node} x trainer.nnodes={trainer.nnodes} asks for {world_size(cfg)}; leave both keys "
             f"out, or give torchrun --nnodes={trainer.nnodes} --nproc_per_node={trainer.n_gpus_per_node}"
         )
+    if trainer.max_restarts > 0:
+        raise ConfigError(
+            f"trainer.max_restarts={trainer.max_restarts}, but this run was started by torchrun, which restarts its "
+            f"processes itself; leave the key out and give torchrun --max-restarts={trainer.max_restarts}"
+        )
+    for name in sorted(key for key in cfg.user_set if key.startswith("ray_kwargs.")):
+        logger.warning("'%s' has no effect: a run started by torchrun does without Ray", name)
 
 
 def leave(code: int) -> None:

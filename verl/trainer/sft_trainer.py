@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> int:
 
         def body() -> int:
             from verl.config.load import load_sft_config
-            from verl.trainer.sft_launch import refuse_other_size, with_sizes
+            from verl.trainer.sft_launch import refuse_conflicts, with_sizes
 
             cfg = load_sft_config(with_sizes(arguments, job))
-            refuse_other_size(cfg, job)
+            refuse_conflicts(cfg, job)
             run(cfg, job=job)
             return 0
 
@@ -240,7 +240,8 @@ def likely_cure(cfg: SFTConfig, error: BaseException) -> str:
     """The line of `crash.txt` that says what to do; with the keys of fine-tuning."""
     from verl.observe.causes import is_out_of_memory, likely_fix
 
-    if not is_out_of_memory(error):
+    # The engine names its keys as reinforcement learning spells them.
+    if not (is_out_of_memory(error) or "does not fit into device memory" in str(error)):
         return likely_fix(error)
     data, model = cfg.data, cfg.model
     if data.use_dynamic_bsz and data.max_token_len_per_gpu:

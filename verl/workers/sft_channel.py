@@ -121,16 +121,15 @@ class Channel:
 
     # -- on the others ------------------------------------------------------------------------------------------
 
-    def next_call(self, patience_s: float) -> tuple[str, list[Any]] | None:
-        """The next call and its arguments; None when none came for so long."""
+    def next_call(self) -> tuple[str, list[Any]] | None:
+        """The next call and its arguments; None when there will be no more."""
         key = f"call/{self._number + 1}/{self.job.rank}"
         started = time.monotonic()
         # The store could wait for us, but says on stderr each time that nothing came.
         while not self._store.check([key]):
-            waited = time.monotonic() - started
-            if waited > patience_s:
+            if self.ended():
                 return None
-            time.sleep(pause_s(waited))
+            time.sleep(pause_s(time.monotonic() - started))
         self._number += 1
         message = unpack(self._take(key))
         return message["call"], message["args"]

@@ -8,6 +8,7 @@ gone.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import signal
 import socket
@@ -27,7 +28,7 @@ from verl.errors import ConfigError
 from verl.workers.local import choose_device
 from verl.workers.outcome import Failure, Outcome, WorkersLost
 from verl.workers.rank import RankSetup
-from verl.workers.sft_channel import Channel, Freshness, Job, Signs, pause_s
+from verl.workers.sft_channel import CONNECT_S, Channel, Freshness, Job, Signs, pause_s
 from verl.workers.sft_group import SpreadSFT
 from verl.workers.sft_rank import SFTRankWorker
 from verl.workers.silence import RESUME, who_waits_for_whom
@@ -45,11 +46,13 @@ AFTERTHOUGHT_S = 1.0
 STALE_S = 10.0
 """A process whose signs stopped for so long does not answer at all."""
 LOOK_S = 0.5
-"""A rank that waits looks this often whether there is anything to wait for."""
+"""How often the others look whether rank 0 is there."""
+LEAVE_S = 2.0
+"""After rank 0 has ended, for the others to end by themselves."""
 ORPHAN_S = 5.0
-"""Told to end, a rank waits so long for a sign of rank 0, which may still want to save."""
+"""Told to end, or after an error, rank 0 is gone when it gives no sign for so long; it may still want to save."""
 LOST_S = 300.0
-"""Otherwise: signs come from beside the work, so one that gives none for so long is gone."""
+"""Otherwise: signs come from beside the work, so whoever gives none for so long is gone."""
 CLOSE_S = 10.0
 
 
@@ -100,28 +103,12 @@ def torchrun_sft(
     cfg: SFTConfig, job: Job, tokenizer: Any, *, training_steps: int, run_folder: Path
 ) -> SpreadSFT:
     """On rank 0: let every rank join and load its part of the model."""
-    refuse_for_torchrun(cfg)
     calls = TorchrunCalls(job, TorchrunWorker(job, tokenizer), cfg.trainer.watchdog_s)
     calls.introduce()
     config = to_dict(cfg)
     config["trainer"]["device"] = choose_device(cfg.trainer.device).type
     calls.all("start", config, training_steps, str(run_folder.absolute()))
     return SpreadSFT(calls, lambda: calls.dismiss(CLOSE_S))
-
-
-def refuse_for_torchrun(cfg: SFTConfig) -> None:
-    """Settings of Ray that nobody would follow here."""
-    if cfg.trainer.max_restarts > 0:
-        raise ConfigError(
-            f"trainer.max_restarts={cfg.trainer.max_restarts}, but this run was started by torchrun, which restarts "
-            f"its processes itself; set trainer.max_restarts=0 and start with torchrun "
-            f"--max-restarts={cfg.trainer.max_restarts}"
-        )
-    if cfg.ray_kwargs.timeline_json_file:
-        raise ConfigError(
-            f"ray_kwargs.timeline_json_file={cfg.ray_kwargs.timeline_json_file}, but this run was started by "
-            "torchrun and has no Ray to record it; leave the key out, or start without torchrun"
-        )
 
 
 class TorchrunCalls:
@@ -149,7 +136,11 @@ class TorchrunCalls:
             self._done.put(self._worker.serve(call, *args))
 
     def introduce(self) -> None:
-        for rank, who in enumerate(self.all("who")):
+        """Learn who the ranks are, so that a later message can name them. Processes may take long to come up."""
+        watchdog_s, self.watchdog_s = self.watchdog_s, max(self.watchdog_s, CONNECT_S)
+        found = self.all("who")
+        self.watchdog_s = watchdog_s
+        for rank, who in enumerate(found):
             self.names[rank] = f"rank {rank} on {who['host']} (process {who['pid']})"
 
     # -- calls --------------------------------------------------------------------------------------------------
@@ -248,45 +239,59 @@ class TorchrunCalls:
 
     def dismiss(self, seconds: float) -> None:
         """Let the ranks close what they opened, for as long as that may take; whatever they answer is unheard."""
-        if not self.broken:
+        self._signs.stop()
+        if self.broken:
+            return
+        with suppress(dist.DistError):
             self._channel.send("close", [()] * len(self))
             self._tasks.put(("close", ()))
             awaited, asked = set(range(len(self))), time.monotonic()
             while awaited and time.monotonic() - asked < seconds:
                 awaited -= self._answers(awaited, asked).keys()
-            self._tasks.put(None)
-        self._signs.stop()
+        self._tasks.put(None)
+        self._thread.join(seconds)
 
 
 def follow(job: Job) -> int:
     """The whole life of a rank above 0; its exit code."""
-    told_to_end = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: told_to_end.set())
-    worker = TorchrunWorker(job)
-    channel, first = Channel(job), Freshness()
+    worker, channel = TorchrunWorker(job), Channel(job)
     Signs(job, worker)
+    alone = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Rank 0 got it too: it decides, after the step at hand and a checkpoint.
+        signal.signal(number, lambda *_: alone.set())
+    threading.Thread(target=_leave_with_rank_0, args=(job, alone), name="verl-leave", daemon=True).start()
     code = 0
-    while True:
-        try:
-            message = channel.next_call(LOOK_S)
-            if message is None:
-                if channel.ended():
-                    return code
-                sign = channel.sign_of(0)
-                patience = ORPHAN_S if code or told_to_end.is_set() else LOST_S
-                if first.age_s(0, sign[0] if sign else 0) > patience and (sign or told_to_end.is_set()):
-                    return 1
-                continue
+    try:
+        while (message := channel.next_call()) is not None:
             call, args = message
             outcome = worker.serve(call, *args)
-            code = 1 if outcome.failure else 0
+            if outcome.failure:
+                code = 1
+                alone.set()
             channel.answer(outcome)
+            if call == "close":
+                break
+    except dist.DistError:
+        return 1  # the store is gone, and with it rank 0 or the launcher
+    return code
+
+
+def _leave_with_rank_0(job: Job, alone: threading.Event) -> None:
+    """End this process, whatever it waits for, when rank 0 is through or gone. `alone`: there is reason to look."""
+    channel, first = Channel(job), Freshness()
+    while True:
+        time.sleep(LOOK_S)
+        try:
+            if channel.ended():
+                time.sleep(LEAVE_S)
+                os._exit(1)
+            sign = channel.sign_of(0)
         except dist.DistError:
-            # The store is gone, and with it rank 0 or the launcher.
-            return code if call == "close" else 1
-        if call == "close":
-            return code
+            os._exit(1)
+        age = first.age_s(0, sign[0] if sign else 0)
+        if (alone.is_set() and age > ORPHAN_S) or (sign and age > LOST_S):
+            os._exit(1)
 
 
 def _address_towards(host: str) -> str:

@@ -1,0 +1,262 @@
+"""Fine-tuning under torchrun, for real on two processes: the numbers of one process, and whoever fails is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl.config.load import load_sft_config
+from verl.data.tasks.files import write_parquet
+from verl.data.tasks.word_problems import WordProblems
+from verl.demo.data import demonstrate
+from verl.demo.model import build_model_folder
+from verl.errors import ConfigError
+from verl.trainer import sft_trainer
+from verl.trainer.sft_launch import launched, refuse_conflicts, with_sizes
+from verl.workers.sft_channel import Job, pack, unpack
+
+TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+PLUGIN = """
+import os, signal, time
+from pathlib import Path
+from verl.workers.sft_rank import SFTRankWorker
+
+train, seen = SFTRankWorker.do_train, 0
+
+def planned(self, part, meta):
+    global seen
+    seen += 1
+    if self.rank == 1 and seen == 4 and not Path({once!r}).exists():
+        Path({once!r}).touch()
+        {action}
+    return train(self, part, meta)
+
+SFTRankWorker.do_train = planned
+"""
+ACTIONS = {
+    "kill": "os.kill(os.getpid(), signal.SIGKILL)",
+    "hang": "time.sleep(100_000)",
+    "raise": "raise KeyError('the reason')",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    build_model_folder(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Five training batches of seven rows; the second validation batch has one row, fewer than there are ranks."""
+    folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
+    rows = [demonstrate(WordProblems().story(rng, 1), rng) for _ in range(43)]
+    write_parquet(rows[:35], folder / "train.parquet")
+    write_parquet(rows[35:], folder / "val.parquet")
+    return folder
+
+
+def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return [
+        f"model.path={model}",
+        f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/val.parquet",
+        "data.train_batch_size=7",
+        "data.max_length=64",
+        "data.micro_batch_size_per_gpu=2",
+        "optim.lr=3e-3",
+        f"trainer.default_local_dir={out}",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        "trainer.test_freq=1",
+        "trainer.save_freq=2",
+        *more,
+    ]
+
+
+def start(words: list[str], log: Path, plugins: Path | None = None, *options: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    found = [str(Path(sft_trainer.__file__).parents[2]), *([str(plugins)] if plugins else [])]
+    environment["PYTHONPATH"] = os.pathsep.join([*found, environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*command, "-m", "verl.trainer.sft_trainer", *words],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def finish(process: subprocess.Popen[bytes], log: Path) -> tuple[int, str]:
+    try:
+        code = process.wait(timeout=240)
+    finally:
+        process.kill()
+    return code, log.read_text()
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("timing_", "perf/")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "global_step_5/actor/huggingface/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(model, data, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    return sft_trainer.run(load_sft_config(arguments(model, data, out))).folder
+
+
+@pytest.fixture(scope="module")
+def together(model, data, tmp_path_factory) -> tuple[Path, str]:
+    """Two processes, and what they wrote to the terminal."""
+    out = tmp_path_factory.mktemp("runs") / "together"
+    log = out.with_name("log.txt")
+    code, text = finish(start(arguments(model, data, out), log), log)
+    assert code == 0, text[-3000:]
+    return out, text
+
+
+def test_two_processes_give_the_numbers_of_one(alone, together):
+    ours, one = metrics(together[0]), metrics(alone)
+    assert [line["step"] for line in ours] == [1, 2, 3, 4, 5]
+    for mine, theirs in zip(ours, one, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
+    for name, tensor in weights(alone).items():
+        torch.testing.assert_close(weights(together[0])[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_one_process_of_them_speaks_and_both_share_the_checkpoint(together):
+    folder, text = together
+    assert text.count("sequences per rank") == 1
+    assert "on 2 ranks" in text
+    assert json.loads((folder / "global_step_5" / "ckpt_contents.json").read_text())["world_size"] == 2
+
+
+def test_checkpoint_of_two_goes_on_in_one(together, alone, model, data, tmp_path):
+    import shutil
+
+    shutil.copytree(together[0] / "global_step_2", tmp_path / "run" / "global_step_2")
+    resumed = sft_trainer.run(load_sft_config(arguments(model, data, tmp_path / "run"))).folder
+    for mine, theirs in zip(metrics(resumed), metrics(alone)[2:], strict=True):
+        for name in ("step", "train/loss", "train/grad_norm", "val/loss"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
+
+
+@pytest.mark.components
+def test_killed_rank_is_named_and_a_restart_by_torchrun_goes_on_exactly(together, model, data, tmp_path):
+    (tmp_path / "fault.py").write_text(PLUGIN.format(once=str(tmp_path / "once"), action=ACTIONS["kill"]))
+    words = arguments(model, data, tmp_path / "run", "trainer.plugins=[fault]")
+    log = tmp_path / "log.txt"
+    code, text = finish(start(words, log, tmp_path, "--max-restarts=1"), log)
+    assert code == 0, text[-3000:]
+    assert "error: rank 0 on " in text and "because rank 1 (process " in text, text[-3000:]
+    assert "trainer.resume_mode=auto" in text
+    assert "died or stopped answering" in (tmp_path / "run" / "crash.previous.txt").read_text()
+    assert metrics(tmp_path / "run") == metrics(together[0])
+
+
+@pytest.mark.parametrize("action", ["raise", pytest.param("hang", marks=pytest.mark.components)])
+def test_failing_rank_is_heard(action, model, data, tmp_path):
+    (tmp_path / "fault.py").write_text(PLUGIN.format(once=str(tmp_path / "once"), action=ACTIONS[action]))
+    more = "trainer.plugins=[fault]", "trainer.watchdog_s=5"
+    process = start(arguments(model, data, tmp_path / "run", *more), tmp_path / "log.txt", tmp_path)
+    code, text = finish(process, tmp_path / "log.txt")
+    assert code != 0
+    assert text.count("error: ") == 1, text[-3000:]
+    if action == "raise":
+        assert "in train: KeyError: 'the reason'" in text and "fault.py" in text
+        assert text.index("error: rank 1 on ") < text.index("Traceback (most recent call last)")
+    else:
+        assert "no sign of life for 5 s (trainer.watchdog_s) in train." in text
+        assert "time.sleep(100_000)" in text and "waits for rank 1" in text
+
+
+def children(pid: int) -> set[int]:
+    task = Path(f"/proc/{pid}/task/{pid}/children")
+    return {int(child) for child in task.read_text().split()}
+
+
+def test_sigterm_saves_and_leaves_nobody(alone, model, data, tmp_path):
+    """It began from a checkpoint of one process, whose weights it has."""
+    import shutil
+
+    shutil.copytree(alone / "global_step_4", tmp_path / "run" / "global_step_4")
+    log = tmp_path / "log.txt"
+    process = start(arguments(model, data, tmp_path / "run", "trainer.total_training_steps=100000"), log)
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.1)
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        process.send_signal(signal.SIGTERM)
+    finally:
+        finish(process, log)
+    saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
+    lines = metrics(tmp_path / "run")
+    assert lines[0]["train/loss"] == pytest.approx(metrics(alone)[4]["train/loss"], rel=1e-4)
+    assert lines[-1]["step"] == saved
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def test_job_is_read_from_the_environment_only_where_it_is_whole(monkeypatch):
+    job = Job.from_environment({**TWO, "LOCAL_WORLD_SIZE": "1"})
+    assert job == Job(1, 2, 1, 1, "127.0.0.1", 29500) and not job.one_host
+    assert Job.from_environment({name: value for name, value in TWO.items() if name != "LOCAL_RANK"}) is None
+    for name, value in {**TWO, "WORLD_SIZE": "1", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with launched() as alone:
+        assert alone is None
+
+
+def test_sizes_are_torchruns_where_the_user_gave_none(model, data, tmp_path):
+    job = Job.from_environment({**TWO, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"})
+    words = arguments(model, data, tmp_path, "data.train_batch_size=12")
+    trainer = load_sft_config(with_sizes(words, job)).trainer
+    assert (trainer.n_gpus_per_node, trainer.nnodes) == (3, 2)
+    assert with_sizes(words, None) == words
+    (tmp_path / "run.yaml").write_text("trainer:\n  n_gpus_per_node: 4\n  nnode: 1\n")
+    cfg = load_sft_config(with_sizes([f"--config-path={tmp_path}/run.yaml", *words], job))
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=6 .*n_gpus_per_node=4 x trainer.nnodes=1 asks for 4"):
+        refuse_conflicts(cfg, job)
+
+
+def test_what_only_ray_can_do_is_not_promised(model, data, tmp_path, caplog):
+    job = Job.from_environment(TWO)
+    words = arguments(model, data, tmp_path, "ray_kwargs.timeline_json_file=t.json")
+    refuse_conflicts(load_sft_config(with_sizes(words, job)), job)
+    assert "'ray_kwargs.timeline_json_file' has no effect: a run started by torchrun" in caplog.text
+    with pytest.raises(ConfigError, match="trainer.max_restarts=2.*torchrun --max-restarts=2"):
+        refuse_conflicts(load_sft_config(with_sizes([*words, "trainer.max_restarts=2"], job)), job)
+
+
+def test_messages_are_plain_values_and_arrays_and_come_back_equal():
+    tree = {
+        "call": "train",
+        "args": [{"ids": torch.arange(6).view(2, 3), "none": torch.zeros(0, 3)}, None, 1.5],
+    }
+    back = unpack(pack(tree))
+    assert back["call"] == "train" and back["args"][1:] == [None, 1.5]
+    assert torch.equal(back["args"][0]["ids"], tree["args"][0]["ids"])
+    assert back["args"][0]["none"].shape == (0, 3)
+    assert unpack(pack({})) == {}

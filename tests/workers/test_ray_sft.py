@@ -1,0 +1,236 @@
+"""Fine-tuning on Ray: one, two and three ranks give the same numbers, and a run outlives its ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl.data.proto import DataProto
+from verl.workers.outcome import WorkersLost
+
+pytestmark = pytest.mark.components
+
+_spec = importlib.util.spec_from_file_location("faults", Path(__file__).with_name("faults.py"))
+assert _spec and _spec.loader
+faults = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(faults)
+
+ROWS = (7, 2, 1, 5, 3)
+"""Of each batch: also fewer than there are ranks."""
+
+PLUGIN = """
+import os, signal, time
+from pathlib import Path
+from verl.workers.sft_rank import SFTRankWorker
+
+train, seen = SFTRankWorker.do_train, 0
+
+def planned(self, part, meta):
+    global seen
+    seen += 1
+    if self.rank == 1 and seen == 3 and not Path({once!r}).exists():
+        Path({once!r}).touch()
+        {action}
+    return train(self, part, meta)
+
+SFTRankWorker.do_train = planned
+"""
+
+
+@pytest.fixture
+def words(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    draw = random.Random(0)
+    for name, count in (("train", 32), ("val", 9)):
+        rows = []
+        for _ in range(count):
+            digits = [str(draw.randrange(10)) for _ in range(draw.randint(1, 12))]
+            prompt = [{"role": "user", "content": "repeat " + " ".join(digits)}]
+            rows.append({"prompt": prompt, "response": " ".join(digits)})
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(*extra: str, folder: str = "run") -> list[str]:
+        return [
+            f"model.path={tiny_model_dir}",
+            f"data.train_files={tmp_path}/train.jsonl",
+            f"data.val_files={tmp_path}/val.jsonl",
+            "data.train_batch_size=8",
+            "data.max_length=64",
+            "optim.lr=3e-3",
+            "trainer.device=cpu",
+            "trainer.logger=[]",
+            "trainer.total_training_steps=4",
+            "trainer.test_freq=2",
+            "trainer.save_freq=2",
+            f"trainer.default_local_dir={tmp_path}/{folder}",
+            *extra,
+        ]
+
+    return make
+
+
+def batches() -> list[DataProto]:
+    """Right-padded rows of ragged lengths, each with a prompt and a response."""
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for count in ROWS:
+        lengths = torch.randint(4, 24, (count,), generator=draw)
+        ids = torch.randint(3, 16, (count, int(lengths.max())), generator=draw)
+        column = torch.arange(ids.shape[1])[None]
+        attended = (column < lengths[:, None]).long()
+        learnt = attended * (column >= 2 + lengths[:, None] // 3)
+        tensors = {"input_ids": ids * attended, "attention_mask": attended, "response_mask": learnt}
+        found.append(DataProto.from_dict(tensors=tensors))
+    return found
+
+
+def five_steps(group: Any, folder: Path) -> tuple[list[dict[str, float]], list[float]]:
+    """Metrics and the log-probs of every batch before its step, with a checkpoint after the third and the last."""
+    rows, before = [], []
+    for number, batch in enumerate(batches(), 1):
+        before.append(group.response_log_prob(batch))
+        rows.append(group.train(batch))
+        if number in (3, 5):
+            assert group.checkpoints.save(number, group.checkpoint_parts(), {"step": number}) is not None
+    return rows, before
+
+
+def last_two_steps(group: Any) -> list[dict[str, float]]:
+    state = group.checkpoints.resume(group.checkpoint_parts())
+    assert state["step"] == 3
+    return [group.train(batch) for batch in batches()[3:]]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "global_step_5/actor/huggingface/model.safetensors")
+
+
+def alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for name in mine:
+            assert mine[name] == pytest.approx(other[name], rel=2e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("more", [[], ["model.lora_rank=4"]], ids=["full", "lora"])
+def test_one_two_and_three_ranks_agree_and_load_each_others_checkpoints(more, words, joined, tmp_path):
+    from verl.config.load import load_sft_config
+    from verl.workers.sft_group import build_sft_group
+
+    def group(world: int, folder: Path, *options: str) -> Any:
+        sizes = f"trainer.n_gpus_per_node={world}", *options
+        cfg = load_sft_config(words(*sizes, *more, folder=folder.name))
+        folder.mkdir(exist_ok=True)
+        return build_sft_group(cfg, None, training_steps=5, run_folder=folder)
+
+    worlds = (1, 2) if more else (1, 2, 3)
+    found = {}
+    for world in worlds:
+        at_work = group(world, tmp_path / f"world{world}")
+        found[world] = five_steps(at_work, tmp_path / f"world{world}")
+        at_work.close()
+    for world in worlds[1:]:
+        alike(found[world][0], found[1][0])
+        assert found[world][1] == pytest.approx(found[1][1], rel=1e-5)
+        for name, tensor in weights(tmp_path / "world1").items():
+            torch.testing.assert_close(
+                weights(tmp_path / f"world{world}")[name], tensor, rtol=1e-3, atol=1e-5
+            )
+    for saved, loaded in ((2, 1),) if more else ((2, 1), (1, 3), (3, 2)):
+        given = f"trainer.resume_from_path={tmp_path}/world{saved}/global_step_3"
+        at_work = group(loaded, tmp_path / f"from{saved}to{loaded}", given)
+        alike(last_two_steps(at_work), found[1][0][3:])
+        at_work.close()
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("timing_", "perf/")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
+
+
+def test_killed_rank_is_restarted_hung_rank_is_named(words, joined, tmp_path, monkeypatch):
+    """Restarted after the second step, the run ends exactly as one that was never killed."""
+    from verl.config.load import load_sft_config
+    from verl.trainer.sft_trainer import run
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for action in ("kill", "hang"):
+        text = PLUGIN.format(once=str(tmp_path / action), action=faults.ACTIONS[action])
+        (tmp_path / f"sft_{action}.py").write_text(text)
+    two = "trainer.n_gpus_per_node=2"
+
+    timeline = tmp_path / "timeline.json"
+    options = [two, "trainer.max_restarts=1", "trainer.plugins=[sft_kill]"]
+    options.append(f"ray_kwargs.timeline_json_file={timeline}")
+    run(load_sft_config(words(*options, folder="killed")))
+    assert (tmp_path / "kill").exists()
+    run(load_sft_config(words(two, folder="plain")))
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "plain")
+    assert any("serve" in str(event.get("name")) for event in json.loads(timeline.read_text()))
+
+    with pytest.raises(WorkersLost) as caught:
+        run(load_sft_config(words(two, "trainer.watchdog_s=6", "trainer.plugins=[sft_hang]", folder="hung")))
+    message = str(caught.value)
+    assert "no sign of life for 6 s (trainer.watchdog_s) in train." in message
+    assert "time.sleep(100_000)" in message and "waits for rank 1" in message
+    assert "no sign of life" in (tmp_path / "hung" / "crash.txt").read_text()
+    deadline = time.monotonic() + 20
+    while (left := sft_ranks()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+def sft_ranks() -> list[int]:
+    """Ray writes the actor's class into the process title."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                title = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"SFTRankActor" in title:
+                found.append(int(entry.name))
+    return found
+
+
+def test_sigterm_saves_and_leaves_no_rank(words, joined, tmp_path):
+    log = tmp_path / "log.txt"
+    command = [sys.executable, "-m", "verl.trainer.sft_trainer"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *words("trainer.n_gpus_per_node=2", "trainer.total_training_steps=100000")],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "RAY_ADDRESS": joined.address},
+            start_new_session=True,
+        )
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.1)
+        assert len(sft_ranks()) == 2
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(timeout=120)
+    finally:
+        process.kill()
+    assert code == 0, log.read_text()[-3000:]
+    saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
+    assert metrics(tmp_path / "run")[-1]["step"] == saved
+    deadline = time.monotonic() + 30
+    while sft_ranks() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not sft_ranks()
