@@ -142,6 +142,8 @@ def start_ranks(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # Large tensors go back to the system when they are freed: what a process holds can then be measured.
+    environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
     return [
         subprocess.Popen(
             [sys.executable, str(worker), str(rank), str(world), str(port), str(folder), *arguments],

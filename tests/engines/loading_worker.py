@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,17 @@ class Notices(logging.Handler):
             self.texts.append(record.getMessage())
 
 
-def cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
+FEW = ("tied", "half", "policy", "new_critic", "experts")
+
+
+def few_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return cases(rank, world, folder, FEW)
+
+
+def cases(rank: int, world: int, folder: Path, names: Sequence[str] = tuple(CASES)) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, (kind, model, role, options) in CASES.items():
+    for name in names:
+        kind, model, role, options = CASES[name]
         own: dict[str, Any] = {}
         for way in ("streamed", "whole"):
             notices = Notices()
@@ -113,22 +121,26 @@ def _peak() -> int:
 
 
 def peak(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """How far memory rises while an engine is built, first from the files, then (it rises further) from a whole
-    model. A tiny model goes first, so that code and libraries are in memory already."""
-    for way in (None, "streamed", "whole"):
-        before = _peak()
-        if way == "whole":
-            with whole_models():
-                engine = conftest.make_engine(path=str(folder / "large"))
-        else:
-            engine = conftest.make_engine(path=str(folder / ("large" if way else "llama")))
-        if way == "streamed":
-            streamed = _peak() - before
-            start = before
-        del engine
-    return {"streamed": streamed, "whole": _peak() - start}
+    """How far memory rises while an engine is built: until its shards are filled, and until it has run once; then,
+    further, when it is built from a whole model. A tiny model goes first, so that code is in memory already."""
+    conftest.make_engine(path=str(folder / "llama"))
+    fill, found = build.fill, {}
+
+    def fill_and_look(*arguments: Any) -> None:
+        fill(*arguments)
+        found["filled"] = _peak() - start
+
+    build.fill = fill_and_look
+    start = _peak()
+    engine = conftest.make_engine(path=str(folder / "large"))
+    found["built"] = _peak() - start
+    del engine
+    with whole_models():
+        conftest.make_engine(path=str(folder / "large"))
+    found["whole"] = _peak() - start
+    return found
 
 
 if __name__ == "__main__":
-    gloo_worker.SCENARIOS = {"cases": cases, "peak": peak}
+    gloo_worker.SCENARIOS = {"cases": cases, "few_cases": few_cases, "peak": peak}
     gloo_worker.main()

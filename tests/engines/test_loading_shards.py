@@ -8,7 +8,7 @@ import pytest
 import torch
 
 WORKER = Path(__file__).with_name("loading_worker.py")
-LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 8}
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 18, "num_attention_heads": 8}
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +30,12 @@ def models(tmp_path_factory, tools_of_session):
 @pytest.fixture(scope="module", params=[2, 3])
 def loaded(request, models, tools_of_session, run_ranks):
     world = request.param
-    names = ["cases"]
+    names = ["cases"] if world == 2 else ["few_cases", "peak"]
     if world == 3:
-        names.append("peak")
         large = tools_of_session.model(**LARGE)
         large.save_pretrained(models / "large")
     results = run_ranks(WORKER, world, models, names)
-    return results, models
+    return {"cases": results.pop("few_cases", None), **results}, models
 
 
 def bit_equal(found, expected, label):
@@ -92,12 +91,15 @@ def test_weights_are_those_of_the_files(loaded):
 
 
 def test_a_rank_holds_its_share_of_the_model_and_not_the_whole(loaded):
-    """A third of the model, and one layer gathered for the first run; against the whole model and the third."""
+    """A third, and the rows it reads; while the engine runs its first pass also one layer, gathered and on its way
+    there. The whole model shows that the measure can tell."""
     results, models = loaded
     if "peak" not in results:
         return
     size = (models / "large/model.safetensors").stat().st_size
     assert size > 200e6
     for rank in results["peak"]:
-        assert rank["streamed"] < 0.55 * size, rank["streamed"] / size
-        assert rank["whole"] > 0.95 * size, rank["whole"] / size
+        shares = {name: round(rise / size, 3) for name, rise in rank.items()}
+        assert 0.33 <= shares["filled"] < 0.38, shares
+        assert shares["built"] < 0.6, shares
+        assert shares["whole"] > 1.0, shares

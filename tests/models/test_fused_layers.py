@@ -56,6 +56,7 @@ for architecture, expected in (("llama", 7), ("qwen3", 11), ("gemma", 0)):
     plain = tiny_model(architecture, **extra)
     ours = copy.deepcopy(plain)
     assert fuse(ours, cpu, force=True) == expected, architecture
+    assert fuse(copy.deepcopy(plain).to("meta"), cpu, force=True) == expected, "weights that come later"
     ids = torch.arange(9)[None]
     left, right = ours(ids).logits, plain(ids).logits
     torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)

@@ -61,9 +61,13 @@ def _width(module: Any) -> int:
 @torch.no_grad()
 def _agrees(module: Any, forward: Forward, device: torch.device) -> bool:
     dtype = next(module.parameters()).dtype
-    if next(module.parameters()).device.type != device.type:  # sharding will move it later
-        module = copy.deepcopy(module).to(device)
     generator = torch.Generator(device).manual_seed(0)
+    if next(module.parameters()).is_meta:  # its weights come later
+        module = copy.deepcopy(module).to_empty(device=device)
+        for param in module.parameters():
+            param.normal_(0.0, param.shape[-1] ** -0.5, generator=generator)
+    elif next(module.parameters()).device.type != device.type:  # sharding will move it later
+        module = copy.deepcopy(module).to(device)
     x = torch.randn(3, _width(module), generator=generator, device=device).to(dtype)
     plain, ours = module(x).float(), forward(module, x).float()
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
