@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -22,11 +21,6 @@ from verl.data.proto import DataProto
 from verl.workers.outcome import WorkersLost
 
 pytestmark = pytest.mark.components
-
-_spec = importlib.util.spec_from_file_location("faults", Path(__file__).with_name("faults.py"))
-assert _spec and _spec.loader
-faults = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(faults)
 
 ROWS = (7, 2, 1, 5, 3)
 """Of each batch: also fewer than there are ranks."""
@@ -48,6 +42,7 @@ def planned(self, part, meta):
 
 SFTRankWorker.do_train = planned
 """
+ACTIONS = {"kill": "os.kill(os.getpid(), signal.SIGKILL)", "hang": "time.sleep(100_000)"}
 
 
 @pytest.fixture
@@ -168,7 +163,7 @@ def test_killed_rank_is_restarted_hung_rank_is_named(words, joined, tmp_path, mo
 
     monkeypatch.syspath_prepend(str(tmp_path))
     for action in ("kill", "hang"):
-        text = PLUGIN.format(once=str(tmp_path / action), action=faults.ACTIONS[action])
+        text = PLUGIN.format(once=str(tmp_path / action), action=ACTIONS[action])
         (tmp_path / f"sft_{action}.py").write_text(text)
     two = "trainer.n_gpus_per_node=2"
 
@@ -187,22 +182,27 @@ def test_killed_rank_is_restarted_hung_rank_is_named(words, joined, tmp_path, mo
     assert "no sign of life for 6 s (trainer.watchdog_s) in train." in message
     assert "time.sleep(100_000)" in message and "waits for rank 1" in message
     assert "no sign of life" in (tmp_path / "hung" / "crash.txt").read_text()
-    deadline = time.monotonic() + 20
-    while (left := sft_ranks()) and time.monotonic() < deadline:
+    assert nobody_left(joined)
+
+
+def nobody_left(cluster: Any) -> bool:
+    deadline = time.monotonic() + 30
+    while sft_ranks(cluster) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not left
+    return not sft_ranks(cluster)
 
 
-def sft_ranks() -> list[int]:
-    """Ray writes the actor's class into the process title."""
+def sft_ranks(cluster: Any) -> list[int]:
+    """Ray writes the actor's class into the process title and its output into the cluster's folder."""
+    session = cluster.head_node.get_session_dir_path()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                title = (entry / "cmdline").read_bytes()
+                title, log = (entry / "cmdline").read_bytes(), os.readlink(entry / "fd" / "2")
             except OSError:
                 continue
-            if b"SFTRankActor" in title:
+            if b"SFTRankActor" in title and log.startswith(session):
                 found.append(int(entry.name))
     return found
 
@@ -222,7 +222,7 @@ def test_sigterm_saves_and_leaves_no_rank(words, joined, tmp_path):
         while not (tmp_path / "run" / "metrics.jsonl").exists():
             assert process.poll() is None, log.read_text()[-3000:]
             time.sleep(0.1)
-        assert len(sft_ranks()) == 2
+        assert len(sft_ranks(joined)) == 2
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=120)
     finally:
@@ -230,7 +230,4 @@ def test_sigterm_saves_and_leaves_no_rank(words, joined, tmp_path):
     assert code == 0, log.read_text()[-3000:]
     saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
     assert metrics(tmp_path / "run")[-1]["step"] == saved
-    deadline = time.monotonic() + 30
-    while sft_ranks() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not sft_ranks()
+    assert nobody_left(joined)
