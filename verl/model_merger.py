@@ -1,6 +1,7 @@
 """`python -m verl.model_merger merge|test`: a checkpoint as a Hugging Face folder, and a comparison of the two.
 
 python -m verl.model_merger merge --backend fsdp --local_dir RUN/global_step_N/actor --target_dir OUT
+python -m verl.model_merger merge --backend megatron --local_dir RUN/global_step_N/actor --target_dir OUT
 python -m verl.model_merger test --local_dir RUN/global_step_N/actor --test_hf_dir OUT
 """
 
@@ -29,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
             "--backend",
             choices=("fsdp", "megatron"),
             default="fsdp",
-            help="the strategy that trained it; checkpoints of both have one format, so this is for the record",
+            help="what wrote it: fsdp for our own checkpoints of any strategy, megatron for those of Megatron-core",
         )
         word.add_argument(
             "--local_dir", "--local-dir", type=Path, required=True, help=".../global_step_N/actor"
@@ -45,7 +46,12 @@ def build_parser() -> argparse.ArgumentParser:
     merge.add_argument(
         "--lora", choices=("merge", "keep"), default="merge", help="what to do with a LoRA adapter"
     )
-    merge.add_argument("--base_dir", "--base-dir", type=Path, help="the model below a LoRA adapter")
+    merge.add_argument(
+        "--base_dir",
+        "--base-dir",
+        type=Path,
+        help="the model below a LoRA adapter; for Megatron, the folder with config.json",
+    )
     merge.add_argument(
         "--is-value-model", "--is_value_model", action="store_true", help="insist that it is a critic"
     )
@@ -68,6 +74,7 @@ def _merge(args: argparse.Namespace) -> int:
             local_dir=args.local_dir,
             target_dir=args.target_dir,
             dtype=args.dtype,
+            backend=args.backend,
             tie_word_embedding=args.tie_word_embedding,
             lora=args.lora,
             is_value_model=args.is_value_model,

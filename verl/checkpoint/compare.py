@@ -14,8 +14,11 @@ from verl.checkpoint.hf_check import HfTensors, same_bits
 from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER
 from verl.checkpoint.hf_weights import check_names, empty_model, is_value_config, on_disk, read_config
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from verl.checkpoint.megatron.distcp import DistTensors
+from verl.checkpoint.megatron.folder import find_megatron, holds_megatron
+from verl.checkpoint.megatron.source import MegatronSource
 from verl.checkpoint.merge import find_part
-from verl.checkpoint.source import LoraSettings, WeightSource
+from verl.checkpoint.source import LoraSettings, Source, WeightSource
 from verl.errors import CheckpointError
 
 
@@ -31,7 +34,7 @@ class Weights(Protocol):
 class _AsOnDisk:
     """A checkpoint's weights under the names a Hugging Face folder would give them."""
 
-    def __init__(self, source: WeightSource, model: Any) -> None:
+    def __init__(self, source: Source, model: Any) -> None:
         self._source, self._model = source, model
         self._from: dict[str, str] = {}
         for name in check_names(source, model):
@@ -49,7 +52,7 @@ class _AsOnDisk:
 
 @contextmanager
 def open_weights(folder: Path) -> Iterator[Weights]:
-    """A Hugging Face folder, or a part of a checkpoint seen as one."""
+    """A Hugging Face folder, or a part of a checkpoint (ours or Megatron's) seen as one."""
     if (folder / MANIFEST).exists() or (folder.parent / MANIFEST).exists():
         part = find_part(folder)
         config = read_config(part.path / HF_FOLDER)
@@ -58,6 +61,10 @@ def open_weights(folder: Path) -> Iterator[Weights]:
             raise CheckpointError(f"{folder} holds a LoRA adapter; merge it first, then compare the folders")
         with WeightSource(part.model_files()) as source:
             yield _AsOnDisk(source, empty_model(config, value_model=is_value_config(config)))
+    elif holds_megatron(folder):
+        found = find_megatron(folder)
+        model = empty_model(read_config(found.hf))
+        yield _AsOnDisk(MegatronSource(DistTensors(found.tensors), model), model)
     else:
         yield HfTensors(folder)
 

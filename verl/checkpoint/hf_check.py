@@ -94,8 +94,8 @@ def check_logits(folder: Path, source: Source, config: Any, dtype: torch.dtype, 
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     kind = AutoModelForTokenClassification if value_model else AutoModelForCausalLM
-    trained = _answers(lambda: _from_source(kind, config, source, dtype), config)
-    merged = _answers(
+    trained = answers(lambda: _from_source(kind, config, source, dtype), config)
+    merged = answers(
         lambda: quietly(kind.from_pretrained, folder, dtype=dtype, trust_remote_code=False), config
     )
     if not same_bits(trained, merged):
@@ -136,9 +136,13 @@ def _from_source(kind: Any, config: Any, source: Source, dtype: torch.dtype) -> 
 
 
 @torch.no_grad()
-def _answers(build: Callable[[], Any], config: Any) -> torch.Tensor:
+def answers(build: Callable[[], Any], config: Any) -> torch.Tensor:
+    """Logits on the fixed prompt; the model is gone afterwards."""
     model = build().eval()
-    vocabulary = config.get_text_config().vocab_size
-    prompt = torch.arange(PROMPT_LENGTH).mul(7919).add(3).remainder(vocabulary)[None]
-    logits: torch.Tensor = model(input_ids=prompt, use_cache=False).logits
+    logits: torch.Tensor = model(input_ids=fixed_prompt(config)[None], use_cache=False).logits
     return logits.clone()
+
+
+def fixed_prompt(config: Any) -> torch.Tensor:
+    vocabulary = config.get_text_config().vocab_size
+    return torch.arange(PROMPT_LENGTH).mul(7919).add(3).remainder(vocabulary)

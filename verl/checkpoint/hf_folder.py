@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from verl.errors import CheckpointError
 
 HF_FOLDER = "huggingface"
 ADAPTER_FOLDER = "lora_adapter"
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def write_hf_folder(
@@ -105,6 +107,17 @@ def write_config(model: Any, folder: Path, dtype: torch.dtype | None = None) -> 
             generation.save_pretrained(folder)
     if dtype is not None:
         set_in_config(folder, dtype=str(dtype).removeprefix("torch."))
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Config, tokenizer, templates: everything in the folder but weights."""
+    if not (source / "config.json").exists():
+        raise CheckpointError(
+            f"{source} has no config.json: the checkpoint was saved without its Hugging Face folder"
+        )
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.is_symlink() and not path.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(path, target / path.name)
 
 
 def set_in_config(folder: Path, **entries: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from verl.checkpoint.files import files_below, remove_folder, sync_all, sync_folder
 from verl.checkpoint.hf_check import check_logits, check_tensors, memory_allows
-from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER, set_in_config
+from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER, copy_small_files, set_in_config
 from verl.checkpoint.hf_weights import (
     DTYPES,
     default_dtype,
@@ -30,13 +30,13 @@ from verl.checkpoint.hf_weights import (
     write_weights,
 )
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
+from verl.checkpoint.megatron.folder import find_megatron, holds_megatron
+from verl.checkpoint.megatron.merge import merge_megatron
 from verl.checkpoint.source import LoraSettings, WeightSource
 from verl.checkpoint.steps import in_use
 from verl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class MergeOptions:
     target_dir: Path
     dtype: str = "auto"
     tie_word_embedding: bool = False
+    backend: str = "fsdp"
     lora: str = "merge"
     is_value_model: bool = False
     base_dir: Path | None = None
-    """For a LoRA checkpoint: the folder of the model below the adapter; default: where the adapter says it is."""
+    """For a LoRA checkpoint: the folder of the model below the adapter; default: where the adapter says it is. For a
+    Megatron checkpoint: where config.json and tokenizer are; default: beside it."""
     overwrite: bool = False
     logits: bool = True
 
@@ -90,32 +92,54 @@ def find_part(local_dir: Path) -> PartFolder:
 
 def merge(options: MergeOptions) -> Path:
     """Merge, verify, put in place; returns the target."""
-    part = find_part(options.local_dir)
     target = options.target_dir.expanduser().absolute()
     if target.exists() and not options.overwrite and any(target.iterdir()):
         raise CheckpointError(f"--target_dir {target} is not empty; give a new folder, or add --overwrite")
+    local = options.local_dir.expanduser()
+    if holds_megatron(local):
+        if options.backend != "megatron":
+            raise CheckpointError(f"--local_dir {local} is a Megatron checkpoint: add --backend megatron")
+        found = find_megatron(local, options.base_dir)
+        with _new_folder(target) as work:
+            merge_megatron(
+                work,
+                found,
+                dtype=options.dtype,
+                tie=options.tie_word_embedding,
+                value_model=options.is_value_model,
+                logits=options.logits,
+            )
+        return target
+    part = find_part(options.local_dir)
     with in_use(part.step_folder):
         damage = [p for p in verify(part.step_folder, part.manifest) if p.startswith(f"{part.name}/")]
         if damage:
             raise CheckpointError(f"{part.path} is damaged: {damage[0]}")
-        work = target.with_name(f".{target.name}.merging")
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        try:
+        with _new_folder(target) as work:
             _merge_into(work, part, options)
-            sync_all(files_below(work))
-            if target.exists():
-                remove_folder(target)
-            os.rename(work, target)
-            sync_folder(target.parent)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder that becomes the target when all went well, and vanishes otherwise."""
+    work = target.with_name(f".{target.name}.merging")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        yield work
+        sync_all(files_below(work))
+        if target.exists():
+            remove_folder(target)
+        os.rename(work, target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _merge_into(work: Path, part: PartFolder, options: MergeOptions) -> None:
     lora = LoraSettings.read(part.path / ADAPTER_FOLDER)
-    _copy_small_files(part.path / HF_FOLDER, work)
+    copy_small_files(part.path / HF_FOLDER, work)
     if lora is not None and options.lora == "keep":
         _keep_adapter(work, part)
         return
@@ -187,14 +211,3 @@ def _keep_adapter(work: Path, part: PartFolder) -> None:
     if set(written) != set(adapter) or any(not torch.equal(written[k], v) for k, v in adapter.items()):
         raise CheckpointError("the adapter that was written differs from the checkpoint")
     logger.info("%d adapter tensors written and compared with the checkpoint", len(adapter))
-
-
-def _copy_small_files(source: Path, target: Path) -> None:
-    """Config, tokenizer, templates: everything in the folder but weights."""
-    if not (source / "config.json").exists():
-        raise CheckpointError(
-            f"{source} has no config.json: the checkpoint was saved without its Hugging Face folder"
-        )
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.is_symlink() and not path.name.endswith(_WEIGHT_FILES):
-            shutil.copyfile(path, target / path.name)
