@@ -27,10 +27,22 @@ def ray_cluster() -> Iterator[Any]:
 
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 4, "object_store_memory": 200_000_000, "include_dashboard": False},
+        head_node_args={
+            "num_cpus": 4,
+            "object_store_memory": 200_000_000,
+            "include_dashboard": False,
+            # A dead node is noticed after five seconds instead of fifteen.
+            "_system_config": {"health_check_period_ms": 1000, "health_check_failure_threshold": 5},
+        },
     )
     yield cluster
     cluster.shutdown()
+
+
+@pytest.fixture
+def session_folder(ray_cluster: Any) -> str:
+    """Where the processes of the session's cluster write: it tells them from those of any other cluster."""
+    return str(ray_cluster.head_node.get_session_dir_path())
 
 
 @pytest.fixture

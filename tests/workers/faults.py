@@ -1,59 +1,119 @@
-"""Writes plugin modules that make a rank fail in a chosen phase; every rank imports them by trainer.plugins."""
+"""Writes plugin modules that make a process fail in a chosen phase, and finds the processes that are left.
+
+Every rank and the controller import a plugin by trainer.plugins; what it plans happens in the ones it is meant for.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 ACTIONS = {
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
+    "kill the other": "os.kill(int(Path(note).read_text()), signal.SIGKILL)",
+    "kill the node": "os.kill(os.getppid(), signal.SIGKILL); time.sleep(100_000)",
+    "note": "Path(note).write_text(str(os.getpid()))",
     "hang": "time.sleep(100_000)",
     "slow": "time.sleep(1.5)",
     "raise": "raise KeyError('the reason')",
-    "segfault": "import ctypes; ctypes.string_at(0)",
 }
 
-PLUGIN = """
+HEAD = """
 import os, signal, time
 from pathlib import Path
+
+note, after, once, node = {note!r}, {after!r}, {once!r}, {node}
+
+def due():
+    if (after and not Path(after).exists()) or (once and Path(once).exists()) or (node and node != os.getppid()):
+        return False
+    if once:
+        Path(once).touch()
+    return True
+"""
+
+ON_A_RANK = """
 from verl.workers.rank import RankWorker
 
-def _install(call, rank, nth, once):
+def _install(call, rank, nth):
     original = getattr(RankWorker, "do_" + call)
     seen = 0
     def planned(self, *args, **kwargs):
         nonlocal seen
         seen += 1
-        if self.rank == rank and nth in (None, seen) and not (once and Path(once).exists()):
-            if once:
-                Path(once).touch()
+        if rank in (None, self.rank) and nth in (None, seen) and due():
             {action}
         return original(self, *args, **kwargs)
     setattr(RankWorker, "do_" + call, planned)
 
-_install({call!r}, {rank}, {nth}, {once!r})
+_install({phase!r}, {rank}, {nth})
+"""
+
+ON_THE_CONTROLLER = """
+from contextlib import contextmanager
+from verl.observe.timing import Timer
+
+original, seen = Timer.__call__, 0
+
+@contextmanager
+def planned(self, name):
+    global seen
+    with original(self, name):
+        seen += name == {phase!r}
+        if name == {phase!r} and seen == {nth} and due():
+            {action}
+        yield
+
+Timer.__call__ = planned
 """
 
 
 def write(
-    folder: Path, call: str, action: str, *, rank: int = 1, nth: int | None = 1, once: Path | None = None
+    folder: Path,
+    phase: str,
+    action: str,
+    *,
+    controller: bool = False,
+    rank: int | None = 1,
+    nth: int | None = 1,
+    once: Path | None = None,
+    after: Path | None = None,
+    note: Path | None = None,
+    node: int = 0,
 ) -> str:
-    """The module's name. With `once` the fault happens a single time over all starts of a run."""
-    name = f"fault_{call}_{action}_{os.getpid()}_{len(list(folder.glob('fault_*')))}"
-    text = PLUGIN.format(action=ACTIONS[action], call=call, rank=rank, nth=nth, once=str(once or ""))
+    """The module's name.
+
+    `phase` is a call to a rank, or a part of the step as the controller times it. `nth`: at which of these (None: at
+    all). `once`: a single time over all starts of a run. `after`: not before this file exists. `note`: where a process
+    number is written or read. `node`: only in a process of the raylet with this number.
+    """
+    name = f"fault_{phase}_{os.getpid()}_{len(list(folder.glob('fault_*')))}"
+    head = HEAD.format(note=str(note or ""), after=str(after or ""), once=str(once or ""), node=node)
+    body = ON_THE_CONTROLLER if controller else ON_A_RANK
+    text = head + body.format(action=ACTIONS[action], phase=phase, rank=rank, nth=nth)
     (folder / f"{name}.py").write_text(text)
     return name
 
 
-def rank_processes() -> list[int]:
-    """Ranks that are alive on this machine: Ray writes the actor's class into the process title."""
+def rank_processes(session: str) -> list[int]:
+    """Ranks that are alive in the Ray cluster with this session folder, whatever else runs on this machine."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                title = (entry / "cmdline").read_bytes()
+                title, log = (entry / "cmdline").read_bytes(), os.readlink(entry / "fd" / "2")
             except OSError:
                 continue
-            if b"RankActor" in title:
+            # Ray writes the actor's class into the process title and its output into the session's folder.
+            if b"RankActor" in title and log.startswith(session):
                 found.append(int(entry.name))
     return found
+
+
+def wait_for(reached: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return reached()

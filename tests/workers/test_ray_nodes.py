@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from verl.workers.outcome import WorkersLost
 
-pytestmark = pytest.mark.components
+pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
-TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
+_spec = importlib.util.spec_from_file_location("faults", Path(__file__).with_name("faults.py"))
+assert _spec and _spec.loader
+faults = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(faults)
+
+PPO = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3"]
+TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.save_freq=1", "trainer.watchdog_s=60"]
 
 
 @pytest.fixture
@@ -20,19 +26,22 @@ def second_node(joined):
     node = joined.add_node(num_cpus=2, object_store_memory=100_000_000)
     yield node
     if node in joined.list_all_nodes():
-        joined.remove_node(node)
+        joined.remove_node(node, allow_graceful=False)
 
 
-def lose_node_after_first_step(cluster, node, folder: Path) -> threading.Thread:
-    def watch() -> None:
-        metrics = folder / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
-            time.sleep(0.05)
-        cluster.remove_node(node, allow_graceful=False)
+@pytest.fixture
+def node_dies(second_node, tmp_path, monkeypatch):
+    """A plugin that kills the second node's raylet from below, in a phase of the first step after a checkpoint."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (raylet,) = (info.process.pid for info in second_node.all_processes["raylet"])
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
+    def plan(phase: str) -> str:
+        saved: dict[str, Any] = {"after": tmp_path / "run" / "latest_checkpointed_iteration.txt"}
+        # Which rank sits on which node is Ray's choice.
+        name = faults.write(tmp_path, phase, "kill the node", rank=None, nth=None, node=raylet, **saved)
+        return f"trainer.plugins=[{name}]"
+
+    return plan
 
 
 def test_two_nodes_give_the_numbers_of_one_process(train, second_node, tmp_path):
@@ -47,24 +56,24 @@ def test_two_nodes_give_the_numbers_of_one_process(train, second_node, tmp_path)
     assert text.startswith("[") and "RankActor.serve" in text
 
 
-def test_a_lost_node_ends_the_run_and_the_rest_goes_on(train, joined, second_node, tmp_path):
-    many = "trainer.total_training_steps=60", "trainer.save_freq=1", "trainer.watchdog_s=60"
-    killer = lose_node_after_first_step(joined, second_node, tmp_path / "run")
+@pytest.mark.parametrize("phase", ["generate", "values", "train_actor", "save"])
+def test_a_lost_node_ends_the_run_and_the_rest_goes_on(
+    phase, train, joined, node_dies, session_folder, tmp_path
+):
     with pytest.raises(WorkersLost) as caught:
-        train(*many, *TWO_NODES)
-    killer.join()
-    assert "rank 1 on" in str(caught.value) and "trainer.resume_mode=auto" in str(caught.value)
-    saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
-    steps = f"trainer.total_training_steps={saved + 2}"
-    rows, _ = train(*many[1:], steps, "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
-    assert [row["training/global_step"] for row in rows] == list(range(1, saved + 3))
+        train(*PPO, "trainer.total_training_steps=3", *TWO_NODES, node_dies(phase))
+    message = str(caught.value)
+    assert message.startswith("rank ") and "trainer.resume_mode=auto" in message, message
+    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    if phase == "train_actor":
+        one_node = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", *TWO_NODES[2:]]
+        rows, _ = train(*PPO, "trainer.total_training_steps=3", *one_node)
+        assert [row["training/global_step"] for row in rows] == [1, 2, 3]
 
 
-def test_a_restart_takes_the_nodes_that_are_left(train, joined, second_node, tmp_path, caplog):
-    killer = lose_node_after_first_step(joined, second_node, tmp_path / "run")
-    rows, _ = train(
-        "trainer.total_training_steps=40", "trainer.save_freq=1", *TWO_NODES, "trainer.max_restarts=1"
-    )
-    killer.join()
-    assert [row["training/global_step"] for row in rows] == list(range(1, 41))
+def test_a_restart_takes_the_nodes_that_are_left(train, joined, node_dies, caplog):
+    steps = "trainer.total_training_steps=4"
+    rows, _ = train(steps, *TWO_NODES, "trainer.max_restarts=1", node_dies("generate"))
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4]
     assert "restart 1 of 1 (trainer.max_restarts) on 1 x 1 processes" in caplog.text

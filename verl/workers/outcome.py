@@ -7,6 +7,7 @@ text, written where it happened, with the rank and the host that it belongs to.
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from verl.errors import TrainingHalted, VerlError
 
 # How the engines say that a connection to another rank broke (`verl.engines.ranks`).
 _OF_OTHERS = ("died or stopped answering", "communication failed although")
+# How torch.distributed says it where no engine stands between (while saving, while resuming).
+_BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|remote worker crashing", re.IGNORECASE)
 
 
 class WorkersLost(TrainingHalted):
@@ -45,7 +48,9 @@ class Failure:
     @property
     def caused_by_another(self) -> bool:
         """A rank that stops because its connection to another broke."""
-        return self.kind == TrainingHalted.__name__ and any(text in self.message for text in _OF_OTHERS)
+        if self.kind == TrainingHalted.__name__:
+            return any(text in self.message for text in _OF_OTHERS)
+        return "torch/distributed/" in self.traceback and _BROKEN.search(self.message) is not None
 
     def as_error(self) -> VerlError:
         """To raise on the controller: the same class for what a user can mend, with the place first."""
@@ -53,6 +58,12 @@ class Failure:
         known = getattr(errors, self.kind, None)
         if isinstance(known, type) and issubclass(known, VerlError):
             return known(f"{where}: {self.message}")
+        if self.caused_by_another:
+            return TrainingHalted(
+                f"{where}: the connection to another rank broke: most likely that rank died; look at its log for the "
+                "reason, then resume from the last checkpoint (trainer.resume_mode=auto). "
+                f"First sign: {self.message.strip().splitlines()[0][:200]}"
+            )
         return TrainingHalted(f"{where}: {self.kind}: {self.message}\n\n{self.traceback}")
 
 

@@ -1,8 +1,14 @@
-"""A call server as a Ray actor: calls one at a time, and a second lane on which it can always be asked for a sign."""
+"""A call server as a Ray actor: calls one at a time, and a second lane on which it can always be asked for a sign.
+
+What always holds: an actor ends with the daemon of its node. Ray asks it to and waits until its call is done, which
+for a call that hangs is never.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +18,15 @@ from verl.workers.outcome import Outcome
 from verl.workers.pulse import Sign
 from verl.workers.serving import CallServer
 
+PARENT_S = 1.0
+
+
+def _end_with(parent: int) -> None:
+    """A process whose parent ended has another one."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os._exit(1)
+
 
 class ServingActor:
     """Delegates to the server of its role. Ray wants its methods on the class it is given."""
@@ -20,6 +35,7 @@ class ServingActor:
         if threads is not None:
             # Ray gives a worker one thread. The pools read this once, when torch is loaded: so before it is.
             os.environ["OMP_NUM_THREADS"] = str(threads)
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="verl-parent", daemon=True).start()
         self._worker = self.server(rank, world_size)
 
     def server(self, rank: int, world_size: int) -> CallServer:
