@@ -220,8 +220,11 @@ def _why(error: RayError) -> str:
     """The one sentence of Ray's report that says what happened."""
     text = str(error)
     lowered = text.lower()
-    if "oom" in lowered or "out of memory" in lowered or "memory usage threshold" in lowered:
+    # Ray names the kernel's OOM killer among the possible causes of every kill; its own monitor is certain.
+    if "node_out_of_memory" in lowered or "low on memory" in lowered or "memory usage threshold" in lowered:
         return "the node ran out of host memory and Ray ended it; lower the batch, or use more nodes"
+    if "connection error code" in lowered:
+        return "its process was killed or crashed (if the kernel did it for want of memory, `dmesg` there says so)"
     if (
         "node" in lowered
         and ("dead" in lowered or "died" in lowered or "unreachable" in lowered)
