@@ -298,6 +298,16 @@ def test_a_missing_or_surplus_tensor_is_named(checkpoint: Path) -> None:
         merged(checkpoint)
 
 
+def test_weights_whose_scale_is_kept_elsewhere_are_refused(checkpoint: Path) -> None:
+    state = stacked(megatron_state(make_model("qwen3")))
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    write_dist(checkpoint / "dist_ckpt", state | {name: state[name].to(torch.float8_e4m3fn)})
+    with pytest.raises(
+        CheckpointError, match="linear_fc2.weight' is torch.float8_e4m3fn; only weights of float32"
+    ):
+        merged(checkpoint)
+
+
 def test_a_swapped_pair_would_be_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of logits does not share the renaming's idea of the layout."""
     from verl.checkpoint.megatron import source

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint.hf_weights import DTYPES
 from verl.checkpoint.megatron.distcp import DistTensors, Region
 from verl.errors import CheckpointError
 
@@ -91,6 +92,11 @@ class MegatronSource:
         self.layers = int(config.num_hidden_layers)
         self._tensors = tensors
         self._by_name = {_bare(key): key for key in tensors.names if not _NOT_WEIGHTS.search(key)}
+        for key in self._by_name.values():
+            if tensors.dtype(key) not in DTYPES.values():
+                raise CheckpointError(
+                    f"{key!r} is {tensors.dtype(key)}; only weights of {', '.join(DTYPES)} can be read"
+                )
         self._origins: dict[str, _Origin] = {}
         for name, wanted in model.state_dict().items():
             origin = self._origin(name, tuple(wanted.shape))
