@@ -114,6 +114,9 @@ def test_scores_are_those_of_one_process_until_one_of_the_pool_is_killed(run, bu
     given = samples(40)
     in_process = small_models.config(run.reward.reward_model.model_path)
     expected = [result.score for result in small_models.run(in_process, given)]
+    folder = Path(run.reward.reward_model.model_path)
+    monkeypatch.chdir(folder.parent)  # where the cluster was not started
+    run.reward.reward_model.model_path = folder.name
     manager = build(run)
     backend, scored_by = manager._parts[0].backend, set()
     answer = backend._answer
@@ -135,7 +138,10 @@ def test_scores_are_those_of_one_process_until_one_of_the_pool_is_killed(run, bu
 
     victim = processes(manager)[1]
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(WorkersLost, match=rf"^reward model rank 1 on .* \(process {victim}\) died in score"):
+    with pytest.raises(
+        WorkersLost,
+        match=rf"^reward model rank 1 on .* \(process {victim}\) died in score: its process was killed",
+    ):
         for _ in range(20):  # until the second process is given something
             score(manager, given)
     with pytest.raises(WorkersLost):  # no score is made up, now or later
@@ -270,12 +276,10 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_training_with_a_pool_gives_the_numbers_of_training_without(
-    ranks, run, tiny_model_dir, digits_data, tmp_path
-):
+@pytest.fixture
+def train(tiny_model_dir, digits_data, folder, run, tmp_path) -> Any:
     from verl.config.load import load_ppo_config
-    from verl.trainer.main_ppo import run as train
+    from verl.trainer.main_ppo import run as go
 
     def rows(name: str, *more: str) -> list[dict[str, Any]]:
         keys = [
@@ -287,21 +291,52 @@ def test_training_with_a_pool_gives_the_numbers_of_training_without(
             "algorithm.adv_estimator=grpo",
             "algorithm.norm_adv_by_std_in_grpo=False",  # it would blow up the rounding of scores that are alike
             "reward.reward_model.enable=True",
-            f"reward.reward_model.model_path={run.reward.reward_model.model_path}",
+            f"reward.reward_model.model_path={folder}",
             "trainer.device=cpu",
             "trainer.logger=[]",
             "trainer.total_training_steps=2",
             f"trainer.default_local_dir={tmp_path / name}",
             *more,
         ]
-        result = train(load_ppo_config(keys))
+        result = go(load_ppo_config(keys))
         return [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
 
-    own = ["reward.reward_model.n_gpus_per_node=1", "reward.reward_model.nnodes=1"]
-    plain, pooled = rows("plain"), rows("pooled", *own, f"trainer.n_gpus_per_node={ranks}")
-    assert len(plain) == len(pooled) == 2
+    return rows
+
+
+OWN = ("reward.reward_model.n_gpus_per_node=1", "reward.reward_model.nnodes=1")
+
+
+def same_numbers(plain: list[dict[str, Any]], pooled: list[dict[str, Any]]) -> bool:
+    assert [row["training/global_step"] for row in pooled] == [1, 2]
     for one, other in zip(plain, pooled, strict=True):
+        assert other["reward/failed"] == 0
         for name in ("critic/score/mean", "critic/score/max", "actor/grad_norm"):
             assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5)
-        assert other["reward/failed"] == 0
+    return True
+
+
+def test_training_on_two_ranks_beside_the_pool_gives_the_numbers_of_one_process(train):
+    assert same_numbers(train("plain"), train("pooled", *OWN, "trainer.n_gpus_per_node=2"))
     assert nobody_left()
+
+
+def test_one_trainer_process_that_loses_its_reward_model_goes_on_from_its_checkpoint(
+    train, monkeypatch, caplog
+):
+    from verl.reward.model_pool import ModelPoolBackend
+
+    submit, seen = ModelPoolBackend.submit, 0
+
+    def submit_and_kill(self: Any, *arguments: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 4 + 8 + 3:  # rows tried before training, the first step, and into the second
+            os.kill(process_of(self._pool.calls.names[0]), signal.SIGKILL)
+        submit(self, *arguments)
+
+    plain = train("plain")
+    monkeypatch.setattr(ModelPoolBackend, "submit", submit_and_kill)
+    pooled = train("killed", *OWN, "trainer.save_freq=1", "trainer.max_restarts=1")
+    assert "reward model rank 0 on" in caplog.text and "restart 1 of 1" in caplog.text
+    assert same_numbers(plain, pooled) and nobody_left()

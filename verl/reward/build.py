@@ -269,9 +269,13 @@ def _model_backend(reward_cfg: Any, run: PPOConfig | None) -> Backend:
     if importlib.util.find_spec("ray") is None:
         asked = f"reward.reward_model.n_gpus_per_node={reward_cfg.reward_model.n_gpus_per_node}"
         raise missing_package("ray", "ray", f"a reward model on GPUs of its own ({asked})")
+    from verl.workers.placement import require_ray
+
+    run = run if run is not None else PPOConfig(reward=reward_cfg)
+    require_ray(run)
     from verl.reward.model_pool import ModelPoolBackend
 
-    return ModelPoolBackend.for_run(run if run is not None else PPOConfig(reward=reward_cfg))
+    return ModelPoolBackend.for_run(run)
 
 
 def _relabel(parts: list[Part]) -> list[Part]:

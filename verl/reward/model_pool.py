@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -31,7 +32,6 @@ from verl.reward.functions import Signature
 from verl.reward.model import check_path
 from verl.reward.model_server import ROLE, ModelFacts, ModelSetup, RewardModelActor
 from verl.reward.pieces import estimated_work, next_piece
-from verl.workers.placement import require_ray
 from verl.workers.ray_actor import remote_class
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster, ClusterError, pools
@@ -78,14 +78,13 @@ class ModelPool:
 
     def _place(self) -> list[Any]:
         ours = _gpus_outside_ray(self._run) if self.cluster.on_gpus() else []
-        spare = _on_this_node(len(ours))
+        self._kept_free = spare = _on_this_node(len(ours))
         placed = self.cluster.place(START_S, RewardModelActor)
         if not spare:
             return placed
         # Ray does not know which GPUs this process and its server use: more are asked for than needed, and whoever got
         # one of those holds it without using it.
         everyone = [*placed, *spare]
-        self._kept_free = spare
         calls = RankCalls(everyone, self._run.trainer.watchdog_s, ROLE)
         calls.introduce(START_S)
         here = ray.util.get_node_ip_address()
@@ -101,6 +100,9 @@ class ModelPool:
 
     def _build(self) -> ModelFacts:
         config = self._run.reward.reward_model
+        folder = Path(str(config.model_path)).expanduser()
+        if folder.exists():  # the processes do not stand where this one does
+            config = replace(config, model_path=str(folder.absolute()))
         setup = ray.put(
             ModelSetup(
                 config=config,
@@ -163,7 +165,6 @@ class ModelPoolBackend:
     def for_run(cls, run: PPOConfig) -> ModelPoolBackend:
         """Start the processes the config asks for."""
         check_path(run.reward.reward_model)
-        require_ray(run)
         return cls(ModelPool(run))
 
     @property
