@@ -65,6 +65,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "saved_critic": ("critic", "critic", {}, {}),
     "padded_critic": ("critic", "qwen2", {}, {"use_remove_padding": False}),
     "experts": ("actor", "qwen3_moe", {}, {}),
+    "tied_twice": ("actor", "twice", {}, {}),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from verl.errors import ModelError
 from verl.models.loading import cast_parameters, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
 from verl.models.skeleton import CannotStream, open_causal_lm, open_value_model
@@ -123,7 +124,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tiny, tmp_path, monkeypatch):
 
     files = WeightFiles.of("someone/tiny")
     assert files is not None and len(set(files.files.values())) > 1
-    assert files.shapes()["model.norm.weight"] == (16,)
+    assert files.shapes["model.norm.weight"] == (16,)
     assert WeightFiles.of("someone/other") is None
 
 
@@ -163,12 +164,63 @@ def test_what_cannot_be_read_one_by_one_is_refused_with_the_reason(tiny, tmp_pat
         open_causal_lm(str(tmp_path), dtype=torch.float32)
 
 
-def test_experts_that_are_joined_on_loading_are_refused(tiny, tmp_path):
-    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
-    tiny("qwen3_moe", **options).save_pretrained(tmp_path)
-    for open_model, _ in BOTH:
-        with pytest.raises(CannotStream, match=r"another form.*experts\.0"):
-            open_model(str(tmp_path), dtype=torch.float32)
+def test_a_file_that_is_cut_short_is_named(tiny, tmp_path):
+    tiny().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"cannot read weights from .*model\.safetensors"):
+        open_causal_lm(str(tmp_path), dtype=torch.float32)
+
+
+EXPERTS = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_are_joined_on_loading_are_read_row_by_row(tiny, tmp_path, dtype):
+    """More than ten of them: as text, expert 10 would stand before expert 2."""
+    tiny("qwen3_moe", **EXPERTS).save_pretrained(tmp_path)
+    assert "model.layers.0.mlp.experts.11.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+    for open_model, load in BOTH:
+        opened, source = open_model(str(tmp_path), dtype=dtype)
+        loaded = load(str(tmp_path), dtype=dtype, device="cpu")
+        weights = read_whole(opened, source)
+        assert weights["model.layers.1.mlp.experts.gate_up_proj"].shape == (12, 16, 16)
+        for name, value in loaded.named_parameters():
+            assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda w: w.pop("model.layers.0.mlp.experts.3.up_proj.weight"), "do not hold all of"),
+        (lambda w: [w.pop(f"model.layers.0.mlp.experts.{i}.up_proj.weight") for i in range(12)], "all of"),
+        (
+            lambda w: w.update({"model.layers.0.mlp.experts.3.up_proj.weight": torch.ones(5, 16)}),
+            "differ in shape",
+        ),
+        (
+            lambda w: [w.pop(n) for n in list(w) if "layers.0.mlp.experts.11." in n],
+            r"gate_up_proj is \(11, 16, 16\) in its files",
+        ),
+    ],
+)
+def test_experts_that_are_not_all_there_are_refused(tiny, tmp_path, spoil, reason):
+    tiny("qwen3_moe", **EXPERTS).save_pretrained(tmp_path)
+    edit(tmp_path, spoil)
+    with pytest.raises(CannotStream, match=reason):
+        open_causal_lm(str(tmp_path), dtype=torch.float32)
+
+
+def test_weights_that_change_in_another_way_are_refused(tiny, tmp_path, monkeypatch):
+    """A conversion that we do not know must not be taken for a copy."""
+    import transformers.conversion_mapping as mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    tiny().save_pretrained(tmp_path)
+    change = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", [Transpose()])
+    monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [change])
+    with pytest.raises(CannotStream, match=r"another form than the model \(model.layers.0.mlp.down_proj"):
+        open_causal_lm(str(tmp_path), dtype=torch.float32)
 
 
 def test_half_precision_leaves_rotary_frequencies_alone(tiny, tmp_path):

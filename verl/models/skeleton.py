@@ -1,8 +1,8 @@
 """A Hugging Face model without its weights, and where in its files each weight is.
 
 What always holds: parameters are on the meta device and cost nothing; buffers, which the files do not hold, are
-real; every parameter on the meta device is one tensor of the files, under one name, in one shape. A model of which
-that cannot be said is refused (`CannotStream`), with the reason, and is to be loaded whole.
+real; every parameter on the meta device has its place in the files (`weight_places`). A model of which that cannot
+be said is refused (`CannotStream`), with the reason, and is to be loaded whole.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from verl.models.loading import disable_dropout, load_config, with_saved_head
 from verl.models.quiet import quiet_transformers
 from verl.models.value_model import ValueModel
 from verl.models.weight_files import WeightFiles, model_file
-
-
-class CannotStream(Exception):
-    """Why the weights cannot be read one by one."""
+from verl.models.weight_places import CannotStream, Place, find_places
 
 
 @contextmanager
@@ -64,55 +61,37 @@ def _read_generation_config(model: Any, path: str) -> None:
         model.generation_config = GenerationConfig.from_pretrained(str(file.parent))
 
 
-def _check(model: Any, files: WeightFiles, dtype: torch.dtype) -> None:
-    """Refuse what `from_pretrained` would treat otherwise than by copying."""
+def _conversions(model: Any) -> list[Any]:
+    """How transformers changes this model's weights on loading."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:
         raise CannotStream("this version of transformers does not say how it reads weights") from None
-    for change in get_model_conversion_mapping(model, add_legacy=False):
-        changed = next((name for name in files if change.rename_source_key(name)[1] is not None), None)
-        if changed:
-            raise CannotStream(f"its files hold weights in another form than the model ({changed})")
-    lasting = [name for name in model.state_dict() if name in dict(model.named_buffers())]
-    if lasting:
-        raise CannotStream(f"it saves buffers beside its weights ({lasting[0]})")
-    kept = any(getattr(model, f"_keep_in_fp32_modules{end}", None) for end in ("", "_strict"))
-    if kept and dtype != torch.float32:
-        raise CannotStream("some of its weights keep a precision of their own")
+    return list(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _check(model: Any, files: WeightFiles, dtype: torch.dtype) -> None:
+    """Refuse what `from_pretrained` would treat otherwise than by copying."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name in model.state_dict():
-        if name not in dict(model.named_parameters()) and name in files:
+        if name in buffers:
+            raise CannotStream(f"it saves buffers beside its weights ({name})")
+        if name not in parameters and name in files:
             raise CannotStream(f"its files hold {name} twice, although it is tied to another weight")
-
-
-def _places(model: Any, prefix: str, files: WeightFiles, dtype: torch.dtype) -> dict[str, str]:
-    """Name of each parameter -> name in the files, which may lack or have the backbone's prefix."""
-    shapes = files.shapes()
-    found = {}
-    for name, param in model.named_parameters():
-        if not param.is_meta:
-            continue
-        names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-        place = next((each for each in names if each in shapes), None)
-        if place is None:
-            raise CannotStream(f"its files do not hold {name}")
-        if shapes[place] != tuple(param.shape):
-            raise CannotStream(f"{place} is {shapes[place]} in its files, not {tuple(param.shape)}")
-        if param.dtype != dtype:
-            raise CannotStream("some of its weights keep a precision of their own")
-        found[name] = place
-    return found
+    kept = any(getattr(model, f"_keep_in_fp32_modules{end}", None) for end in ("", "_strict"))
+    if any(param.dtype != dtype for param in parameters.values()) or (kept and dtype != torch.float32):
+        raise CannotStream("some of its weights keep a precision of their own")
 
 
 class WeightSource:
     """Where the weights of a skeleton come from."""
 
-    def __init__(self, files: WeightFiles, places: Mapping[str, str], dtype: torch.dtype) -> None:
+    def __init__(self, files: WeightFiles, places: Mapping[str, Place], dtype: torch.dtype) -> None:
         self.files, self.places, self.dtype = files, places, dtype
 
     def read_rows(self, name: str, start: int, stop: int, into: torch.Tensor) -> None:
         """Rows of the parameter `name` (without adapters' additions to the name) into `into`."""
-        self.files.read_rows(self.places[name], start, stop, into, self.dtype)
+        self.places[name].read(self.files, start, stop, into, self.dtype)
 
 
 def _files(path: str) -> WeightFiles:
@@ -136,9 +115,9 @@ def open_causal_lm(
     files = _files(path)
     model = _empty_model(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
     _check(model, files, dtype)
-    source = WeightSource(files, _places(model, model.base_model_prefix, files, dtype), dtype)
+    places = find_places(model, model.base_model_prefix, files, _conversions(model))
     disable_dropout(model)
-    return model, source
+    return model, WeightSource(files, places, dtype)
 
 
 def open_value_model(
@@ -156,6 +135,9 @@ def open_value_model(
     backbone = _empty_model(AutoModel, path, config, dtype, trust_remote_code)
     _check(backbone, files, dtype)
     model = with_saved_head(ValueModel(backbone), path, dtype)
-    source = WeightSource(files, _places(model, model.prefix, files, dtype), dtype)
+    places = find_places(model, model.prefix, files, _conversions(backbone))
     disable_dropout(model)
-    return model, source
+    return model, WeightSource(files, places, dtype)
+
+
+__all__ = ["CannotStream", "WeightSource", "open_causal_lm", "open_value_model"]
