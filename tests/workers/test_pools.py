@@ -159,6 +159,70 @@ def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, f
     assert nobody_left()
 
 
+TRAINER_RANK_GONE = """
+import os, signal, time
+from pathlib import Path
+from verl.workers.rank import RankWorker
+from verl.workers.rollout_rank import RolloutWorker
+
+note = Path({note!r})
+_link = RankWorker.do_link
+
+def link(self, size):
+    if self.rank == 1:
+        note.write_text(str(os.getpid()))
+    return _link(self, size)
+
+def generate(self, requests):
+    os.kill(int(note.read_text()), signal.SIGKILL)
+    time.sleep(100_000)
+
+RankWorker.do_link, RolloutWorker.do_generate = link, generate
+"""
+
+
+def test_a_trainer_rank_that_dies_while_others_generate_is_noticed_at_once(train, joined, plugin, tmp_path):
+    """Nobody asks it for anything then, and nobody who generates ever ends."""
+    text = TRAINER_RANK_GONE.format(note=str(tmp_path / "pid"))
+    with pytest.raises(WorkersLost) as caught:
+        train(*FEW, *placed(2, 1), "trainer.watchdog_s=3000", plugin("trainer_rank_gone", text))
+    assert str(caught.value).startswith("rank 1 on ") and "died in generate" in str(caught.value)
+    assert nobody_left()
+
+
+def test_a_restart_leaves_room_for_those_who_generate(overrides, joined):
+    """Four places are there: two for rollout, so two of the three ranks are left."""
+    from verl.config.load import load_ppo_config
+    from verl.workers.ray_cluster import Cluster, ClusterError, pools
+
+    cluster = Cluster(load_ppo_config(overrides(*placed(3, 2))))
+    assert [(pool.key, pool.processes) for pool in pools(cluster.cfg)] == [
+        ("trainer", 3),
+        ("actor_rollout_ref.rollout", 2),
+    ]
+    cluster.connect()
+    try:
+        assert cluster.room() == (1, 2)
+        assert Cluster(load_ppo_config(overrides(*placed(2, 2)))).room() == (1, 2)
+        with pytest.raises(ClusterError, match=r"actor_rollout_ref\.rollout\.nnodes=1 nodes with 9 CPU each"):
+            Cluster(load_ppo_config(overrides(*placed(1, 9)))).room()
+    finally:
+        cluster.close()
+
+
+def test_engines_over_two_gpus_are_half_as_many_processes(overrides):
+    from verl.config.load import load_ppo_config
+    from verl.workers.ray_cluster import pools
+
+    two = [
+        *placed(1, 4),
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ]
+    rollout = pools(load_ppo_config(overrides(*two)))[1]
+    assert (rollout.processes, rollout.places, rollout.per_node) == (2, 2, 4)
+
+
 CORRUPT = """
 from verl.rollout.handover.collective import Link
 

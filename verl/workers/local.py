@@ -19,6 +19,7 @@ from verl.errors import ConfigError
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout import build_rollout
+from verl.rollout.handover.weights import module_of
 from verl.workers.actor import ActorRole
 from verl.workers.critic import CriticRole
 from verl.workers.group import WorkerGroup
@@ -151,7 +152,7 @@ class LocalGroup(WorkerGroup):
 
     def model_size(self) -> ModelSize:
         module: Any
-        with self.actor_engine.full_parameters() as module:
+        with module_of(self.actor_engine) as module:
             config = module.config.get_text_config()
             embeddings = module.get_input_embeddings()
             weights = sum(p.numel() for p in module.parameters())

@@ -45,7 +45,11 @@ class RankCalls:
         self.addresses: list[str] = []
         self.devices: list[str] = []
         self.broken = False
+        self.fellows: list[RankCalls] = []
+        """Processes of other roles that are idle while these work, and looked after meanwhile."""
         self._unanswered: dict[int, float] = {}
+        self._asked_for_life: dict[Any, int] = {}
+        self._looked_after = 0.0
 
     @classmethod
     def together(cls, *parts: RankCalls) -> RankCalls:
@@ -118,11 +122,34 @@ class RankCalls:
         self._unanswered.clear()
         pause = min(POLL_S, self.watchdog_s / 4)
         while True:
+            self._look_after_fellows(call)
             done, _ = ray.wait(list(pending), num_returns=1, timeout=pause, fetch_local=False)
             if done:
                 return list(done)
             if time.monotonic() - asked > self.watchdog_s / 2:
                 self._look_for_signs(call, sorted(set(pending.values())), asked)
+
+    def _look_after_fellows(self, call: str) -> None:
+        """A process that is not asked for anything can die too; its turn may be far off."""
+        if self.fellows and time.monotonic() - self._looked_after > POLL_S:
+            self._looked_after = time.monotonic()
+            for fellow in self.fellows:
+                fellow.check_alive(call)
+
+    def check_alive(self, call: str) -> None:
+        """Raise when one of these is known to be gone, while others serve `call`; waits for nobody."""
+        asked = set(self._asked_for_life.values())
+        for rank, actor in enumerate(self.actors):
+            if rank not in asked:
+                self._asked_for_life[actor.sign.remote()] = rank
+        refs = list(self._asked_for_life)
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        for ref in answered:
+            rank = self._asked_for_life.pop(ref)
+            try:
+                ray.get(ref)
+            except RayError as error:
+                self.fail(call, rank, error, {})
 
     def _look_for_signs(self, call: str, ranks: list[int], asked: float) -> None:
         """Raise when no awaited rank has moved for `watchdog_s`."""

@@ -66,6 +66,7 @@ class RolloutPool:
         self._trainer = trainer
         self._everyone = RankCalls.together(trainer, self.calls)
         self._everyone.all("link", 1 + len(self.calls))
+        self.calls.fellows, trainer.fellows = [trainer], [self.calls]
         pool = self.cluster.pool
         logger.info(
             "rollout: %d processes of its own (%s.nnodes=%d, %s.n_gpus_per_node=%d)",

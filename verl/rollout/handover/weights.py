@@ -7,6 +7,7 @@ otherwise go on with the old one, without any error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,12 @@ class TiedHead:
 
     embedding: str
     head: str
+
+
+def module_of(source: Any) -> AbstractContextManager[nn.Module]:
+    """The module for looking at, not for computing: sharded weights need not be gathered for that."""
+    model = None if isinstance(source, nn.Module) else getattr(source, "model", None)
+    return nullcontext(model) if isinstance(model, nn.Module) else whole_module(source)
 
 
 def tied_head(model: Any) -> TiedHead | None:

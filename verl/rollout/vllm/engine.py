@@ -7,6 +7,7 @@ reference; otherwise vLLM starts its own processes and the weights cross in buck
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from verl.rollout.handover import base_weights, weights_of
 from verl.rollout.handover.buckets import remove
 from verl.rollout.handover.copy_engine import CopyRollout, Sample
 from verl.rollout.vllm.adapter import Adapters
+from verl.rollout.vllm.lifeline import named_host
 from verl.rollout.vllm.process import kept_random_state, leave_process_group
 from verl.rollout.vllm.sending import HANDOVER_TIMEOUT_S, by_buckets, hand_over
 from verl.rollout.vllm.settings import (
@@ -62,7 +64,7 @@ class VLLMRollout(CopyRollout):
     def _start(self, arguments: dict[str, Any]) -> Any:
         import vllm
 
-        with kept_random_state():
+        with kept_random_state(), nullcontext() if self.by_reference else named_host():
             try:
                 return vllm.LLM(**arguments)
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:

@@ -9,20 +9,18 @@ import json
 import os
 import secrets
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from verl.errors import ConfigError
 from verl.models.lora import has_lora
 from verl.rollout.base import SamplingParams
-from verl.rollout.handover.weights import TiedHead, tied_head
+from verl.rollout.handover.weights import TiedHead, module_of, tied_head
 from verl.rollout.requests import eos_token_ids
-from verl.rollout.source import causal_lm, whole_module
+from verl.rollout.source import causal_lm
 
 WORKER_EXTENSION = "verl.rollout.vllm.worker.WeightReceiver"
 _OURS = ("model", "load_format", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode")
@@ -69,7 +67,7 @@ def read_model(source: Any, tokenizer: Any) -> ModelFacts:
     given: ModelFacts | None = getattr(source, "model_facts", None)
     if given is not None:
         return replace(given, folder=_new_folder())
-    with _module_of(source) as module:
+    with module_of(source) as module:
         model = causal_lm(module)
         embeddings = model.get_input_embeddings()
         weight = embeddings.weight
@@ -95,12 +93,6 @@ def read_model(source: Any, tokenizer: Any) -> ModelFacts:
 
 def _new_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"verl-rollout-{secrets.token_hex(8)}"
-
-
-def _module_of(source: Any) -> AbstractContextManager[nn.Module]:
-    """The module for looking at, not for computing: sharded weights need not be gathered for that."""
-    model = None if isinstance(source, nn.Module) else getattr(source, "model", None)
-    return nullcontext(model) if isinstance(model, nn.Module) else whole_module(source)
 
 
 def _config_json(model: Any) -> str:

@@ -15,6 +15,10 @@ from typing import Any
 from verl.rollout.handover.buckets import read_buckets
 from verl.rollout.handover.fingerprint import Manifest
 from verl.rollout.handover.weights import Pairs
+from verl.rollout.vllm.lifeline import end_with_host
+
+# vLLM imports this file in each of its workers before anything else of ours runs there.
+end_with_host()
 
 
 class WeightReceiver:

@@ -1,0 +1,149 @@
+"""vLLM in a process of its own beside the trainer, and one tensor-parallel vLLM shared by two ranks that train."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
+pytest.importorskip("ray", reason="needs ray (make test-components)")
+pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def model_dir(
+    small_model: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Two heads of keys: one for each of two workers."""
+    folder = tmp_path_factory.mktemp("small") / "model"
+    ends = {"pad_token_id": tiny_tokenizer.pad_token_id, "eos_token_id": tiny_tokenizer.eos_token_id}
+    model = small_model(vocab_size=len(tiny_tokenizer), bos_token_id=None, num_key_value_heads=2, **ends)
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def command(model: Path, task: Path, folder: Path, *placement: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        f"data.train_files={task}/train.jsonl",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.temperature=0.8",
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+        "algorithm.adv_estimator=grpo",
+        f"reward.custom_reward_function.path={task}/digits_reward.py",
+        "reward.in_process=True",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        "trainer.save_freq=-1",
+        f"trainer.default_local_dir={folder}",
+        *placement,
+    ]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def agree(found: list[dict[str, Any]]) -> None:
+    differences = [row["training/rollout_probs_diff_mean"] for row in found]
+    assert max(differences) < 0.005, differences
+    assert min(row["actor/grad_norm"] for row in found) > 0, "the weights moved, and the engine's with them"
+
+
+def test_vllm_in_a_process_of_its_own(model_dir: Path, digits_data: Path, tmp_path: Path) -> None:
+    pool = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+    steps = f"trainer.total_training_steps={STEPS}"
+    run = command(model_dir, digits_data, tmp_path / "run", *pool, steps)
+    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = rows(tmp_path / "run")
+    assert len(found) == STEPS
+    agree(found)
+
+
+def living(pids: set[int]) -> dict[int, str]:
+    """Those that still run, by what they call themselves."""
+    found = {}
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if state != "Z":
+            found[pid] = title.replace("\0", " ")[:80]
+    return found
+
+
+def family(pid: int) -> set[int]:
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def test_two_ranks_share_one_engine_and_it_goes_with_its_host(
+    model_dir: Path, digits_data: Path, tmp_path: Path
+) -> None:
+    """Steps as usual; then the rank that hosts the engine is killed, and nothing of either stays."""
+    shared = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    run = command(model_dir, digits_data, tmp_path / "run", *shared, "trainer.total_training_steps=5000")
+    log = tmp_path / "log.txt"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*run, "trainer.total_epochs=1000"], env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        while len(rows(tmp_path / "run")) < STEPS:
+            assert process.poll() is None, log.read_text()[-5000:]
+            time.sleep(0.2)
+        agree(rows(tmp_path / "run"))
+        names = living(family(process.pid))
+        workers = {pid for pid, title in names.items() if "VLLM::" in title}
+        ranks = {pid for pid, title in names.items() if "RankActor" in title}
+        hosts = {rank for rank in ranks if workers & family(rank)}
+        assert len(ranks) == 2 and len(hosts) == 1, names
+        assert len([pid for pid in workers if "Worker" in names[pid]]) == 2, names
+        (host,) = hosts
+        os.kill(host, signal.SIGKILL)
+        assert process.wait(timeout=300) != 0
+    finally:
+        process.kill()
+    text = log.read_text()
+    assert re.search(rf"rank 0 on \S+ \(process {host}\) died in ", text), text[-5000:]
+    deadline = time.monotonic() + 60
+    while living(workers | ranks) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not living(workers | ranks)

@@ -1,0 +1,260 @@
+"""Weights on their way to processes that only generate, without Ray: threads stand for the processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.config.schema import RolloutConfig
+from verl.errors import RolloutError, TrainingHalted
+from verl.models.lora import add_lora
+from verl.rollout import build_rollout
+from verl.rollout.base import Request, SamplingParams
+from verl.rollout.handover.arriving import ArrivingWeights, load_into, probe
+from verl.rollout.handover.bystanders import Elsewhere, Follower
+from verl.rollout.handover.collective import Link
+from verl.rollout.handover.fingerprint import Manifest, compare
+from verl.rollout.handover.probe import check_probe, trainer_log_probs
+from verl.rollout.vllm.engine import VLLMRollout
+from verl.rollout.vllm.settings import read_model
+from verl.workers.rank_group import _visible
+
+CPU = torch.device("cpu")
+PAIRS = {
+    "a.weight": torch.randn(7, 5),
+    "b.weight": torch.randn(3, 2, dtype=torch.bfloat16),
+    "large": torch.randn(400),
+    "nothing": torch.empty(0, 4),
+    "one number": torch.tensor(7, dtype=torch.int64),
+    "odd": torch.randint(0, 255, (13,), dtype=torch.uint8),
+    "last": torch.randn(2, 3).T,
+}
+
+
+def linked(bodies: list[Callable[[Link], Any]], timeout_s: float = 20.0) -> list[Any]:
+    """Each body with its own end of a link, all at once; what they return or raise, in order."""
+    store, found = dist.HashStore(), [None] * len(bodies)
+
+    def run(place: int) -> None:
+        try:
+            found[place] = bodies[place](Link(store, place, len(bodies), CPU, timeout_s))
+        except TrainingHalted as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Callable[..., Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(seed: int, **changes: Any) -> Any:
+        torch.manual_seed(seed)
+        shape: dict[str, Any] = {
+            "vocab_size": 50,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.2,
+        }
+        return LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).eval()
+
+    return make
+
+
+@pytest.mark.parametrize("limit", [1, 100, 1 << 20])
+def test_every_receiver_gets_every_pair_whatever_the_size_of_buckets(limit: int) -> None:
+    def receive(link: Link) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in link.receive()}
+
+    sent, *received = linked([lambda link: link.send(PAIRS.items(), limit), receive, receive])
+    for pairs in received:
+        assert list(pairs) == list(PAIRS)
+        for name, tensor in PAIRS.items():
+            assert pairs[name].dtype == tensor.dtype and torch.equal(pairs[name], tensor)
+        arrived = Manifest()
+        list(arrived.watch(pairs.items()))
+        compare(sent, arrived, 1, "engine")
+
+
+def test_a_receiver_that_leaves_is_said_on_the_other_side() -> None:
+    """Its end of the link is gone with it."""
+    sent, _ = linked([lambda link: [link.send(PAIRS.items(), 1) for _ in range(50)], lambda link: None], 5.0)
+    assert isinstance(sent, TrainingHalted) and "died or stopped answering" in str(sent)
+
+
+def test_a_module_takes_the_weights_and_shows_them_by_log_probs(llama: Callable[..., Any]) -> None:
+    trainer, engine_module = llama(1), llama(2)
+    engine = build_rollout("native", engine_module, None, None)
+
+    def receive(link: Link) -> Any:
+        received = load_into(engine_module, link.receive())
+        engine.update_weights(engine_module, 4)
+        return probe(engine, received, vocab_size=50, max_length=20, precision="float32")
+
+    sent, arrival = linked([lambda link: link.send(trainer.state_dict().items()), receive])
+    compare(sent, arrival.received, 4, "engine")
+    assert len(arrival.prompt) + len(arrival.tokens) <= 20, "within the engine's longest sequence"
+    ours = trainer_log_probs(trainer, arrival.prompt, arrival.tokens)
+    assert ours is not None and check_probe(arrival.log_probs, ours, "float32", 4, "engine") < 1e-4
+    others = trainer_log_probs(llama(3), arrival.prompt, arrival.tokens)
+    assert others is not None
+    with pytest.raises(TrainingHalted, match="rollout rank 1.*policy version 4.*and look at it"):
+        check_probe(arrival.log_probs, others, "float32", 4, "rollout rank 1", "look at it")
+
+
+def test_what_is_fingerprinted_is_what_the_module_has(llama: Callable[..., Any]) -> None:
+    class Deaf(nn.Linear):
+        """A weight that does not take what is written to it."""
+
+        def __init__(self) -> None:
+            super().__init__(2, 2, bias=False)
+            self.weight.copy_ = lambda other: self.weight  # type: ignore[method-assign]
+
+    deaf, other = Deaf(), {"weight": torch.zeros(2, 2)}
+    sent = Manifest()
+    received = load_into(deaf, sent.watch(other.items()))
+    with pytest.raises(TrainingHalted, match="weight: sent float32"):
+        compare(sent, received, 1, "engine")
+
+
+def test_weights_in_another_type_are_compared_as_they_arrived(llama: Callable[..., Any]) -> None:
+    half, sent = llama(2).to(torch.bfloat16), Manifest()
+    compare(sent, load_into(half, sent.watch(llama(1).state_dict().items())) or sent, 1, "engine")
+    torch.testing.assert_close(half.model.norm.weight.float(), llama(1).model.norm.weight)
+
+
+def test_a_weight_too_few_or_too_many_is_refused(llama: Callable[..., Any]) -> None:
+    weights = dict(llama(1).state_dict())
+    norm = weights.pop("model.norm.weight")
+    with pytest.raises(TrainingHalted, match=r"1 weights .*model\.norm\.weight"):
+        load_into(llama(2), weights.items())
+    with pytest.raises(TrainingHalted, match="sent extra of shape"):
+        load_into(llama(2), {"extra": norm}.items())
+    with pytest.raises(TrainingHalted, match=r"sent model\.norm\.weight of shape \(5,\); .* has \(32,\)"):
+        load_into(llama(2), {"model.norm.weight": norm[:5]}.items())
+
+
+def test_a_source_far_from_its_model_brings_the_facts_along(llama: Callable[..., Any]) -> None:
+    facts = read_model(llama(1), None)
+    there = read_model(ArrivingWeights(facts), None)
+    assert there.folder != facts.folder, "every engine has a folder of its own"
+    assert replace(there, folder=facts.folder) == facts
+
+
+class Recorded:
+    """A trainer that notes what was asked of it: on several ranks each of these is a collective."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.asked = model, []
+        self.settings = type("Settings", (), {"dtype": torch.float32})
+
+    @contextmanager
+    def full_parameters(self):
+        self.asked.append("gather")
+        yield self._model
+
+    def export_parameters(self):
+        for name, tensor in self._model.state_dict().items():
+            self.asked.append(name)
+            yield name, tensor
+
+    def log_probs(self, batch: Any, temperature: float) -> dict[str, torch.Tensor]:
+        self.asked.append(f"log-probs of {len(batch)}")
+        return {"log_probs": torch.zeros(batch.batch["response_mask"].shape)}
+
+
+class Host(VLLMRollout):
+    """vLLM's adapter as it is, without vLLM behind it."""
+
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        self.workers = int(arguments["tensor_parallel_size"])
+        return MagicMock()
+
+    def _deliver(self, pairs: Any) -> list[str]:
+        list(pairs)
+        return []
+
+    def _load_adapter(self, name: str, number: int, folder: str) -> Any:
+        return MagicMock()
+
+    def _run(self, samples: list[Any]) -> Any:
+        (sample,) = samples
+        sample.token_ids, sample.log_probs = [1] * 8, [0.0] * 8
+        yield sample.response("length", self.version)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_follower_asks_the_trainer_for_what_the_host_asks(
+    llama: Callable[..., Any], lora: bool, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.rollout.vllm.engine.set_environment", lambda **more: None)
+    section = RolloutConfig(name="vllm", tensor_model_parallel_size=2, max_model_len=64)
+    section.engine_kwargs.vllm = {"enable_sleep_mode": sleeps}
+    asked = []
+    for make in (Host, partial(Follower, "vllm")):
+        model = llama(1)
+        if lora:
+            add_lora(model, rank=2, alpha=4, target_modules=["q_proj"])
+        source = Recorded(model)
+        engine: Any = make(source, None, section)
+        for version in (1, 2):
+            engine.sleep()
+            engine.update_weights(source, version)
+            source.asked.append("generation")
+            engine.wake()
+        engine.close()
+        asked.append(source.asked)
+    assert asked[0] == asked[1]
+    after = [at for at, what in enumerate(asked[0]) if what == "generation"]
+    proven_late = [asked[0][at + 1 : at + 2] == ["log-probs of 1"] for at in after]
+    assert proven_late == [sleeps, sleeps], "an engine that sleeps is compared when it wakes"
+    assert ("model.norm.weight" in asked[0][after[0] :]) != lora, "with an adapter only that is gathered"
+    with pytest.raises(RolloutError, match="requests go to that one"):
+        list(engine.generate([Request("a", [1], SamplingParams(max_tokens=4))]))
+
+
+def test_a_rank_that_only_trains_says_where_to_ask() -> None:
+    with pytest.raises(RolloutError, match="processes of its own"):
+        Elsewhere().generate([])
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_the_gpus_of_a_group_are_seen_by_what_is_started_for_it(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_VISIBLE_DEVICES"
+    monkeypatch.delenv(name, raising=False)
+    if before:
+        monkeypatch.setenv(name, before)
+    with _visible(("3", "5")):
+        assert os.environ[name] == "3,5"
+    assert os.environ.get(name) == before
+    with _visible(()):
+        assert os.environ.get(name) == before

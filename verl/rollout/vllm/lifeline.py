@@ -1,0 +1,58 @@
+"""The processes an engine starts end with the process that started the engine, however that one ends.
+
+vLLM's own processes notice that their parent asked them to stop, not that it was killed. Each worker therefore watches
+the process named in its environment, and takes its own parent (vLLM's engine core) along when that one is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+HOST = "VERL_ENGINE_HOST"
+
+
+@contextmanager
+def named_host() -> Iterator[None]:
+    """Processes started inside, and theirs, know this one as the host."""
+    os.environ[HOST] = f"{os.getpid()}:{_started(os.getpid())}"
+    try:
+        yield
+    finally:
+        del os.environ[HOST]
+
+
+def end_with_host() -> None:
+    """In a worker: end when the host has ended, or at once when it has already. Nothing in the host itself."""
+    named = os.environ.get(HOST, "")
+    if not named or not hasattr(os, "pidfd_open") or named.startswith(f"{os.getpid()}:"):
+        return
+    pid, started = named.split(":")
+    watch = threading.Thread(target=_watch, args=(int(pid), started, os.getppid()), daemon=True)
+    watch.start()
+
+
+def _watch(host: int, started: str, parent: int) -> None:
+    with suppress(ProcessLookupError):
+        handle = os.pidfd_open(host)
+        if _started(host) == started:  # and not another process with the same number
+            waiting = select.poll()
+            waiting.register(handle, select.POLLIN)
+            waiting.poll()
+    if parent not in (host, 1) and os.getppid() == parent:
+        with suppress(ProcessLookupError):
+            os.kill(parent, signal.SIGKILL)
+    os._exit(1)
+
+
+def _started(pid: int) -> str:
+    """When a process began, in the system's ticks; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        return ""
