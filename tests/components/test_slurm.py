@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.components, pytest.mark.timeout(1200)]
+PATIENCE_S = 180.0
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 
 
@@ -89,7 +90,8 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
         for command in commands:
             with (folder / f"{command[0]}.out").open("wb") as out:
                 started.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
-            time.sleep(0.5)
+            if command[0] == "munged":
+                _wait_for_socket(folder / "munge.socket", started[-1], folder)
         _wait_for_node(env, folder)
         yield env
     finally:
@@ -103,19 +105,32 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
                 process.wait()
 
 
+def _logs(folder: Path) -> str:
+    files = [*sorted(folder.glob("*.txt")), *sorted(folder.glob("*.out"))]
+    return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-1500:]}" for path in files)
+
+
+def _wait_for_socket(path: Path, process: subprocess.Popen[bytes], folder: Path) -> None:
+    """The daemons of Slurm ask munge for a credential as soon as they start."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"munged did not open {path}\n{_logs(folder)}")
+        time.sleep(0.1)
+
+
 def _wait_for_node(env: dict[str, str], folder: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     state = ""
     while time.monotonic() < deadline:
         answer = subprocess.run(
-            ["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True, timeout=30
+            ["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True, timeout=PATIENCE_S
         )
         state = answer.stdout.strip() or answer.stderr.strip()
         if state == "idle":
             return
         time.sleep(0.5)
-    logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.txt")))
-    pytest.fail(f"Slurm's node did not come up: {state}\n{logs}")
+    pytest.fail(f"Slurm's node did not come up: {state}\n{_logs(folder)}")
 
 
 def small_run(model: Path, data: Path, folder: Path) -> list[str]:
@@ -136,8 +151,10 @@ def small_run(model: Path, data: Path, folder: Path) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
+    """Whole rows only: the last one may be in the middle of being written."""
     file = folder / "run" / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def submit(
@@ -151,7 +168,7 @@ def submit(
     ]  # fmt: skip
     settings = {"VERL_PYTHON": sys.executable, "VERL_RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, env={**env, **settings}, cwd=ROOT, capture_output=True, text=True, timeout=550
+        command, env={**env, **settings}, cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     if not wait:
         return done.returncode, done.stdout.strip()
@@ -186,19 +203,27 @@ def test_a_job_told_that_its_time_is_up_saves_and_ends(
     status, job = submit(slurm, tmp_path, script, overrides, wait=False)
     assert status == 0 and job.isdigit(), job
 
+    def job_output() -> str:
+        output = tmp_path / "job.txt"
+        return output.read_text(errors="replace")[-4000:] if output.exists() else "the job wrote nothing"
+
     def wait_for(reached: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not reached() and time.monotonic() < deadline:
             time.sleep(0.5)
-        assert reached(), (tmp_path / "job.txt").read_text(errors="replace")[-4000:]
+        assert reached(), job_output()
 
     def ended() -> bool:
         state = subprocess.run(
-            ["squeue", "-h", "-j", job, "-o", "%T"], env=slurm, capture_output=True, text=True, timeout=30
+            ["squeue", "-h", "-j", job, "-o", "%T"],
+            env=slurm,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         return state.stdout.strip() in ("", "COMPLETED", "FAILED", "CANCELLED")
 
     wait_for(lambda: any("actor/grad_norm" in row for row in metrics(tmp_path)), 300)
-    subprocess.run(["scancel", "--batch", "--signal=TERM", job], env=slurm, check=True, timeout=30)
+    subprocess.run(["scancel", "--batch", "--signal=TERM", job], env=slurm, check=True, timeout=PATIENCE_S)
     wait_for(ended, 180)
-    assert list((tmp_path / "run").glob("global_step_*")), (tmp_path / "job.txt").read_text()[-4000:]
+    assert list((tmp_path / "run").glob("global_step_*")), job_output()

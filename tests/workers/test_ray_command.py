@@ -87,13 +87,12 @@ def left_of(family: dict[int, str], within_s: float) -> dict[int, str]:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_after_a_signal(number, overrides, tmp_path):
-    log = tmp_path / "log.txt"
-    arguments = overrides("trainer.n_gpus_per_node=2", "trainer.total_training_steps=500")
-    process = start(arguments, log)
+def signalled(number: int, arguments: list[str], folder: Path) -> tuple[int, dict[int, str]]:
+    """Start a run, send it a signal after two steps; its exit code and all processes it had started."""
+    log = folder / f"log{number:d}.txt"
+    process = start([*arguments, f"trainer.default_local_dir={folder}/run{number:d}"], log)
     try:
-        wait_for_steps(tmp_path / "run", 2, process, log)
+        wait_for_steps(folder / f"run{number:d}", 2, process, log)
         started = family(process.pid)
         ranks = ranks_of(started)
         assert len(ranks) == 2
@@ -101,14 +100,22 @@ def test_nothing_is_left_after_a_signal(number, overrides, tmp_path):
         code = process.wait(timeout=PATIENCE_S)
     finally:
         process.kill()
-    assert not left_of(ranks, within_s=60)
+        process.wait()
+    assert not left_of(ranks, within_s=60), number
+    return code, started
+
+
+def test_nothing_is_left_after_a_signal(overrides, tmp_path):
+    arguments = overrides("trainer.n_gpus_per_node=2", "trainer.total_training_steps=500")
+    _, killed = signalled(signal.SIGKILL, arguments, tmp_path)
+    code, asked = signalled(signal.SIGTERM, arguments, tmp_path)
+    assert code == 0, (tmp_path / f"log{signal.SIGTERM:d}.txt").read_text()[-3000:]
+    run = tmp_path / f"run{signal.SIGTERM:d}"
+    saved = int((run / "latest_checkpointed_iteration.txt").read_text())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["training/global_step"] == saved >= 2
     # Ray's own helpers notice the death of their daemon by and by.
-    assert not left_of(started, within_s=180)
-    if number == signal.SIGTERM:
-        assert code == 0, log.read_text()[-3000:]
-        saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
-        rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert rows[-1]["training/global_step"] == saved >= 2
+    assert not left_of(killed | asked, within_s=180)
 
 
 def test_more_ranks_than_cpus_given_is_refused(overrides, monkeypatch):

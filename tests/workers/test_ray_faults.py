@@ -29,9 +29,7 @@ PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic
 SMALL = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.n_gpus_per_node=2"]
 PHASES = [
     "testing",
-    "open_generation",
     "generate",
-    "close_generation",
     "log_probs",
     "ref_log_probs",
     "values",
@@ -60,7 +58,7 @@ def nobody_left(session_folder):
     return lambda: faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
 
 
-@pytest.mark.parametrize("phase", ["model_size", *PHASES])
+@pytest.mark.parametrize("phase", ["model_size", "open_generation", *PHASES])
 def test_a_killed_rank_is_named_and_the_run_goes_on_after_it(phase, train, joined, faulty, nobody_left):
     plugin = faulty(phase, "kill", nth=1 if phase in ("model_size", "save") else 2)
     with pytest.raises(WorkersLost) as caught:
@@ -109,10 +107,10 @@ def test_a_hang_is_noticed_and_says_who_waits_for_whom(
     # On a busy machine the start alone may take longer than this short limit: the watch begins with the fault.
     monkeypatch.setattr(RankCalls, "_look_for_signs", lambda *args: look(*args) if hung.exists() else None)
     with pytest.raises(WorkersLost) as caught:
-        train(*PPO, *SMALL, "trainer.watchdog_s=6", *faulty(phase, "hang", once=hung))
+        train(*PPO, *SMALL, "trainer.watchdog_s=4", *faulty(phase, "hang", once=hung))
     message = str(caught.value)
     call = "generate" if phase == "testing" else phase
-    assert f"no sign of life for 6 s (trainer.watchdog_s) in {call}" in message, message
+    assert f"no sign of life for 4 s (trainer.watchdog_s) in {call}" in message, message
     assert "(process " in message and "time.sleep(100_000)" in message, message
     assert re.search(r"rank 1 on \S+ \(process \d+\) stands still at ", message), message
     assert not re.search(r"rank 0 on \S+ \(process \d+\) stands still", message), message
