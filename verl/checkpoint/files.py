@@ -105,12 +105,12 @@ def replace_file(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def sync_all(paths: Iterable[Path]) -> None:
-    """These files, and the folders that name them, are on the disk afterwards. Together: waiting for the disk one
-    by one would take many times as long."""
+def sync_all(paths: Iterable[Path], folders: Iterable[Path] = ()) -> None:
+    """These files, the folders that name them, and these folders are on the disk afterwards. Together: waiting for
+    the disk one by one would take many times as long."""
     files = list(paths)
     with ThreadPoolExecutor(16) as pool:
-        for _ in pool.map(sync_file, [*files, *sorted({file.parent for file in files})]):
+        for _ in pool.map(sync_file, [*files, *sorted({file.parent for file in files} | set(folders))]):
             pass
 
 
@@ -146,6 +146,11 @@ def files_below(folder: Path) -> Iterable[Path]:
             path = Path(root) / name
             if not path.is_symlink():
                 yield path
+
+
+def folders_below(folder: Path) -> Iterable[Path]:
+    """`folder` and every folder in it: a folder without files is named by its parent all the same."""
+    return (Path(root) for root, _, _ in os.walk(folder))
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.collect import Records
-from verl.checkpoint.files import FileRecord, files_below, record_of, sync_all
+from verl.checkpoint.files import FileRecord, files_below, folders_below, record_of, sync_all
 from verl.checkpoint.hf_folder import whole_weights, write_hf_folder
 from verl.checkpoint.manifest import MANIFEST, Manifest, installed_versions, write_manifest
 from verl.checkpoint.parts import Snapshot, save_tree, write_snapshot
@@ -80,7 +80,8 @@ class SaveJob:
             name = path.relative_to(self.work).as_posix()
             if name not in records:
                 records[name] = record_of(path)
-        sync_all(path for path in others if path.relative_to(self.work).as_posix() not in self.records)
+        late = [path for path in others if path.relative_to(self.work).as_posix() not in self.records]
+        sync_all(late, folders_below(self.work))
         peers.clear()
         manifest = Manifest(
             step=self.step,

@@ -172,7 +172,7 @@ class CheckpointManager:
         copied = self._is_async(engines) and self._ranks.all_true(self._reserve(snapshots))
         if copied:
             snapshots = {name: self._staging.copy(name, taken) for name, taken in snapshots.items()}
-        trees = {RANDOM_STATE.format(self._ranks.rank): encode(rng.capture())}
+        trees = {RANDOM_STATE.format(self._ranks.rank): encode(rng.capture(), for_people=False)}
         if self._ranks.first:
             trees[TRAINER_STATE] = encode(dict(trainer_state))
         job = SaveJob(
