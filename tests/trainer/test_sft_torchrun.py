@@ -260,3 +260,30 @@ def test_messages_are_plain_values_and_arrays_and_come_back_equal():
     assert torch.equal(back["args"][0]["ids"], tree["args"][0]["ids"])
     assert back["args"][0]["none"].shape == (0, 3)
     assert unpack(pack({})) == {}
+
+
+def test_messages_larger_than_the_store_takes_arrive_once_and_leave_nothing():
+    from torch.distributed import TCPStore
+
+    from verl.workers.outcome import Failure, Line, Outcome
+    from verl.workers.sft_channel import Channel
+
+    server = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    jobs = [Job(rank, 2, rank, 2, "127.0.0.1", server.port) for rank in (0, 1)]
+    for job in jobs:
+        job.__dict__["store"] = server
+    first, second = (Channel(job) for job in jobs)
+    before = server.num_keys()
+    many = torch.randint(-(2**62), 2**62, (3_000_000,))  # random bits: 24 MB that nothing compresses
+    first.send("train", [(), (many, {"dp_size": 2})])
+    call, (found, meta) = second.next_call()
+    assert call == "train" and torch.equal(found, many) and meta == {"dp_size": 2}
+    assert first.answer_of(1) is None
+    outcome = Outcome(
+        2.5, Failure(1, "here", 7, "train", "KeyError", "why", "Traceback"), [Line("a", 30, "b")]
+    )
+    second.answer(outcome)
+    assert first.answer_of(1) == outcome
+    assert server.num_keys() == before
+    first.end()
+    assert second.next_call() is None

@@ -156,32 +156,41 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 
-def test_killed_rank_is_restarted_hung_rank_is_named(words, joined, tmp_path, monkeypatch):
-    """Restarted after the second step, the run ends exactly as one that was never killed."""
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(action: str) -> str:
+        text = PLUGIN.format(once=str(tmp_path / action), action=ACTIONS[action])
+        (tmp_path / f"sft_{action}.py").write_text(text)
+        return f"trainer.plugins=[sft_{action}]"
+
+    return write
+
+
+def test_killed_rank_is_restarted_and_the_run_ends_as_if_it_never_was(words, joined, tmp_path, plugin):
     from verl.config.load import load_sft_config
     from verl.trainer.sft_trainer import run
 
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for action in ("kill", "hang"):
-        text = PLUGIN.format(once=str(tmp_path / action), action=ACTIONS[action])
-        (tmp_path / f"sft_{action}.py").write_text(text)
-    two = "trainer.n_gpus_per_node=2"
-
     timeline = tmp_path / "timeline.json"
-    options = [two, "trainer.max_restarts=1", "trainer.plugins=[sft_kill]"]
-    options.append(f"ray_kwargs.timeline_json_file={timeline}")
-    run(load_sft_config(words(*options, folder="killed")))
+    two, more = "trainer.n_gpus_per_node=2", f"ray_kwargs.timeline_json_file={timeline}"
+    run(load_sft_config(words(two, plugin("kill"), "trainer.max_restarts=1", more, folder="killed")))
     assert (tmp_path / "kill").exists()
     run(load_sft_config(words(two, folder="plain")))
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "plain")
     assert any("serve" in str(event.get("name")) for event in json.loads(timeline.read_text()))
 
+
+def test_hung_rank_is_named(words, joined, tmp_path, plugin):
+    from verl.config.load import load_sft_config
+    from verl.trainer.sft_trainer import run
+
     with pytest.raises(WorkersLost) as caught:
-        run(load_sft_config(words(two, "trainer.watchdog_s=6", "trainer.plugins=[sft_hang]", folder="hung")))
+        run(load_sft_config(words("trainer.n_gpus_per_node=2", "trainer.watchdog_s=6", plugin("hang"))))
     message = str(caught.value)
     assert "no sign of life for 6 s (trainer.watchdog_s) in train." in message
     assert "time.sleep(100_000)" in message and "waits for rank 1" in message
-    assert "no sign of life" in (tmp_path / "hung" / "crash.txt").read_text()
+    assert "no sign of life" in (tmp_path / "run" / "crash.txt").read_text()
     assert nobody_left(joined)
 
 

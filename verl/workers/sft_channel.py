@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -28,6 +29,7 @@ from verl.workers.serving import CallServer
 
 CONNECT_S = 300.0
 SIGN_EVERY_S = 1.0
+PIECE_BYTES = 1 << 20
 _TREE = "tree"
 
 
@@ -98,12 +100,12 @@ class Channel:
         """The next call, to every other rank with its own of the arguments (those of rank 0 stay here)."""
         self._number += 1
         for rank in range(1, self.job.world_size):
-            self._store.set(self._key("call", rank), pack({"call": call, "args": list(args[rank])}))
+            self._put(self._key("call", rank), {"call": call, "args": list(args[rank])})
 
     def answer_of(self, rank: int) -> Outcome | None:
         """To the last call; None while there is none."""
         key = self._key("answer", rank)
-        return _outcome(unpack(self._take(key))) if self._store.check([key]) else None
+        return _outcome(self._take(key)) if self._store.check([key]) else None
 
     def end(self) -> None:
         """Whatever they wait for, there will be no more."""
@@ -131,7 +133,7 @@ class Channel:
                 return None
             time.sleep(pause_s(time.monotonic() - started))
         self._number += 1
-        message = unpack(self._take(key))
+        message = self._take(key)
         return message["call"], message["args"]
 
     def ended(self) -> bool:
@@ -144,15 +146,25 @@ class Channel:
             "failure": asdict(outcome.failure) if outcome.failure else None,
             "lines": [asdict(line) for line in outcome.lines],
         }
-        self._store.set(self._key("answer", self.job.rank), pack(message))
+        self._put(self._key("answer", self.job.rank), message)
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{kind}/{self._number}/{rank}"
 
-    def _take(self, key: str) -> bytes:
-        content: bytes = self._store.get(key)
-        self._store.delete_key(key)
-        return content
+    def _put(self, key: str, message: Any) -> None:
+        """In pieces, because the store takes no large values; the key itself comes last and says how many."""
+        content = pack(message)
+        pieces = range(0, len(content), PIECE_BYTES)
+        for number, at in enumerate(pieces):
+            self._store.set(f"{key}/{number}", content[at : at + PIECE_BYTES])
+        self._store.set(key, str(len(pieces)))
+
+    def _take(self, key: str) -> Any:
+        names = [f"{key}/{number}" for number in range(int(self._store.get(key)))]
+        content = b"".join(self._store.get(name) for name in names)
+        for name in (key, *names):
+            self._store.delete_key(name)
+        return unpack(content)
 
 
 class Signs:
@@ -200,13 +212,14 @@ def pause_s(waited_s: float) -> float:
 
 
 def pack(tree: Any) -> bytes:
-    """Plain values, tensors and arrays as one safetensors file in memory."""
+    """Plain values, tensors and arrays as one compressed safetensors file in memory."""
     text, tensors = encode(tree)
-    content: bytes = save(tensors, metadata={_TREE: text})
-    return content
+    # Token ids and masks are mostly zeros, and the store is slower than this.
+    return zlib.compress(save(tensors, metadata={_TREE: text}), level=1)
 
 
-def unpack(content: bytes) -> Any:
+def unpack(packed: bytes) -> Any:
+    content = zlib.decompress(packed)
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     return decode(header["__metadata__"][_TREE], load(content))
