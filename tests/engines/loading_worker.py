@@ -79,6 +79,7 @@ class Notices(logging.Handler):
             self.texts.append(record.getMessage())
 
 
+SAVED = ("tied", "new_critic", "experts")
 FEW = ("tied", "half", "policy", "new_critic", "experts")
 
 
@@ -106,6 +107,9 @@ def cases(rank: int, world: int, folder: Path, names: Sequence[str] = tuple(CASE
             batch = gloo_worker.share(conftest.make_batch(), rank, world)
             answers = engine.values(batch) if kind == "critic" else engine.log_probs(batch)["log_probs"]
             own[way]["answers"] = answers
+            if name in SAVED:
+                engine.save_hf(folder / f"saved_{name}_{world}_{way}")
+                own[way]["exported"] = dict(engine.export_parameters())
             if kind != "ref":
                 loss = conftest.value_loss if kind == "critic" else conftest.policy_loss
                 engine.forward_backward(batch, loss)

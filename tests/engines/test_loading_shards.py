@@ -73,6 +73,23 @@ def test_a_streamed_model_answers_and_trains_like_a_whole_one(loaded):
                 bit_equal(streamed["after"], whole["after"], name)
 
 
+def test_a_streamed_model_is_saved_and_handed_over_like_a_whole_one(loaded):
+    results, models = loaded
+    world = len(results["cases"])
+    saved = {name for case in results["cases"] for name, own in case.items() if "exported" in own["whole"]}
+    assert saved == {"tied", "new_critic", "experts"}
+    for name in saved:
+        for case in results["cases"]:
+            bit_equal(case[name]["streamed"]["exported"], case[name]["whole"]["exported"], name)
+        streamed, whole = (models / f"saved_{name}_{world}_{way}" for way in ("streamed", "whole"))
+        files = {file.name for file in whole.iterdir()}
+        assert {"config.json", "model.safetensors"} <= files == {file.name for file in streamed.iterdir()}
+        for file in files:
+            if file.endswith(".json"):
+                assert (streamed / file).read_text() == (whole / file).read_text(), (name, file)
+        bit_equal(load_file(streamed / "model.safetensors"), load_file(whole / "model.safetensors"), name)
+
+
 def test_only_what_is_not_in_the_usual_files_is_loaded_whole_and_said_so(loaded):
     results, _ = loaded
     for cases in results["cases"]:
