@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from verl.config.device import Device
 from verl.config.load import from_dict
+from verl.config.plan import plan
 from verl.config.pools import engine_size, own_server, rollout_pool, sharing_errors
 from verl.config.schema import PPOConfig
+from verl.config.unused import unused_keys
 
 
 def config(**changes: Any) -> PPOConfig:
@@ -70,3 +75,45 @@ def test_gpus_that_share_a_copy_are_on_one_node() -> None:
     )
     (line,) = sharing_errors(pool)
     assert "Values that work: 1, 2; or actor_rollout_ref.rollout.n_gpus_per_node=4" in line
+
+
+def test_memory_of_gpus_for_rollout_is_their_own(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder()
+    gpu = Device("cuda", "a GPU", 80 * 2**30, 8)
+
+    def phases(**changes: Any) -> dict[str, dict[str, int]]:
+        given = {
+            "actor_rollout_ref.model.path": str(folder),
+            "data.train_files": str(folder / "config.json"),
+            "data.train_batch_size": 64,
+            "algorithm.adv_estimator": "grpo",
+            "actor_rollout_ref.rollout.n": 8,
+            "actor_rollout_ref.rollout.max_num_seqs": 1024,
+            "trainer.n_gpus_per_node": 2,
+            **{f"actor_rollout_ref.rollout.{key}": value for key, value in changes.items()},
+        }
+        memory = plan(from_dict(PPOConfig, given), gpu).memory
+        assert memory is not None
+        return {phase.name: dict(phase.parts) for phase in memory.phases}
+
+    shared = phases()
+    own = phases(nnodes=1, n_gpus_per_node=2)
+    halves = phases(nnodes=1, n_gpus_per_node=2, name="vllm", tensor_model_parallel_size=2)
+    assert shared["generate"]["optimiser"] > 0 and set(own["generate"]) == {"weights", "KV cache"}
+    assert own["generate"]["KV cache"] == shared["generate"]["KV cache"]
+    assert halves["generate"]["weights"] == own["generate"]["weights"] // 2
+    # One engine has twice the sequences of each of two, spread over two GPUs.
+    assert halves["generate"]["KV cache"] == own["generate"]["KV cache"]
+    assert {name: parts for name, parts in own.items() if name != "generate"} == {
+        name: parts for name, parts in shared.items() if name != "generate"
+    }
+
+
+def test_what_has_an_effect_changes_with_a_pool() -> None:
+    keys = {"free_cache_engine": False, "trainer__watchdog_s": 60.0, "trainer__max_restarts": 2}
+
+    def idle(**more: Any) -> list[str]:
+        return sorted(line.split("=")[0] for line in unused_keys(config(**keys, **more)))
+
+    assert idle() == ["'trainer.max_restarts'", "'trainer.watchdog_s'"], "one process"
+    assert idle(nnodes=1, n_gpus_per_node=1) == ["'actor_rollout_ref.rollout.free_cache_engine'"]

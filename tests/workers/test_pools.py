@@ -37,9 +37,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 FAULT = """
 import os, signal, time
-from verl.workers.rollout_rank import RolloutWorker
+from verl.workers.rollout_rank import RolloutRank
 
-original, seen = RolloutWorker.do_{call}, 0
+original, seen = RolloutRank.do_{call}, 0
 
 def planned(self, *args):
     global seen
@@ -48,7 +48,7 @@ def planned(self, *args):
         {action}
     return original(self, *args)
 
-RolloutWorker.do_{call} = planned
+RolloutRank.do_{call} = planned
 """
 ACTIONS = {"kill": "os.kill(os.getpid(), signal.SIGKILL)", "hang": "time.sleep(100_000)"}
 
@@ -163,7 +163,7 @@ TRAINER_RANK_GONE = """
 import os, signal, time
 from pathlib import Path
 from verl.workers.rank import RankWorker
-from verl.workers.rollout_rank import RolloutWorker
+from verl.workers.rollout_rank import RolloutRank
 
 note = Path({note!r})
 _link = RankWorker.do_link
@@ -177,7 +177,7 @@ def generate(self, requests):
     os.kill(int(note.read_text()), signal.SIGKILL)
     time.sleep(100_000)
 
-RankWorker.do_link, RolloutWorker.do_generate = link, generate
+RankWorker.do_link, RolloutRank.do_generate = link, generate
 """
 
 
@@ -190,11 +190,12 @@ def test_a_trainer_rank_that_dies_while_others_generate_is_noticed_at_once(train
     assert nobody_left()
 
 
-def test_a_restart_leaves_room_for_those_who_generate(overrides, joined):
+def test_a_restart_leaves_room_for_those_who_generate(overrides, joined, monkeypatch):
     """Four places are there: two for rollout, so two of the three ranks are left."""
     from verl.config.load import load_ppo_config
     from verl.workers.ray_cluster import Cluster, ClusterError, pools
 
+    monkeypatch.setattr("verl.workers.ray_cluster.ROOM_S", 2.0)
     cluster = Cluster(load_ppo_config(overrides(*placed(3, 2))))
     assert [(pool.key, pool.processes) for pool in pools(cluster.cfg)] == [
         ("trainer", 3),

@@ -8,6 +8,7 @@ from verl.config.batch_math import BatchPlan, batch_plan
 from verl.config.device import Device
 from verl.config.memory import RoleMemory, bytes_per_element, ppo_roles, sft_roles
 from verl.config.model_shape import ModelShape
+from verl.config.pools import engine_size, rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import PPOConfig, SFTConfig
 
@@ -47,16 +48,22 @@ def estimate(
     roles = ppo_roles(config, shape, critic_shape, world, device.kind)
     actor, others = roles[0], roles[1:]
     rollout = config.actor_rollout_ref.rollout
-    running = min(-(-batches.sequences // batches.ranks), rollout.max_num_seqs)
+    pool, size = rollout_pool(config), engine_size(config)
+    engines = rollout.nnodes * rollout.n_gpus_per_node // size if pool else batches.ranks
+    running = min(-(-batches.sequences // engines), rollout.max_num_seqs)
     cache_tokens = running * batches.sequence_tokens
     element = bytes_per_element(config.actor_rollout_ref.model.dtype, device.kind)
     wanted = cache_tokens * shape.cache_elements * element
-    cache = wanted
+    # The GPUs that share a copy of the model beside the trainer's share its cache too.
+    whole, cache = (actor.whole_weights // size, wanted // size) if pool else (actor.whole_weights, wanted)
     if device.memory is not None:
         # The engine never takes more than its share; sequences that do not fit wait their turn.
         share = rollout.gpu_memory_utilization if device.kind == "cuda" else 1.0
-        cache = min(wanted, max(int(device.memory * share) - actor.whole_weights, 0))
-    phases = [generating_phase(actor, others, cache), training_phase(actor, others, tokens)]
+        cache = min(cache, max(int(device.memory * share) - whole, 0))
+    generating = generating_phase(actor, others, cache)
+    if pool:
+        generating = Phase("generate", {"weights": whole, "KV cache": cache})
+    phases = [generating, training_phase(actor, others, tokens)]
     for critic in (role for role in others if role.role == "critic"):
         rest = [role for role in roles if role is not critic]
         phases.append(training_phase(critic, rest, _critic_tokens(config, batches)))

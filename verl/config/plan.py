@@ -20,6 +20,7 @@ from verl.config.device import Device, device_at_hand
 from verl.config.keys import get, put
 from verl.config.model_shape import ModelShape, read_shape
 from verl.config.phases import Estimate, estimate
+from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.unused import unused_keys
@@ -81,7 +82,8 @@ def _critic_shape(config: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShap
 def _missing(config: PPOConfig | SFTConfig, device: Device) -> list[str]:
     """Packages, files and GPUs the config names and this machine lacks."""
     lines = []
-    wanted = [*config.trainer.logger, "ray" if world_size(config) > 1 else ""]
+    pool = isinstance(config, PPOConfig) and rollout_pool(config)
+    wanted = [*config.trainer.logger, "ray" if world_size(config) > 1 or pool else ""]
     if isinstance(config, PPOConfig):
         wanted.append(config.actor_rollout_ref.rollout.name)
     for name in dict.fromkeys(wanted):

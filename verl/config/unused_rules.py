@@ -322,6 +322,11 @@ PPO_RULES: tuple[Rule, ...] = (
         f"{_ROLLOUT}.name=hf has no paged cache and no CUDA graphs",
     ),
     Rule(
+        _under(_ROLLOUT, "free_cache_engine"),
+        lambda c: not rollout_pool(c),
+        "rollout has GPUs of its own, whose memory nobody else needs",
+    ),
+    Rule(
         _under(_ROLLOUT, "multi_turn"),
         lambda c: c.actor_rollout_ref.rollout.multi_turn.enable,
         f"{_ROLLOUT}.multi_turn.enable is False",

@@ -49,12 +49,22 @@ def require_ray(cfg: PPOConfig | SFTConfig) -> None:
         raise missing_package(
             "ray",
             "ray",
-            f"training on {world_size(cfg)} processes (trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, "
-            f"trainer.nnodes={cfg.trainer.nnodes})",
+            _several(cfg),
         )
     # Our own message names the rank that died; Ray's would stand beside it in its own words.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|has been marked dead")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def _several(cfg: PPOConfig | SFTConfig) -> str:
+    """What needs more than this process."""
+    trainer = cfg.trainer
+    ranks = f"(trainer.n_gpus_per_node={trainer.n_gpus_per_node}, trainer.nnodes={trainer.nnodes})"
+    rollout = getattr(getattr(cfg, "actor_rollout_ref", None), "rollout", None)
+    if world_size(cfg) == 1 and rollout is not None and rollout.n_gpus_per_node:
+        key = "actor_rollout_ref.rollout"
+        return f"generating in {rollout.nnodes * rollout.n_gpus_per_node} processes of its own ({key}.n_gpus_per_node)"
+    return f"training on {world_size(cfg)} processes {ranks}"
 
 
 def build_checkpoints(cfg: PPOConfig, group: LocalGroup | RayGroup, folder: Path) -> Any:

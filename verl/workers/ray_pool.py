@@ -35,9 +35,9 @@ class RolloutActor(ServingActor):
     """A process that only generates."""
 
     def server(self, rank: int, world_size: int) -> CallServer:
-        from verl.workers.rollout_rank import RolloutWorker
+        from verl.workers.rollout_rank import RolloutRank
 
-        return RolloutWorker(rank)
+        return RolloutRank(rank)
 
 
 class RolloutPool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ROLE = "rollout rank"
 
 
-class RolloutWorker(CallServer):
+class RolloutRank(CallServer):
     """One engine, on one GPU or on several that share a copy of the model."""
 
     def __init__(self, rank: int) -> None:
@@ -55,8 +55,10 @@ class RolloutWorker(CallServer):
         seed_everything(setup.cfg.trainer.seed)
         self._setup, self._facts = setup, facts
         rollout = setup.cfg.actor_rollout_ref.rollout
-        # The GPUs this process sees are its own: a server it starts has no others to look for.
+        # The GPUs this process sees are its own: a server it starts has no others to look for, and nobody else wants
+        # their memory while the trainer trains.
         rollout.n_gpus_per_node = rollout.nnodes = 0
+        rollout.free_cache_engine = False
         self._device = choose_device(setup.cfg.trainer.device)
         source: Any
         if rollout.name in OWN_COPY:
