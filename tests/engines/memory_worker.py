@@ -126,6 +126,34 @@ def sequences(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return compare(rank, world, backward=True, where="sequences", role=role)
 
 
+class FailsOnce(SmallDevice):
+    """Fails in the pass with the number `at`, and never again."""
+
+    def __init__(self, engine: Any, at: int, layer: int, backward: bool) -> None:
+        super().__init__(engine, 1, layer, backward)
+        self.left = at
+
+    def _hook(self, module: Any, inputs: Any, outputs: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            super()._hook(module, inputs, outputs)
+
+
+def later_part(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Without gradient some parameters stay whole from one micro-batch to the next: the second one breaks off."""
+    found: dict[str, Any] = {"failures": 0}
+    batch = gloo_worker.share(conftest.make_batch(), rank, world)
+    for name, reshard in (("freed", True), ("kept", False)):
+        for way in ("plenty", "short"):
+            role = {"ppo_micro_batch_size_per_gpu": 2, "fsdp_config.reshard_after_forward": reshard}
+            engine = conftest.make_engine(model=conftest.make_model(num_hidden_layers=LAYERS), role=role)
+            device = FailsOnce(engine, 2, 2, False) if way == "short" and rank == 0 else None
+            answers = [engine.log_probs(batch)["log_probs"] for _ in range(2)]
+            found[f"{name} {way}"] = answers
+            found["failures"] += device.failures if device else 0
+    return found
+
+
 def too_long(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """The last rank cannot hold a single sequence: every rank stops and says so, and none waits."""
     from verl.errors import TrainingHalted
@@ -168,6 +196,7 @@ SCENARIOS = {
         replicated,
         adapters,
         sequences,
+        later_part,
         too_long,
         measured,
     )

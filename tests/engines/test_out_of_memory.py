@@ -15,7 +15,11 @@ COMPARED = ["forward", "backward", "recomputed", "kept_whole", "replicated", "ad
 def ranks(request, tmp_path_factory, run_ranks):
     world = request.param
     folder = tmp_path_factory.mktemp(f"memory{world}")
-    names = [*COMPARED, "measured", "too_long"] if world == 2 else ["forward", "backward", "too_long"]
+    names = (
+        [*COMPARED, "later_part", "measured", "too_long"]
+        if world == 2
+        else ["forward", "backward", "too_long"]
+    )
     return run_ranks(WORKER, world, folder, names)
 
 
@@ -52,6 +56,15 @@ def test_it_is_said_once_by_all_ranks_together(ranks):
         assert len(texts) == 1, (name, texts)
         victim = ranks[name][0]["victim"]
         assert f"on rank {victim} did not fit" in texts[0] and "ppo_max_token_len_per_gpu" in texts[0]
+
+
+def test_a_later_micro_batch_may_break_off_while_parameters_are_whole(ranks):
+    if "later_part" in ranks:
+        assert [found["failures"] for found in ranks["later_part"]] == [2, 0]
+        for found in ranks["later_part"]:
+            for name in ("freed", "kept"):
+                for got, want in zip(found[f"{name} short"], found[f"{name} plenty"], strict=True):
+                    same(got, want, name)
 
 
 def test_a_sequence_that_does_not_fit_stops_every_rank_with_the_keys(ranks):

@@ -142,14 +142,10 @@ class InStep:
 
     def __init__(self, model: nn.Module, replicated: bool) -> None:
         self.model: Any = model
-        self.parts = [
-            _Part(module, replicated) for module in model.modules() if isinstance(module, FSDPModule)
-        ]
-
-    @property
-    def can_recover(self) -> bool:
-        """Whether this version of torch can forget a pass that broke off (2.13 can)."""
-        return hasattr(self.model, "reset_iter_state")
+        self.can_recover = hasattr(model, "reset_iter_state")
+        """Whether this version of torch can forget a pass that broke off (2.13 can). If not, nothing is counted."""
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.parts = [_Part(module, replicated) for module in sharded] if self.can_recover else []
 
     def begin(self) -> None:
         """A pass begins: nothing of it is sent yet."""

@@ -86,6 +86,8 @@ def find_places(model: Any, prefix: str, files: WeightFiles, conversions: Sequen
 def _joined(files: WeightFiles, conversions: Sequence[Any]) -> dict[str, Joined]:
     found: dict[str, Joined] = {}
     for change in conversions:
+        if not hasattr(change, "rename_source_key"):
+            raise CannotStream("this version of transformers does not say how it reads weights")
         sources: dict[str, dict[str, list[str]]] = {}
         for name in sorted(files, key=_by_number):
             target, pattern = change.rename_source_key(name)
