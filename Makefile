@@ -10,7 +10,8 @@ WORKERS ?= 2
 # Ray, vLLM's build for CPU and Slurm live apart: vLLM decides on versions of its own.
 COMPONENTS := .venv-components
 APT := slurm-wlm munge bubblewrap
-# Real clusters on few cores: what fails among the others is tried once more alone, and both outcomes are shown.
+# Real clusters on few cores: what fails among the others is tried once more alone, and both outcomes are shown. A run
+# that was cut off says of nothing that it failed, and is not repeated as a whole.
 COMPONENT_TESTS = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(COMPONENTS)/bin/python -m pytest -m components
 BENCH ?= algorithms
 
@@ -33,7 +34,7 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-components: $(COMPONENTS)/.ready system-components
-	$(COMPONENT_TESTS) --durations=10 $(ARGS) || $(COMPONENT_TESTS) --last-failed $(ARGS)
+	$(COMPONENT_TESTS) --durations=10 $(ARGS) || $(COMPONENT_TESTS) --last-failed --last-failed-no-failures=none $(ARGS)
 	$(COMPONENTS)/bin/python -m pytest tests/reward/test_sandbox.py
 
 # Slurm and bubblewrap (the sandbox) come from Debian. Without root or apt their tests say that they were skipped.
