@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from verl.config.schema import RolloutConfig
 from verl.errors import ConfigError, MissingPackage, RolloutError, TrainingHalted
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
+from verl.rollout.handover.arriving import ArrivingWeights
+from verl.rollout.handover.bystanders import Follower
+from verl.rollout.handover.fingerprint import Manifest
 from verl.rollout.sglang import require_sglang, server_arguments
 from verl.rollout.vllm.settings import read_model
 
@@ -88,6 +93,52 @@ def test_new_weights_reach_the_server(engine: Any, model: Any) -> None:
     assert sent["flush_cache"] is True and sent["weight_version"] == "4"
     assert calls(engine, "/flush_cache"), "prefixes of the old weights are forgotten"
     assert not Path(sent["model_path"]).exists(), "nothing stays in shared memory"
+
+
+def test_weights_from_another_process_reach_the_server(engine: Any, model: Any) -> None:
+    """What arrives is what the server gets; log-probs are compared by whoever also has the trainer."""
+    source = ArrivingWeights(read_model(model, None))
+    shifted = {name: tensor + 0.05 for name, tensor in model.state_dict().items()}
+    source.link = SimpleNamespace(receive=lambda: iter(shifted.items()))  # type: ignore[assignment]
+    engine.update_weights(source, 5)
+    sent = Manifest()
+    list(sent.watch(shifted.items()))
+    assert source.received == sent
+    (response,) = engine.generate([Request("a", [5, 9], SamplingParams(max_tokens=6))])
+    assert response.policy_version == 5
+    there = copy.deepcopy(model)
+    there.load_state_dict(shifted)
+    assert response.log_probs == pytest.approx(log_probs(there, [5, 9], response.token_ids, 1.0), abs=1e-4)
+    engine.update_weights(model, 6)
+
+
+class Noting:
+    """A trainer that notes what is asked of it: on several ranks each of these is a collective."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.asked = model, []
+        self.model = model
+
+    def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._model.state_dict().items():
+            self.asked.append(name)
+            yield name, tensor
+
+    def log_probs(self, batch: Any, temperature: float) -> dict[str, torch.Tensor]:
+        self.asked.append("log-probs")
+        ids, tokens = batch.batch["input_ids"][0].tolist(), batch.batch["response_mask"].shape[1]
+        return {
+            "log_probs": torch.tensor([log_probs(self._model, ids[:-tokens], ids[-tokens:], temperature)])
+        }
+
+
+def test_a_rank_that_shares_the_server_asks_the_trainer_for_what_its_host_asks(
+    engine: Any, model: Any
+) -> None:
+    host, follower = Noting(model), Noting(model)
+    engine.update_weights(host, 7)
+    Follower("sglang", follower, None, section(tensor_model_parallel_size=2))
+    assert host.asked == follower.asked and host.asked[-1] == "log-probs" and len(host.asked) > 5
 
 
 def test_sampling_keys_are_passed_in_sglangs_names(engine: Any) -> None:
