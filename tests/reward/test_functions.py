@@ -130,6 +130,7 @@ def test_reward_kwargs_win_over_everything():
         lambda response, level, **rest: (level, rest["scale"]), {"level": 1, "scale": 3}
     )
     assert function.call(sample(columns={"level": 7})) == (1, 3)
+    assert RewardFunction(lambda **rest: rest["level"], {"level": 1}).call(sample(columns={"level": 7})) == 1
 
 
 def test_a_batch_function_sees_lists():

@@ -59,9 +59,9 @@ class Judge(BaseHTTPRequestHandler):
             with Judge.lock:
                 Judge.running -= 1
         content = (
-            "<think>maybe 99</think>The score is " + text.split("worth=")[1].split()[0]
+            "Of 10 points: " + text.split("worth=")[1].split()[0]
             if "worth=" in text
-            else "hm"
+            else "<think>maybe 99</think>hm"
         )
         data = json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
         data = b"not json" if fault == "garbage" else b'{"choices": []}' if fault == "empty" else data

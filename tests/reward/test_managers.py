@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.config.schema import RewardConfig
+from verl.config.schema import RewardConfig, WeightedRewardConfig
 from verl.errors import ConfigError, RewardError, TrainingHalted
 from verl.reward import FailureAccount, RewardResult, RewardSample, build_reward_manager
 
@@ -71,6 +71,25 @@ def test_several_functions_are_summed_and_each_own_score_is_kept():
     assert result.extra["acc"] == 1
 
 
+def test_extra_values_of_the_same_name_stand_beside_each_other():
+    def first(response):
+        return {"score": 1.0, "acc": 1}
+
+    def second(response):
+        return {"score": 1.0, "acc": 0}
+
+    manager = build_reward_manager(config(), function=[first, second], max_response_length=16)
+    extra = run(manager, [sample(0)])[0].extra
+    assert extra["acc"] == 1 and extra[f"{manager.reward_keys[1]}/acc"] == 0
+
+
+def test_the_weight_of_a_single_function_counts_too(tmp_path):
+    (tmp_path / "f.py").write_text("def f(response):\n    return {'score': 3.0, 'acc': 1}\n")
+    cfg = config(functions=[WeightedRewardConfig(path=f"{tmp_path}/f.py", name="f", weight=0.5)])
+    result = run(build_reward_manager(cfg, max_response_length=16), [sample(0)])[0]
+    assert result.score == 1.5 and result.extra == {"acc": 1}
+
+
 def test_when_one_of_several_rewards_fails_the_sample_has_no_score():
     def good(response):
         return 1.0
@@ -128,6 +147,11 @@ def test_above_the_share_the_run_stops_with_the_cause():
     account.add(results(10, 0))
     with pytest.raises(TrainingHalted, match=r"3 of 10 .*30%.*3x row 0 hung.*max_failure_ratio"):
         account.add(results(7, 3))
+
+
+def test_a_first_batch_with_some_scores_halts_as_a_function_that_works():
+    with pytest.raises(TrainingHalted, match="5 of 10"):
+        FailureAccount(0.2).add(results(5, 5))
 
 
 def test_a_function_that_never_scored_is_the_users_error_not_a_halt():

@@ -72,7 +72,9 @@ def run(cfg: RewardConfig, given: list[RewardSample]):
     return [results[sample.index] for sample in given]
 
 
-def test_scores_are_the_models_own_and_do_not_depend_on_batching(model_folder):
+@pytest.mark.parametrize("pad", [None, "</s>"])  # a tokenizer that pads with what ends a conversation
+def test_scores_are_the_models_own_and_do_not_depend_on_batching(pad, tmp_path):
+    model_folder = build(tmp_path, pad=pad)
     together = [r.score for r in run(config(model_folder, micro_batch_size_per_gpu=4), samples())]
     alone = [r.score for r in run(config(model_folder, micro_batch_size_per_gpu=1), samples())]
     assert together == pytest.approx(alone, abs=1e-5)
@@ -97,6 +99,9 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(model_folder):
     long = RewardSample(0, "", " ".join("a" * 40), messages=[{"role": "user", "content": "b"}])
     result = run(config(model_folder, max_length=8), [long])[0]
     assert result.score is not None and result.extra["rm_truncated"] == 1.0
+    exact = RewardSample(0, "", "a a a a", messages=[{"role": "user", "content": "b"}])
+    assert run(config(model_folder, max_length=8), [exact])[0].extra["rm_truncated"] == 0.0
+    assert run(config(model_folder, max_length=7), [exact])[0].extra["rm_truncated"] == 1.0
     scorer = RewardModel.load(model_folder)
     assert scorer.max_length == 32  # the smaller of the model's and the tokenizer's limits
     assert WORDS[scorer._encode(long)[0][-1]] == "</s>"
