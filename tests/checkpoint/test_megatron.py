@@ -466,3 +466,5 @@ def test_a_piece_of_another_shape_type_or_place_is_refused(checkpoint: Path) -> 
 def test_the_wrong_backend_is_told(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a Megatron checkpoint: add --backend megatron"):
         merge(MergeOptions(checkpoint, tmp_path / "out"))
+    with pytest.raises(CheckpointError, match="--lora keep: adapters cannot be read"):
+        merged(checkpoint, lora="keep")

@@ -99,6 +99,10 @@ def merge(options: MergeOptions) -> Path:
     if holds_megatron(local):
         if options.backend != "megatron":
             raise CheckpointError(f"--local_dir {local} is a Megatron checkpoint: add --backend megatron")
+        if options.lora == "keep":
+            raise CheckpointError(
+                "--lora keep: adapters cannot be read from a Megatron checkpoint, only whole weights"
+            )
         found = find_megatron(local, options.base_dir)
         with _new_folder(target) as work:
             merge_megatron(
