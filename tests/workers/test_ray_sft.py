@@ -186,9 +186,9 @@ def test_hung_rank_is_named(words, joined, tmp_path, plugin):
     from verl.trainer.sft_trainer import run
 
     with pytest.raises(WorkersLost) as caught:
-        run(load_sft_config(words("trainer.n_gpus_per_node=2", "trainer.watchdog_s=6", plugin("hang"))))
+        run(load_sft_config(words("trainer.n_gpus_per_node=2", "trainer.watchdog_s=12", plugin("hang"))))
     message = str(caught.value)
-    assert "no sign of life for 6 s (trainer.watchdog_s) in train." in message
+    assert "no sign of life for 12 s (trainer.watchdog_s) in train." in message, message
     assert "time.sleep(100_000)" in message and "waits for rank 1" in message
     assert "no sign of life" in (tmp_path / "run" / "crash.txt").read_text()
     assert nobody_left(joined)
