@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from verl import model_merger
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint import merge as merge_module
+from verl.checkpoint.bulk import Writers
 from verl.checkpoint.hf_check import same_bits
-from verl.checkpoint.hf_weights import empty_model, write_weights
+from verl.checkpoint.hf_weights import empty_model, stored_as_is, write_weights
 from verl.checkpoint.merge import MergeOptions, merge
-from verl.checkpoint.source import WeightSource
-from verl.checkpoint.tensors import Chunk, local_chunks, write_chunks
+from verl.checkpoint.source import TensorSource, WeightSource
+from verl.checkpoint.tensors import Chunk, local_chunks, write_chunks, write_stream
 from verl.errors import CheckpointError
 
 STATE = {"actor": PartSettings(["model", "optimizer", "extra"]), "critic": PartSettings(["model"])}
@@ -260,6 +262,54 @@ def test_every_architecture_is_written_as_transformers_writes_it(
     for file in set(index.values()):
         for name, value in load_file(tmp_path / "out" / file).items():
             assert index[name] == file and same_bits(value, reference[name]), name
+
+
+def test_only_a_file_that_transformers_would_write_alike_counts_as_such(job: ModuleType) -> None:
+    from transformers import Qwen3MoeConfig
+
+    def as_is(config: Any, dtype: torch.dtype = torch.float32, **more: torch.Tensor) -> bool:
+        model = empty_model(config)
+        names = {name for name, _ in model.named_parameters()}  # a tied matrix once
+        state = {
+            name: torch.zeros(value.shape) for name, value in model.state_dict().items() if name in names
+        }
+        return stored_as_is(TensorSource(state | more), model, dtype)
+
+    plain, tied = job.make_model().config, job.make_model(tied=True).config
+    assert as_is(plain) and as_is(tied)
+    assert not as_is(plain, torch.bfloat16)
+    shape = (tied.vocab_size, tied.hidden_size)
+    assert not as_is(tied, **{"lm_head.weight": torch.zeros(shape)}), (
+        "it would be written without the second one"
+    )
+    fused = Qwen3MoeConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    assert not as_is(fused), "experts are fused in memory and apart on the disk"
+
+
+def test_writing_large_files_holds_few_tensors_at_a_time(tmp_path: Path) -> None:
+    import weakref
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def made(count: int) -> Iterator[torch.Tensor]:
+        nonlocal most
+        for number in range(count):
+            most = max(most, sum(ref() is not None for ref in alive))
+            alive.append(weakref.ref(tensor := torch.full((1 << 18,), float(number))))
+            yield tensor
+
+    entries = [(f"t{number}", torch.float32, (1 << 18,)) for number in range(30)]
+    with Writers(2, piece=1 << 18) as writers:
+        record = write_stream(tmp_path / "x.safetensors", entries, made(30), {}, writers)
+    assert record.size > 30 << 20 and most <= 6
+    assert all(float(t[-1]) == int(name[1:]) for name, t in load_file(tmp_path / "x.safetensors").items())
 
 
 def test_writing_holds_one_tensor_at_a_time(

@@ -1,7 +1,8 @@
 """Whole weights in a Hugging Face folder, streamed out of a checkpoint's shards.
 
 What always holds: names, shapes and ties are those the architecture declares, checked before the first byte is
-written; memory holds one tensor at a time; the type of every floating-point weight is the one asked for.
+written; memory holds a tensor and the few that are still on their way to the disk; the type of every
+floating-point weight is the one asked for.
 """
 
 from __future__ import annotations
