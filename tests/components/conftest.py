@@ -81,6 +81,18 @@ def small_model() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def small_model_dir(
+    small_model: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Such a model as a folder, with the tokenizer of the digits task."""
+    folder = tmp_path_factory.mktemp("small") / "model"
+    ends = {"pad_token_id": tiny_tokenizer.pad_token_id, "eos_token_id": tiny_tokenizer.eos_token_id}
+    small_model(vocab_size=len(tiny_tokenizer), bos_token_id=None, **ends).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def rollout_section() -> Callable[..., Any]:
     """The keys of `actor_rollout_ref.rollout` with small sizes."""
 

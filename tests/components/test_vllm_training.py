@@ -125,17 +125,6 @@ def test_an_adapter_is_used_and_replaced(adapted: Adapted, reference: Callable[.
     assert engine.llm.llm_engine.list_loras() == {engine.adapters.current.lora_int_id}
 
 
-@pytest.fixture(scope="module")
-def small_model_dir(
-    small_model: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    folder = tmp_path_factory.mktemp("small") / "model"
-    ends = {"pad_token_id": tiny_tokenizer.pad_token_id, "eos_token_id": tiny_tokenizer.eos_token_id}
-    small_model(vocab_size=len(tiny_tokenizer), bos_token_id=None, **ends).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     "placement",
     [
