@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.manifest import read_manifest, verify
+from verl.checkpoint.parts import write_snapshot
 from verl.checkpoint.retention import Limits, decide
 from verl.checkpoint.steps import StepFolder, delete, in_use, list_steps
 from verl.config.schema import PPOConfig, SFTConfig
@@ -362,3 +364,27 @@ def test_whole_weights_alone_can_be_saved(tmp_path: Path, job: ModuleType) -> No
     assert step is not None
     saved = load_file(step / "actor/huggingface/model.safetensors")
     assert all(torch.equal(saved[name], weight) for name, weight in engine.export_parameters())
+
+
+def test_a_background_save_is_of_its_moment_however_late_it_is_written(
+    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = job.make_engine()
+    job.train(engine, 0)
+    CheckpointManager(tmp_path / "foreground").save(1, {"actor": engine}, {})
+    trained = threading.Event()
+
+    def late(*arguments: Any) -> Any:
+        assert trained.wait(60)
+        return write_snapshot(*arguments)
+
+    monkeypatch.setattr("verl.checkpoint.job.write_snapshot", late)
+    everything = ["model", "optimizer", "extra", "hf_model"]
+    background = CheckpointManager(tmp_path / "background", {"actor": PartSettings(everything, None, True)})
+    assert background.save(1, {"actor": engine}, {}) is None
+    job.train(engine, 1)
+    trained.set()
+    assert background.wait() == tmp_path / "background/global_step_1"
+    one, two = (read_manifest(tmp_path / where / "global_step_1") for where in ("foreground", "background"))
+    same = [name for name in one.files if not name.startswith("random/")]
+    assert len(same) > 5 and all(one.files[name] == two.files[name] for name in same)
