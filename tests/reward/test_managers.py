@@ -121,6 +121,13 @@ def test_dapo_lowers_long_responses():
         build_reward_manager(cfg, function=lambda response: 1.0, max_response_length=100)
 
 
+def test_a_response_without_a_score_gets_none_from_its_length():
+    cfg = config()
+    cfg.overlong_buffer.enable, cfg.overlong_buffer.len = True, 20
+    manager = build_reward_manager(cfg, function=lambda response: None, max_response_length=100)
+    assert run(manager, [sample(0, response_length=90)])[0].score is None
+
+
 def test_preflight_raises_only_when_nothing_can_be_scored():
     def picky(response):
         return 1.0 if response == "a" else None

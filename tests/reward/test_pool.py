@@ -3,6 +3,7 @@ scores."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from verl.errors import RewardError
+from verl.reward.base import RewardResult
+from verl.reward.handle import Broken, _result
 from verl.reward.loading import FunctionSpec
 from verl.reward.pool import WorkerPool
 
@@ -235,6 +238,24 @@ def test_an_alarm_the_function_forgot_does_not_hit_the_next_sample(faults, make_
     results = run(pool, make_sample, ["alarm", "slow", "ok"])
     assert [result.score for result in results] == [1.0, 1.0, 1.0]
     assert pool.restarts == 0  # not even one that a second try mended
+
+
+def test_the_deadline_is_of_the_call_not_of_the_wait_behind_others(faults, make_sample):
+    pool = faults(timeout_s=2.0)
+    results = run(
+        pool, make_sample, ["ok"] * 30 + ["slow"] * 8
+    )  # quick calls: the slow ones are all sent ahead
+    assert {result.score for result in results} == {1.0} and pool.restarts == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[math.nan, {}, None], [True, {}, None], ["1", {}, None], [None, {}, None], [1.0, [], None], [1.0, {}]],
+)
+def test_a_reply_that_is_no_result_is_not_believed(row):
+    with pytest.raises(Broken, match="malformed"):
+        _result(row)
+    assert _result([1, {"a": 2}, None]) == RewardResult(1.0, {"a": 2})
 
 
 def test_processes_are_started_once_and_kept(faults, make_sample):

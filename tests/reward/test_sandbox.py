@@ -466,7 +466,6 @@ class FusionHandler(BaseHTTPRequestHandler):
                 timeout=body["run_timeout"],
             )  # fmt: skip
             out, err, code_ = done.stdout, done.stderr, done.returncode
-            status = "Finished" if code_ == 0 else "Error"
         except subprocess.TimeoutExpired:
             status, code_ = "TimeLimitExceeded", None
         run_result = {
@@ -521,6 +520,11 @@ def test_a_remote_service_that_fails_is_retried_and_then_leaves_no_score(fusion)
     sandbox.configure(Settings(url="http://127.0.0.1:1"))
     with pytest.raises(RewardError, match="sandbox_fusion.url"):
         code.compute_score("print(1)", {"inputs": [""], "outputs": ["1"]})
+
+
+def test_a_remote_program_that_fails_after_the_right_output_has_failed(fusion):
+    outcome = sandbox.run(Program("print(1); raise SystemExit(3)"), Settings(url=fusion))
+    assert (outcome.end, outcome.stdout, outcome.exit_code) == ("error", "1\n", 3)
 
 
 def test_remote_addresses():
