@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 
 from verl.checkpoint import CheckpointManager, PartSettings
+from verl.checkpoint.collect import Records
+from verl.checkpoint.files import FileRecord
 from verl.checkpoint.manifest import verify
 from verl.checkpoint.steps import list_steps
 
@@ -117,3 +119,15 @@ def test_a_folder_without_write_permission_costs_the_save_only(
             os.seteuid(0)
         folder.chmod(0o755)
     assert CheckpointManager(folder).resume({"actor": engine}) == {"step": 1}
+
+
+def test_a_rank_that_failed_or_never_answers_is_named(tmp_path: Path) -> None:
+    first, second = (Records(tmp_path, rank, 2, timeout_s=0.3) for rank in (0, 1))
+    first.post({"a": FileRecord(1, "00000000")})
+    with pytest.raises(TimeoutError, match="rank 1 has not written its files after 0.3 s"):
+        first.collect()
+    second.give_up()
+    with pytest.raises(OSError, match="rank 1 could not write its files"):
+        first.collect()
+    second.post({"b": FileRecord(2, "00000001")})
+    assert first.collect() == {"a": FileRecord(1, "00000000"), "b": FileRecord(2, "00000001")}
