@@ -39,6 +39,9 @@ PHASES = [
     "save",
 ]
 
+LIKE_LOG_PROBS = ("ref_log_probs", "values")
+"""The same pass with another model: who hangs in it is found in the same way, and every such test takes its time."""
+
 
 @pytest.fixture
 def faulty(tmp_path, digits_data, monkeypatch):
@@ -58,9 +61,9 @@ def nobody_left(session_folder):
     return lambda: faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
 
 
-@pytest.mark.parametrize("phase", ["model_size", "open_generation", *PHASES])
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_killed_rank_is_named_and_the_run_goes_on_after_it(phase, train, joined, faulty, nobody_left):
-    plugin = faulty(phase, "kill", nth=1 if phase in ("model_size", "save") else 2)
+    plugin = faulty(phase, "kill", nth=1 if phase == "save" else 2)
     with pytest.raises(WorkersLost) as caught:
         train(*PPO, *SMALL, *plugin)
     message = str(caught.value)
@@ -68,7 +71,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_after_it(phase, train, joine
     assert message.startswith("rank 1 on ") and f"died in {call}" in message, message
     assert "trainer.resume_mode=auto" in message
     assert nobody_left()
-    if phase in ("train_actor", "generate"):
+    if phase == "train_actor":
         rows, _ = train(*PPO, *SMALL)
         assert [row["training/global_step"] for row in rows] == [1, 2]
 
@@ -97,7 +100,7 @@ def test_a_rank_that_dies_while_the_controller_works_is_named(
     assert nobody_left()
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in LIKE_LOG_PROBS])
 def test_a_hang_is_noticed_and_says_who_waits_for_whom(
     phase, train, joined, faulty, nobody_left, tmp_path, monkeypatch
 ):
