@@ -357,6 +357,14 @@ def test_a_model_that_cannot_be_packed_is_padded_with_a_notice(tools, caplog):
 # -- state and folders ----------------------------------------------------------------------------------------------
 
 
+def test_a_checkpoint_holds_tied_weights_once(tools):
+    engine = tools.engine(model=tools.model(tie_word_embeddings=True))
+    held = engine.state_dict()["model"]
+    assert "model.embed_tokens.weight" in held and "lm_head.weight" not in held
+    apart = tools.engine(model=tools.model(tie_word_embeddings=False)).state_dict()["model"]
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= apart.keys()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_goes_on_from_a_saved_state_as_if_nothing_happened(tools, dtype):
     batch = tools.batch()
