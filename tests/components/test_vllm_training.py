@@ -68,7 +68,8 @@ def run_command(folder: Path, task: Path, model: Path, *extra: str) -> subproces
         f"trainer.default_local_dir={folder}",
         *extra,
     ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # A cluster of its own: whoever else runs one on this machine may end it at any time.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=850)
 
 
