@@ -102,14 +102,32 @@ def nobody_left() -> bool:
     return not processes()
 
 
-def test_the_numbers_are_those_of_one_process(train, joined):
+VERSIONS = """
+from pathlib import Path
+from verl.workers.rollout_rank import RolloutRank
+
+_generate = RolloutRank.do_generate
+
+def generate(self, requests):
+    for responses in _generate(self, requests):
+        with Path({note!r}).open("a") as file:
+            file.writelines(f"{{response.policy_version}}\\n" for response in responses)
+        yield responses
+
+RolloutRank.do_generate = generate
+"""
+
+
+def test_the_numbers_are_those_of_one_process(train, joined, plugin, tmp_path):
     """Two ranks that train beside one and beside two that generate; one rank beside one, and adapters, likewise."""
     lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.name=hf"]
     alone, folder = train(*FEW, folder="alone")
     adapted, _ = train(*FEW, *lora, folder="alone-lora")
     expected = weights(folder)
+    note = tmp_path / "versions"
+    noting = plugin("notes_versions", VERSIONS.format(note=str(note)))
     for name, extra, reference in (
-        ("two-one", placed(2, 1), alone),
+        ("two-one", [*placed(2, 1), noting], alone),
         ("two-two", placed(2, 2), alone),
         ("one-one", [*placed(1, 1), *lora], adapted),
     ):
@@ -125,6 +143,7 @@ def test_the_numbers_are_those_of_one_process(train, joined):
                 torch.testing.assert_close(
                     weights(folder)[key], tensor, rtol=1e-3, atol=2e-4, msg=f"{name} {key}"
                 )
+    assert note.read_text().split() == [str(step) for step in range(STEPS) for _ in range(40)]
     assert nobody_left()
 
 
@@ -191,24 +210,23 @@ def test_a_trainer_rank_that_dies_while_others_generate_is_noticed_at_once(train
 
 
 def test_a_restart_leaves_room_for_those_who_generate(overrides, joined, monkeypatch):
-    """Four places are there: two for rollout, so two of the three ranks are left."""
+    """Four places are there: with two for rollout, two of three ranks are left."""
     from verl.config.load import load_ppo_config
-    from verl.workers.ray_cluster import Cluster, ClusterError, pools
+    from verl.workers.ray_cluster import Cluster, ClusterError
 
-    monkeypatch.setattr("verl.workers.ray_cluster.ROOM_S", 2.0)
-    cluster = Cluster(load_ppo_config(overrides(*placed(3, 2))))
-    assert [(pool.key, pool.processes) for pool in pools(cluster.cfg)] == [
-        ("trainer", 3),
-        ("actor_rollout_ref.rollout", 2),
-    ]
-    cluster.connect()
-    try:
-        assert cluster.room() == (1, 2)
-        assert Cluster(load_ppo_config(overrides(*placed(2, 2)))).room() == (1, 2)
-        with pytest.raises(ClusterError, match=r"actor_rollout_ref\.rollout\.nnodes=1 nodes with 9 CPU each"):
-            Cluster(load_ppo_config(overrides(*placed(1, 9)))).room()
-    finally:
-        cluster.close()
+    def room(trainer: int, rollout: int) -> tuple[int, int]:
+        cluster = Cluster(load_ppo_config(overrides(*placed(trainer, rollout))))
+        cluster.connect()
+        try:
+            return cluster.room()
+        finally:
+            cluster.close()
+
+    assert room(2, 2) == (1, 2)
+    assert room(3, 2) == (1, 2)
+    monkeypatch.setattr("verl.workers.ray_cluster.ROOM_S", 1.0)
+    with pytest.raises(ClusterError, match=r"actor_rollout_ref\.rollout\.nnodes=1 nodes with 9 CPU each"):
+        room(1, 9)
 
 
 def test_engines_over_two_gpus_are_half_as_many_processes(overrides):
@@ -220,7 +238,8 @@ def test_engines_over_two_gpus_are_half_as_many_processes(overrides):
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     ]
-    rollout = pools(load_ppo_config(overrides(*two)))[1]
+    trainer, rollout = pools(load_ppo_config(overrides(*two)))
+    assert (trainer.key, trainer.processes) == ("trainer", 1)
     assert (rollout.processes, rollout.places, rollout.per_node) == (2, 2, 4)
 
 
