@@ -17,6 +17,12 @@ from verl.config.unused_rules import PPO_RULES, SFT_RULES
 BASE = {"actor_rollout_ref.model.path": "m", "data.train_files": "a"}
 GRPO = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}
 VAL = {"data.val_files": "v"}
+POOL = {
+    "reward.reward_model.enable": True,
+    "reward.reward_model.model_path": "m",
+    "reward.reward_model.n_gpus_per_node": 1,
+    "reward.reward_model.nnodes": 1,
+}
 
 # (what is set, the key named, words of the reason, what makes it matter)
 CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
@@ -53,6 +59,9 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"reward.custom_reward_function.name": "f"}, "reward.custom_reward_function.name", "path is not set", {"reward.custom_reward_function.path": "a.py"}),
     ({"reward.overlong_buffer.len": 64}, "reward.overlong_buffer.len", "enable is False", {"reward.overlong_buffer.enable": True}),
     ({"reward.reward_model.model_path": "m"}, "reward.reward_model.model_path", "enable is False", {"reward.reward_model.enable": True}),
+    ({**POOL, "reward.reward_model.param_offload": False}, "reward.reward_model.param_offload", "stays on them", {"reward.reward_model.n_gpus_per_node": 0, "reward.reward_model.nnodes": 0}),
+    ({"trainer.watchdog_s": 60.0}, "trainer.watchdog_s", "no workers that could die", POOL),
+    ({"ray_kwargs.ray_init.num_cpus": 2}, "ray_kwargs.ray_init.num_cpus", "without Ray", POOL),
     ({"reward.judge.model": "m"}, "reward.judge.model", "base_url", {"reward.judge.base_url": "http://x/v1"}),
     ({"reward.in_process": True, "reward.num_workers": 3}, "reward.num_workers", "in_process", {"reward.in_process": False}),
     ({"data.truncation": "left", "data.filter_overlong_prompts": True}, "data.truncation", "drops", {"data.filter_overlong_prompts": False}),
