@@ -355,3 +355,17 @@ def test_the_test_word_tells_what_differs(
         "model.norm.weight: 16 of 16 numbers differ, by at most 0.5" in out
         and "1 of 21 tensors differ" in out
     )
+
+
+def test_a_shard_missing_in_the_middle_is_noticed(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(6, 2)
+    files = [tmp_path / f"{first}.safetensors" for first in (0, 2, 4)]
+    for first, file in zip((0, 2, 4), files, strict=True):
+        write_chunks(file, [Chunk("w", (first, 0), whole[first : first + 2])])
+    with WeightSource(files) as source:
+        assert torch.equal(source.get("w"), whole)
+    with (
+        WeightSource([files[0], files[2]]) as source,
+        pytest.raises(CheckpointError, match="shard of tensor 'w' is missing: 8 of 12"),
+    ):
+        source.get("w")
