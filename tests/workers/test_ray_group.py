@@ -22,16 +22,19 @@ PROMPTS, N = 13, 4
 
 
 @pytest.fixture
-def groups(overrides, tiny_tokenizer, joined, tmp_path, monkeypatch):
-    """One process, and two ranks of which the second is slow to generate."""
+def groups(overrides, tiny_tokenizer, tiny_model_dir, joined, tmp_path, monkeypatch):
+    """One process, and two ranks of which the second is slow to generate; the model by a path from here."""
     from verl.config.load import load_ppo_config
     from verl.workers.local import LocalGroup
     from verl.workers.ray_group import RayGroup
 
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tiny_model_dir.parent)
     plugin = faults.write(tmp_path, "generate", "slow", rank=1, nth=None)
     settings = overrides(
-        "actor_rollout_ref.rollout.max_num_seqs=8", "actor_rollout_ref.actor.use_kl_loss=True"
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        f"actor_rollout_ref.model.path={tiny_model_dir.name}",
     )
     local = LocalGroup(load_ppo_config(settings), tiny_tokenizer, training_steps=1)
     two = load_ppo_config([*settings, "trainer.n_gpus_per_node=2", f"trainer.plugins=[{plugin}]"])

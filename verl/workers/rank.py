@@ -57,6 +57,8 @@ class RankSetup:
     one_host: bool = True
     search_path: tuple[str, ...] = ()
     """Where the controller finds modules; plugins are found there too, if the folder is on this node."""
+    folder: str = ""
+    """Where the controller was started: paths in the config mean the same here, if the folder is on this node."""
     model: nn.Module | None = None
     devices: tuple[str, ...] = ()
     """The GPU each rank sees, by rank."""

@@ -203,6 +203,7 @@ def build_ranks(cluster: Cluster, calls: RankCalls, setup: RankSetup, others: Se
     setup.one_host = len({*calls.addresses, *others}) == 1
     setup.devices = tuple(calls.devices)
     setup.search_path = tuple(os.path.abspath(folder) for folder in sys.path)
+    setup.folder = os.getcwd()
     if len(calls) > 1 or others:
         address = "127.0.0.1" if setup.one_host else calls.addresses[0]
         setup.store = calls.one(0, "open_store", address)
