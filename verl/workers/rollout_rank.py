@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from verl.config.pools import OWN_COPY
 from verl.errors import ModelError
-from verl.models.loading import disable_dropout, load_causal_lm
+from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, Response, RolloutEngine
 from verl.rollout.handover.arriving import Arrival, ArrivingWeights, load_into, probe
@@ -78,7 +78,8 @@ class RolloutRank(CallServer):
         if given is not None:
             given = given.get_base_model() if hasattr(given, "get_base_model") else given  # type: ignore[operator]
             disable_dropout(given)
-            return given.to(device=self._device, dtype=dtype).requires_grad_(False)
+            cast_parameters(given, dtype)
+            return given.to(device=self._device).requires_grad_(False)
         if not model.path:
             raise ModelError(
                 "no model is given; set actor_rollout_ref.model.path to a Hugging Face folder or name"
