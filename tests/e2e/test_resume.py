@@ -87,3 +87,12 @@ def test_the_saved_model_is_an_ordinary_folder_with_the_trained_weights(train, t
     assert tokenizer.chat_template
     text = tokenizer.apply_chat_template([{"role": "user", "content": "repeat 3"}], tokenize=False)
     assert torch.isfinite(model(**tokenizer(text, return_tensors="pt")).logits).all()
+
+
+def test_a_checkpoint_without_its_line_in_the_metrics_brings_it_along(train, tmp_path):
+    """Killed after the checkpoint got its name and before its step was logged."""
+    whole = train("trainer.total_training_steps=3", folder="whole")
+    train("trainer.total_training_steps=2", folder="parts")
+    metrics = tmp_path / "parts" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert untimed(train("trainer.total_training_steps=3", folder="parts")) == untimed(whole)

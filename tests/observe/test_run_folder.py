@@ -76,7 +76,8 @@ def test_rewinding_forgets_later_steps_only(tmp_path: Path) -> None:
         for step in range(1, 6):
             run.append_metrics(step, {"a": step})
             run.write_rollouts(step, [{"x": step}])
-        run.rewind(3)
+        assert not run.rewind(7)
+        assert run.rewind(3)
         assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
         assert sorted(f.name for f in run.rollout_dir.iterdir()) == ["1.jsonl", "2.jsonl", "3.jsonl"]
 

@@ -125,5 +125,4 @@ def test_a_pulled_cable_ends_the_run_and_it_goes_on_on_one_node(nodes, train, ov
     saved = int((folder / "latest_checkpointed_iteration.txt").read_text())
     rows, _ = train("trainer.save_freq=1", f"trainer.total_training_steps={saved + 2}")
     steps = [row["training/global_step"] for row in rows]
-    # The cable may have gone between a checkpoint and the row that is written after it.
-    assert steps in (list(range(1, saved + 3)), [*range(1, saved), saved + 1, saved + 2])
+    assert steps == list(range(1, saved + 3))

@@ -90,8 +90,11 @@ class RunFolder:
     def write_validation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         return self._write_rows(self.validation_dir / f"{step}.jsonl", rows)
 
-    def rewind(self, step: int) -> None:
-        """Forget what came after `step`: a resumed run writes those steps again, as if never interrupted."""
+    def rewind(self, step: int) -> bool:
+        """Forget what came after `step`: a resumed run writes those steps again, as if never interrupted.
+
+        Whether the metrics of `step` itself are there."""
+        kept: list[dict[str, Any]] = []
         if self.metrics_file.exists():
             rows = self.read_metrics()
             kept = [row for row in rows if row.get("step", 0) <= step]
@@ -101,6 +104,7 @@ class RunFolder:
             for file in folder.glob("*.jsonl"):
                 if file.stem.isdigit() and int(file.stem) > step:
                     file.unlink()
+        return any(row.get("step", 0) == step for row in kept)
 
     def write_crash(self, error: BaseException, fix: str = "") -> Path:
         """Cause first, fix second, traceback last."""

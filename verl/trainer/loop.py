@@ -91,10 +91,11 @@ class RLLoop:
             ending = self.step_number == self.total_steps
             if self.due(trainer.test_freq) or ending:
                 last |= self.validate()
+            noticed = self.health.check(self.step_number, last, self.batch)
             if self.due(trainer.save_freq) or ending or self.stop_requested:
                 last |= self.save(last)
             self.tracker.log(self.step_number, last)
-            for line in self.health.check(self.step_number, last, self.batch):
+            for line in noticed:
                 self.tracker.note(line)
         self.checkpoints.wait()
         return last
@@ -213,7 +214,7 @@ class RLLoop:
             self.checkpoints.save(
                 self.step_number,
                 self.workers.checkpoint_parts(),
-                self.state_dict(),
+                {**self.state_dict(), "metrics": metrics},
                 tokenizer=self.tokenizer,
                 metrics=metrics,
             )
@@ -223,7 +224,9 @@ class RLLoop:
         state = self.checkpoints.resume(self.workers.checkpoint_parts())
         if state is not None:
             self.load_state_dict(state)
-            self.run_folder.rewind(self.step_number)
+            if not self.run_folder.rewind(self.step_number) and "metrics" in state:
+                # The run ended between the checkpoint and its line in the metrics.
+                self.tracker.log(self.step_number, state["metrics"])
             self.tracker.note(f"resumed after step {self.step_number}")
 
     def state_dict(self) -> dict[str, Any]:

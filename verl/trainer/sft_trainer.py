@@ -213,7 +213,11 @@ class SFTLoop:
 
         timer = Timer()
         with timer("save_checkpoint"):
-            state = {"step": self.step_number, "loader": self.train_loader.state_dict()}
+            state = {
+                "step": self.step_number,
+                "loader": self.train_loader.state_dict(),
+                "metrics": metrics,
+            }
             self.checkpoints.save(
                 self.step_number,
                 self.group.checkpoint_parts(),
@@ -228,7 +232,9 @@ class SFTLoop:
         if state is not None:
             self.step_number = state["step"]
             self.train_loader.load_state_dict(state["loader"])
-            self.run_folder.rewind(self.step_number)
+            if not self.run_folder.rewind(self.step_number) and "metrics" in state:
+                # The run ended between the checkpoint and its line in the metrics.
+                self.tracker.log(self.step_number, state["metrics"])
             self.tracker.note(f"resumed after step {self.step_number}")
 
     def request_stop(self) -> None:

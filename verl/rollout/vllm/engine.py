@@ -19,7 +19,7 @@ from verl.rollout.handover.buckets import remove
 from verl.rollout.handover.copy_engine import CopyRollout, Sample
 from verl.rollout.vllm.adapter import Adapters
 from verl.rollout.vllm.lifeline import named_host
-from verl.rollout.vllm.process import kept_random_state, leave_process_group
+from verl.rollout.vllm.process import kept_random_state, leave_process_group, sockets_in
 from verl.rollout.vllm.sending import HANDOVER_TIMEOUT_S, by_buckets, hand_over
 from verl.rollout.vllm.settings import (
     engine_arguments,
@@ -64,7 +64,11 @@ class VLLMRollout(CopyRollout):
     def _start(self, arguments: dict[str, Any]) -> Any:
         import vllm
 
-        with kept_random_state(), nullcontext() if self.by_reference else named_host():
+        with (
+            kept_random_state(),
+            sockets_in(self.facts.folder),
+            nullcontext() if self.by_reference else named_host(),
+        ):
             try:
                 return vllm.LLM(**arguments)
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:
@@ -96,6 +100,13 @@ class VLLMRollout(CopyRollout):
                     engine.abort_request([sample.key])
                     del running[sample.key]
                     yield sample.response("abort", version)
+        except Exception as error:
+            if type(error).__name__ != "EngineDeadError":  # its module is another from version to version
+                raise
+            running.clear()  # nobody is there to abort them
+            raise RolloutError(
+                f"vLLM's engine died while it generated: {error} Its last words are above in this process's output"
+            ) from error
         finally:
             if running:
                 engine.abort_request(list(running))

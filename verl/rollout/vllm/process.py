@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
+
+SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
 @contextmanager
@@ -23,6 +27,20 @@ def kept_random_state() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if devices:
             torch.cuda.set_rng_state_all(devices)
+
+
+@contextmanager
+def sockets_in(folder: Path) -> Iterator[None]:
+    """An engine started inside puts its sockets into `folder`, which goes with it; vLLM itself never removes them."""
+    before = os.environ.get(SOCKET_FOLDER)
+    os.environ[SOCKET_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SOCKET_FOLDER]
+        else:
+            os.environ[SOCKET_FOLDER] = before
 
 
 def leave_process_group() -> None:

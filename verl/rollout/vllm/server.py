@@ -16,6 +16,7 @@ from verl.rollout.handover.buckets import remove
 from verl.rollout.handover.copy_engine import Sample
 from verl.rollout.handover.server import CALL_TIMEOUT_S, Chunk, Client, ServerProcess, ServerRollout
 from verl.rollout.vllm.adapter import Adapters
+from verl.rollout.vllm.process import SOCKET_FOLDER
 from verl.rollout.vllm.sending import HANDOVER_TIMEOUT_S, by_buckets, hand_over
 from verl.rollout.vllm.settings import (
     SERVER_ENVIRONMENT,
@@ -54,7 +55,11 @@ class VLLMServerRollout(ServerRollout):
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(arguments)]
         command += ["--served-model-name", _MODEL, "--uds", address]
         self.client = Client(address, self.name)
-        environment = {**SERVER_ENVIRONMENT, **own_devices(config, self.facts)}
+        environment = {
+            **SERVER_ENVIRONMENT,
+            SOCKET_FOLDER: str(self.facts.folder),
+            **own_devices(config, self.facts),
+        }
         self.facts.write()
         self.process = ServerProcess(command, self.facts.folder / "server.txt", self.name, environment)
         self.adapters: Adapters | None = None
