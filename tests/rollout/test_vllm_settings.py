@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from verl.rollout.vllm.settings import (
     own_devices,
     read_model,
     sampling_arguments,
+    set_environment,
 )
 
 
@@ -163,3 +165,11 @@ def test_what_a_run_can_place_and_what_not() -> None:
     assert not refused(mode="server", nnodes=1, n_gpus_per_node=2, tensor_model_parallel_size=2)
     assert not refused(nnodes=1, n_gpus_per_node=2) and not refused(tensor_model_parallel_size=2)
     assert "name=sglang in the trainer's process" in refused(name="sglang")
+
+
+def test_where_an_engine_runs_is_not_left_over_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    set_environment(in_this_process=False)
+    set_environment(in_this_process=True)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"

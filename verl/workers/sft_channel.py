@@ -69,7 +69,7 @@ class Job:
     def store(self) -> Any:
         """For the process group; rank 0 starts it where the launcher has none."""
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=CONNECT_S))))
-        return store
+        return dist.PrefixStore(f"verl/group/{_start_number()}", store)
 
     def connection(self) -> Any:
         """Another connection to that store, for one thread."""
@@ -82,8 +82,12 @@ class Job:
             wait_for_workers=False,
             timeout=timedelta(seconds=CONNECT_S),
         )
-        # A restart by the launcher may meet at the same store: what the start before left there is not for us.
-        return dist.PrefixStore(f"verl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return dist.PrefixStore(f"verl/calls/{_start_number()}", store)
+
+
+def _start_number() -> str:
+    """A restart by the launcher meets at the same store: what the start before left there is not for us."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 class Channel:

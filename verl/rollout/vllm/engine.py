@@ -52,7 +52,7 @@ class VLLMRollout(CopyRollout):
         self._had_group = dist.is_initialized()
         alone = not self._had_group or dist.get_world_size() == 1
         self.by_reference = self.workers == 1 and alone
-        set_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0" if self.by_reference else "1")
+        set_environment(in_this_process=self.by_reference)
         self.facts.write()
         self.llm: Any = self._start(arguments)
         self.adapters: Adapters | None = None

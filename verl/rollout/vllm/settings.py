@@ -102,10 +102,12 @@ def _config_json(model: Any) -> str:
     return json.dumps(content, indent=2)
 
 
-def set_environment(**more: str) -> None:
-    """vLLM reads these; what the user set stays."""
-    for name, value in {**_ENVIRONMENT, **more}.items():
+def set_environment(*, in_this_process: bool) -> None:
+    """vLLM reads these; what the user set stays, except for where the engine runs, on which the hand-over stands (and
+    which an engine before may have wanted elsewhere)."""
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_this_process else "1"
 
 
 def own_devices(config: Any, facts: ModelFacts) -> dict[str, str]:
