@@ -8,6 +8,11 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is, nothing about the code.
+settings.register_profile("verl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("verl")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 WORKER = Path(__file__).with_name("memory_worker.py")
 COMPARED = ["forward", "backward", "recomputed", "kept_whole", "replicated", "adapters", "sequences"]
@@ -13,6 +14,8 @@ COMPARED = ["forward", "backward", "recomputed", "kept_whole", "replicated", "ad
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request, tmp_path_factory, run_ranks):
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip(f"torch {torch.__version__} cannot forget a pass that broke off; 2.13 can")
     world = request.param
     folder = tmp_path_factory.mktemp(f"memory{world}")
     names = (
