@@ -124,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = torch.bfloat16 if wanted == "fp8" else getattr(torch, wanted, None)
     if dtype is None:
         raise ConfigError(f"--dtype {wanted!r} is unknown; known: bfloat16, float16, float32, fp8")
+    peers = _peers(args)
     model = load_model(args.model, device, dtype)
     if args.one_token:
         return _one_token(args, model, wanted)
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         f"{sum(r.n * r.sampling.max_tokens for r in requests)} tokens wanted"
     )
     figures = {"native": _native(args, model, requests, wanted)}
-    for peer in [name for name in args.against.split(",") if name]:
+    for peer in peers:
         figures[peer] = _peer(peer, args, model, requests, wanted)
     _table(figures)
     if args.first_token:
@@ -197,6 +198,17 @@ def _profile(engine: Any, requests: list[Request]) -> None:
     _say(record.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=70))
 
 
+def _peers(args: argparse.Namespace) -> list[str]:
+    """The engines to compare with, known to be runnable before anything is timed."""
+    names = [name for name in args.against.split(",") if name]
+    for name in names:
+        if name not in ("hf", "vllm"):
+            raise ConfigError(f"--against {name!r} is unknown; known: hf, vllm")
+    if "vllm" in names and not Path(args.model).is_dir():
+        raise ConfigError("--against vllm needs --model to be a folder: vLLM loads the weights itself")
+    return names
+
+
 def _peer(
     name: str, args: argparse.Namespace, model: Any, requests: list[Request], dtype: str
 ) -> dict[str, float]:
@@ -204,13 +216,9 @@ def _peer(
 
     if name == "hf":
         tokens, seconds = rollout_peers.run_transformers(model, requests)
-    elif name == "vllm":
-        if not Path(args.model).is_dir():
-            raise ConfigError("--against vllm needs --model to be a folder: vLLM loads the weights itself")
+    else:
         options = json.loads(args.vllm_options)
         tokens, seconds = rollout_peers.run_vllm(args.vllm_python, args.model, dtype, requests, options)
-    else:
-        raise ConfigError(f"--against {name!r} is unknown; known: hf, vllm")
     return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
 
 

@@ -23,18 +23,25 @@ HF_BATCH = 128
 
 VLLM_PROGRAM = """
 import json, sys, time
-spec = json.load(open(sys.argv[1]))
-from vllm import LLM, SamplingParams
-llm = LLM(model=spec["model"], dtype=spec["dtype"], skip_tokenizer_init=True, seed=0, **spec["options"])
-prompts = [{"prompt_token_ids": r["prompt"]} for r in spec["requests"]]
-params = [SamplingParams(n=r["n"], temperature=1.0, max_tokens=r["max_tokens"], ignore_eos=True, logprobs=0,
-                         detokenize=False) for r in spec["requests"]]
-llm.generate(prompts[:4], params[:4])
-start = time.perf_counter()
-outputs = llm.generate(prompts, params)
-seconds = time.perf_counter() - start
-tokens = sum(len(o.token_ids) for out in outputs for o in out.outputs)
-json.dump({"tokens": tokens, "seconds": seconds}, open(sys.argv[2], "w"))
+
+
+def main():  # vLLM starts processes that read this file again
+    spec = json.load(open(sys.argv[1]))
+    from vllm import LLM, SamplingParams
+    llm = LLM(model=spec["model"], dtype=spec["dtype"], skip_tokenizer_init=True, seed=0, **spec["options"])
+    prompts = [{"prompt_token_ids": r["prompt"]} for r in spec["requests"]]
+    params = [SamplingParams(n=r["n"], temperature=1.0, max_tokens=r["max_tokens"], ignore_eos=True, logprobs=0,
+                             detokenize=False) for r in spec["requests"]]
+    llm.generate(prompts[:4], params[:4])
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - start
+    tokens = sum(len(o.token_ids) for out in outputs for o in out.outputs)
+    json.dump({"tokens": tokens, "seconds": seconds}, open(sys.argv[2], "w"))
+
+
+if __name__ == "__main__":
+    main()
 """
 
 
