@@ -96,3 +96,17 @@ def test_a_checkpoint_without_its_line_in_the_metrics_brings_it_along(train, tmp
     metrics = tmp_path / "parts" / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     assert untimed(train("trainer.total_training_steps=3", folder="parts")) == untimed(whole)
+
+
+def test_a_checkpoint_knows_the_health_of_its_own_step(train, monkeypatch):
+    from verl.checkpoint import CheckpointManager
+
+    seen, save = [], CheckpointManager.save
+
+    def watched(self, step, parts, state, **more):
+        seen.append((step, state["health"]["steps"][-1][0]))
+        return save(self, step, parts, state, **more)
+
+    monkeypatch.setattr(CheckpointManager, "save", watched)
+    train("trainer.total_training_steps=2", "trainer.save_freq=1")
+    assert seen == [(1, 1), (2, 2)]

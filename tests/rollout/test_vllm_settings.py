@@ -14,6 +14,7 @@ from verl.config.schema import RolloutConfig
 from verl.errors import ConfigError, MissingPackage
 from verl.rollout.base import SamplingParams
 from verl.rollout.vllm import version
+from verl.rollout.vllm.process import SOCKET_FOLDER, sockets_in
 from verl.rollout.vllm.settings import (
     engine_arguments,
     log_probs_mode,
@@ -173,3 +174,14 @@ def test_where_an_engine_runs_is_not_left_over_from_the_one_before(monkeypatch: 
     set_environment(in_this_process=True)
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_sockets_are_put_elsewhere_only_while_an_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    for before in (None, "/somewhere"):
+        environment = {} if before is None else {SOCKET_FOLDER: before}
+        monkeypatch.setattr("os.environ", environment)
+        with sockets_in(tmp_path):
+            assert environment[SOCKET_FOLDER] == str(tmp_path)
+        assert environment.get(SOCKET_FOLDER) == before

@@ -291,3 +291,16 @@ def test_messages_larger_than_the_store_takes_arrive_once_and_leave_nothing():
     assert server.num_keys() == before
     first.end()
     assert second.next_call() is None
+
+
+def test_a_restart_does_not_read_what_the_start_before_left(monkeypatch):
+    import torch.distributed as dist
+
+    shared = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 2)]))
+    stores = []
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        stores.append(Job(0, 2, 0, 2, "127.0.0.1", 29500).store)
+    stores[0].set("address", "old")
+    assert not stores[1].check(["address"])
