@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,16 +23,20 @@ pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
 PROMPTS = [[5, 9, 33], [7], [100, 3, 44, 120, 18, 90, 61]]
+LONG = 8192
+"""Tokens that no server has written before somebody has read its first."""
 
 
 @pytest.fixture(scope="module")
 def model(small_model: Callable[..., Any]) -> Any:
-    return small_model()
+    return small_model(max_position_embeddings=LONG)
 
 
 @pytest.fixture(scope="module")
 def server(model: Any, word_tokenizer: Any, rollout_section: Callable[..., Any]) -> Iterator[Any]:
-    engine = build_rollout("vllm", model, word_tokenizer, rollout_section(mode="server", temperature=0.7))
+    engine = build_rollout(
+        "vllm", model, word_tokenizer, rollout_section(mode="server", temperature=0.7, max_model_len=LONG)
+    )
     yield engine
     engine.close()
 
@@ -90,17 +95,46 @@ def test_stops_and_seeds_through_the_server(server: Any) -> None:
         assert len(stopped.log_probs) == end
 
 
-def test_abort_through_the_server(server: Any) -> None:
+def test_abort_through_the_server(server: Any, monkeypatch: Any) -> None:
+    """What is running when the abort comes ends with the tokens it has, and the server forgets it."""
+    stream, aborted = server._stream, threading.Event()
+
+    def wait_for_the_abort(sample: Any) -> Iterator[Any]:
+        chunks = stream(sample)
+        try:
+            for chunk in chunks:
+                yield chunk
+                # However fast the server: a long answer is not read further before the short one was aborted on.
+                assert sample.request.request_id == "short" or aborted.wait(300)
+        finally:
+            chunks.close()
+
+    monkeypatch.setattr(server, "_stream", wait_for_the_abort)
     short = Request("short", [4], SamplingParams(max_tokens=2, ignore_eos=True))
     long = [
-        Request(f"long{i}", [9, i + 3], SamplingParams(max_tokens=120, ignore_eos=True)) for i in range(3)
+        Request(f"long{i}", [9, i + 3], SamplingParams(max_tokens=8000, ignore_eos=True)) for i in range(3)
     ]
     answers = {}
-    for response in server.generate([short, *long]):
+    for response in server.generate([*long, short]):
         answers[response.request_id] = response
         server.abort()
-    assert answers["short"].finish_reason == "length" and len(answers) == 4
-    assert all(len(answers[r.request_id].token_ids) < 120 for r in long)
+        aborted.set()
+    assert next(iter(answers)) == "short" and answers["short"].finish_reason == "length"
+    assert len(answers) == 4
+    for request in long:
+        answer = answers[request.request_id]
+        assert answer.finish_reason == "abort" and 0 < len(answer.token_ids) < 8000
+    deadline = time.monotonic() + 60
+    while running_requests(server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running_requests(server) == 0
+
+
+def running_requests(server: Any) -> int:
+    """What the server's own metrics say."""
+    text = server.client.call("GET", "/metrics")
+    (line,) = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
+    return int(float(line.rpartition(" ")[2]))
 
 
 def test_a_value_changed_in_shared_memory_is_caught(server: Any, model: Any, monkeypatch: Any) -> None:

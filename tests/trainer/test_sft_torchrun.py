@@ -23,14 +23,14 @@ from verl.demo.model import build_model_folder
 from verl.errors import ConfigError
 from verl.trainer import sft_trainer
 from verl.trainer.sft_launch import launched, refuse_conflicts, with_sizes
-from verl.workers.sft_channel import Job, pack, unpack
+from verl.workers.sft.channel import Job, pack, unpack
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 PLUGIN = """
 import os, signal, time
 from pathlib import Path
-from verl.workers.sft_rank import SFTRankWorker
+from verl.workers.sft.rank import SFTRankWorker
 
 train, seen = SFTRankWorker.do_train, 0
 
@@ -268,7 +268,7 @@ def test_messages_larger_than_the_store_takes_arrive_once_and_leave_nothing():
     from torch.distributed import TCPStore
 
     from verl.workers.outcome import Failure, Line, Outcome
-    from verl.workers.sft_channel import Channel
+    from verl.workers.sft.channel import Channel
 
     server = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     jobs = [Job(rank, 2, rank, 2, "127.0.0.1", server.port) for rank in (0, 1)]

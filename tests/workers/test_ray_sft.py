@@ -28,7 +28,7 @@ ROWS = (7, 2, 1, 5, 3)
 PLUGIN = """
 import os, signal, time
 from pathlib import Path
-from verl.workers.sft_rank import SFTRankWorker
+from verl.workers.sft.rank import SFTRankWorker
 
 train, seen = SFTRankWorker.do_train, 0
 
@@ -122,7 +122,7 @@ def alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
 @pytest.mark.parametrize("more", [[], ["model.lora_rank=4"]], ids=["full", "lora"])
 def test_one_two_and_three_ranks_agree_and_load_each_others_checkpoints(more, words, joined, tmp_path):
     from verl.config.load import load_sft_config
-    from verl.workers.sft_group import build_sft_group
+    from verl.workers.sft.group import build_sft_group
 
     def group(world: int, folder: Path, *options: str) -> Any:
         sizes = f"trainer.n_gpus_per_node={world}", *options

@@ -19,7 +19,7 @@ from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
-    from verl.workers.sft_channel import Job
+    from verl.workers.sft.channel import Job
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def launched() -> Iterator[Job | None]:
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         yield None
         return
-    from verl.workers.sft_channel import Channel, Job
+    from verl.workers.sft.channel import Channel, Job
 
     job = Job.from_environment()
     if job is None or job.rank > 0:
@@ -83,7 +83,7 @@ def refuse_conflicts(cfg: SFTConfig, job: Job | None) -> None:
 def leave(code: int) -> None:
     """End rank 0 at once where its own part of the work still waits for a rank that will never answer: the ordinary
     way out would wait for it as well."""
-    from verl.workers.sft_torchrun import OWN_THREAD
+    from verl.workers.sft.torchrun import OWN_THREAD
 
     if any(thread.name == OWN_THREAD for thread in threading.enumerate()):
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """`python -m verl.trainer.sft_trainer`: supervised fine-tuning, on the engine and the run folder of RL.
 
-What always holds: the loop reaches the model only through its group (`verl.workers.sft_group`), in this process or on
+What always holds: the loop reaches the model only through its group (`verl.workers.sft.group`), in this process or on
 many; a resumed run goes on exactly where the checkpoint was made; everything that can be wrong with config, tokenizer,
 rows and run folder is found before the model is loaded.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from verl.observe.run_folder import RunFolder
     from verl.observe.trackers import FanOut
     from verl.trainer.main_ppo import RunResult
-    from verl.workers.sft_channel import Job
-    from verl.workers.sft_group import SFTGroup
+    from verl.workers.sft.channel import Job
+    from verl.workers.sft.group import SFTGroup
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     with launched() as job:
         if job is not None and job.rank > 0:
-            from verl.workers.sft_torchrun import follow
+            from verl.workers.sft.torchrun import follow
 
             return follow(job)
 
@@ -72,7 +72,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
-    from verl.workers.sft_group import build_sft_group
+    from verl.workers.sft.group import build_sft_group
 
     refuse_unavailable(cfg)
     seed_everything(cfg.trainer.seed)

@@ -11,7 +11,7 @@ from verl.workers.ray_actor import ServingActor
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_group import CLOSE_S, START_S, build_ranks
-from verl.workers.sft_group import SpreadSFT
+from verl.workers.sft.group import SpreadSFT
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
@@ -22,7 +22,7 @@ class SFTRankActor(ServingActor):
     """A rank of fine-tuning."""
 
     def server(self, rank: int, world_size: int) -> CallServer:
-        from verl.workers.sft_rank import SFTRankWorker
+        from verl.workers.sft.rank import SFTRankWorker
 
         return SFTRankWorker(rank, world_size)
 

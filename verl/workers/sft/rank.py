@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from verl.workers.rank import RankSetup, RankWorker
-from verl.workers.sft_role import SFTRole
+from verl.workers.sft.role import SFTRole
 from verl.workers.shares import Arrays, from_arrays
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from verl.config.ranks import world_size
 from verl.observe.metrics import Metric, average_metrics, reduce_metrics
 from verl.workers.placement import require_ray
 from verl.workers.ray_checkpoints import RayCheckpoints
-from verl.workers.sft_role import SFTRole
+from verl.workers.sft.role import SFTRole
 from verl.workers.shares import Arrays, deal, pad_rows, to_arrays
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
     from verl.data.proto import DataProto
-    from verl.workers.sft_channel import Job
+    from verl.workers.sft.channel import Job
 
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
 
@@ -120,12 +120,12 @@ def build_sft_group(
 ) -> SFTGroup:
     """In this process; on the processes of `job`; or, where the config asks for several, on Ray."""
     if job is not None:
-        from verl.workers.sft_torchrun import torchrun_sft
+        from verl.workers.sft.torchrun import torchrun_sft
 
         return torchrun_sft(cfg, job, tokenizer, training_steps=training_steps, run_folder=run_folder)
     if world_size(cfg) == 1:
         return LocalSFT(cfg, training_steps=training_steps, run_folder=run_folder)
     require_ray(cfg)
-    from verl.workers.sft_ray import ray_sft
+    from verl.workers.sft.ray import ray_sft
 
     return ray_sft(cfg, tokenizer, training_steps=training_steps, run_folder=run_folder)

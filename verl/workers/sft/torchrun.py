@@ -28,9 +28,9 @@ from verl.errors import ConfigError
 from verl.workers.local import choose_device
 from verl.workers.outcome import Failure, Outcome, WorkersLost
 from verl.workers.rank import RankSetup
-from verl.workers.sft_channel import CONNECT_S, Channel, Freshness, Job, Signs, pause_s
-from verl.workers.sft_group import SpreadSFT
-from verl.workers.sft_rank import SFTRankWorker
+from verl.workers.sft.channel import CONNECT_S, Channel, Freshness, Job, Signs, pause_s
+from verl.workers.sft.group import SpreadSFT
+from verl.workers.sft.rank import SFTRankWorker
 from verl.workers.silence import RESUME, who_waits_for_whom
 
 if TYPE_CHECKING:
