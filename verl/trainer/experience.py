@@ -92,8 +92,7 @@ class Experience:
         batch = self.score(prompts, settings, timer)
         if self.cfg.algorithm.adv_estimator == "remax":
             greedy = greedy_settings(self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length)
-            baseline = self.score(prompts, greedy, timer).batch["token_level_scores"].sum(-1)
-            batch.batch["reward_baselines"] = baseline.repeat_interleave(settings.n)
+            attach_baselines(batch, self.score(prompts, greedy, timer), settings.n)
         return batch
 
     def _until_full(
@@ -164,6 +163,15 @@ def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
         "reward_error": object_column(result.error for result in results),
     }
     return batch
+
+
+def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
+    """ReMax: the score of each prompt's greedy response. Without one, the prompt's responses leave the loss."""
+    tensors = batch.batch
+    tensors["reward_baselines"] = greedy.batch["token_level_scores"].sum(-1).repeat_interleave(n)
+    scored = torch.tensor([error is None for error in greedy.non_tensor_batch["reward_error"]])
+    mask = tensors["response_mask"]
+    tensors["response_mask"] = mask * scored.repeat_interleave(n).unsqueeze(-1).to(mask.dtype)
 
 
 def reward_metrics(batch: DataProto) -> dict[str, float]:
