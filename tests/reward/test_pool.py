@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,14 +27,20 @@ def note(extra_info):
         file.write(f"{os.getpid()}\\n")
 
 def spawn_sleeper(extra_info, detach):
+    # Comes back when the sleeper has written down who it is.
+    here, there = os.pipe()
     if os.fork() == 0:
         if detach:
             os.setsid()
             if os.fork():
+                os.read(here, 1)
                 os._exit(0)
+            ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # and does not want to die with its parent
         note(extra_info)
+        os.write(there, b"..")
         time.sleep(600)
         os._exit(0)
+    os.read(here, 1)
 
 def act(response, extra_info):
     if response == "ok":
@@ -64,16 +69,14 @@ def act(response, extra_info):
         os.kill(os.getpid(), signal.SIGKILL)
     if response == "kill group":
         os.killpg(0, signal.SIGKILL)
-    if response == "memory":
-        hoard = []
-        while True:
-            hoard.append(bytearray(16 << 20))
-    if response == "fork bomb":
-        while True:
-            try:
-                os.fork()
-            except OSError:
-                time.sleep(0.01)
+    if response == "memory":  # more than any limit here, and not all that the machine has
+        hoard = [bytearray(16 << 20) for _ in range(50)]
+        time.sleep(600)
+    if response == "fork bomb":  # more than any limit here, and not so many that others on the machine starve
+        here, there = os.pipe()
+        os.write(there, b"." * 400)
+        while os.read(here, 1):
+            os.fork()
     if response == "fork and hang":
         spawn_sleeper(extra_info, detach=False)
         time.sleep(600)
@@ -82,7 +85,6 @@ def act(response, extra_info):
         time.sleep(600)
     if response == "double fork and crash":
         spawn_sleeper(extra_info, detach=True)
-        time.sleep(0.2)
         os._exit(7)
     if response == "child comes back":
         os.fork()
@@ -116,16 +118,26 @@ def act(response, extra_info):
         return {"score": 1.0, "lots": ["y" * 2000] * 64, **{str(i): ["z" * 2000] * 60 for i in range(60)}}
     if response == "alarm":
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.setitimer(signal.ITIMER_REAL, 500)
         return 1.0
+    if response == "until the alarm":
+        return signal.getitimer(signal.ITIMER_REAL)[0]
     if response == "slow":
         time.sleep(0.4)
         return 1.0
     raise ValueError(response)
 
+meeting = {}
+
 async def act_async(response, extra_info):
-    if response.startswith("wait"):
-        await asyncio.sleep(float(response.split()[1]))
+    if response == "wait":
+        await asyncio.sleep(0.01)
+        return 1.0
+    if response.startswith("meet"):  # "meet NAME COUNT": back when so many are here at once
+        _, name, count = response.split()
+        meeting[name] = meeting.get(name, 0) + 1
+        while meeting[name] < int(count):
+            await asyncio.sleep(0.01)
         return 1.0
     if response == "hang":
         await asyncio.sleep(600)
@@ -143,7 +155,7 @@ def faults(tmp_path, no_children_left):
 
     def start(name: str = "act", **options) -> WorkerPool:
         pools.append(
-            WorkerPool([FunctionSpec(str(path), name)], **{"num_workers": 1, "timeout_s": 1.0, **options})
+            WorkerPool([FunctionSpec(str(path), name)], **{"num_workers": 1, "timeout_s": 120.0, **options})
         )
         return pools[-1]
 
@@ -163,9 +175,9 @@ def run(pool, make_sample, responses, tmp_path=None):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("hang", "timeout_s=1 s and was killed"),
-        ("hang in C", "timeout_s=1 s and was killed"),
-        ("ignores signals", "timeout_s=1 s and was killed"),
+        ("hang", "timeout_s=2.5 s and was killed"),
+        ("hang in C", "timeout_s=2.5 s and was killed"),
+        ("ignores signals", "timeout_s=2.5 s and was killed"),
         ("segfault", "SIGSEGV"),
         ("abort", "SIGABRT"),
         ("os._exit", "exit code 0"),
@@ -181,40 +193,40 @@ def run(pool, make_sample, responses, tmp_path=None):
     ],
 )
 def test_a_fault_costs_only_its_own_sample_the_score(faults, make_sample, fault, words):
-    results = run(faults(), make_sample, ["ok", fault, "ok", "ok"])
+    # Only where the deadline itself is awaited is it short: the others must keep to it on any machine.
+    options = {"timeout_s": 2.5} if "timeout_s" in words else {}
+    results = run(faults(**options), make_sample, ["ok", fault, "ok", "ok"])
     assert [result.score for result in results] == [1.0, None, 1.0, 1.0]
     assert words in (results[1].error or "") and "unction act" in (results[1].error or "")
 
 
 def test_memory_is_limited_by_the_key(faults, make_sample):
-    results = run(faults(timeout_s=20.0, memory_limit_mb=512), make_sample, ["ok", "memory", "ok"])
+    results = run(faults(memory_limit_mb=512), make_sample, ["ok", "memory", "ok"])
     assert [result.score for result in results] == [1.0, None, 1.0]
     assert "Memory" in (results[1].error or "") or "memory" in (results[1].error or "")
 
 
 def test_memory_is_limited_without_the_key(faults, make_sample, monkeypatch):
     monkeypatch.setattr("verl.reward.processes.memory_of_machine", lambda: 600 << 20)
-    results = run(faults(timeout_s=20.0), make_sample, ["ok", "memory", "ok"])
+    results = run(faults(), make_sample, ["ok", "memory", "ok"])
     assert [result.score for result in results] == [1.0, None, 1.0]
     assert "limit 300 MB, reward.memory_limit_mb" in (results[1].error or "")
 
 
-def test_a_fork_bomb_is_stopped_long_before_the_deadline(faults, make_sample):
-    began = time.monotonic()
-    results = run(faults(timeout_s=300.0), make_sample, ["ok", "fork bomb", "ok"])
+def test_a_fork_bomb_is_stopped_by_the_count_not_by_the_deadline(faults, make_sample):
+    results = run(faults(timeout_s=600.0), make_sample, ["ok", "fork bomb", "ok"])
     assert [result.score for result in results] == [1.0, None, 1.0]
-    assert "processes" in (results[1].error or "")
-    assert time.monotonic() - began < 200.0  # stopped by the count, not by the deadline
+    assert "processes (at most" in (results[1].error or "")
 
 
 def test_a_crash_is_seen_at_once_although_a_child_lives_on(faults, make_sample, tmp_path):
-    result = run(faults(timeout_s=300.0), make_sample, ["double fork and crash"], tmp_path)[0]
+    result = run(faults(timeout_s=600.0), make_sample, ["double fork and crash"], tmp_path)[0]
     assert "exit code 7" in (result.error or "")
 
 
 @pytest.mark.parametrize("fault", ["fork and hang", "double fork and hang", "double fork and crash"])
 def test_what_the_function_started_dies_with_it(faults, make_sample, tmp_path, gone, fault):
-    results = run(faults(), make_sample, ["ok", fault, "ok"], tmp_path)
+    results = run(faults(timeout_s=2.5), make_sample, ["ok", fault, "ok"], tmp_path)
     assert [result.score for result in results] == [1.0, None, 1.0]
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert pids and all(gone(pid) for pid in pids)
@@ -227,24 +239,24 @@ def test_a_forked_child_that_comes_back_does_not_answer_twice(faults, make_sampl
 
 def test_what_a_function_prints_is_passed_on_and_cannot_block_it(faults, make_sample, caplog):
     with caplog.at_level("DEBUG", logger="verl.reward.output"):
-        results = run(faults(timeout_s=20.0), make_sample, ["prints", "ok"])
+        results = run(faults(), make_sample, ["prints", "ok"])
     assert [result.score for result in results] == [0.25, 1.0]
     shown = [record for record in caplog.records if record.levelname == "INFO"]
     assert 0 < len(shown) <= 52  # the rest is DEBUG
 
 
 def test_an_alarm_the_function_forgot_does_not_hit_the_next_sample(faults, make_sample):
-    pool = faults(timeout_s=5.0)
-    results = run(pool, make_sample, ["alarm", "slow", "ok"])
-    assert [result.score for result in results] == [1.0, 1.0, 1.0]
+    pool = faults()
+    results = run(pool, make_sample, ["alarm", "until the alarm", "ok"])
+    assert [result.score for result in results] == [1.0, 0.0, 1.0]
     assert pool.restarts == 0  # not even one that a second try mended
 
 
 def test_the_deadline_is_of_the_call_not_of_the_wait_behind_others(faults, make_sample):
-    pool = faults(timeout_s=2.0)
+    pool = faults(timeout_s=5.0)
     results = run(
-        pool, make_sample, ["ok"] * 30 + ["slow"] * 8
-    )  # quick calls: the slow ones are all sent ahead
+        pool, make_sample, ["ok"] * 30 + ["slow"] * 16
+    )  # quick calls: the slow ones are all sent ahead, and together they take longer than the deadline
     assert {result.score for result in results} == {1.0} and pool.restarts == 0
 
 
@@ -267,29 +279,35 @@ def test_processes_are_started_once_and_kept(faults, make_sample):
 
 def test_hung_samples_among_many_on_two_workers(faults, make_sample):
     responses = ["hang" if index in (3, 17, 18) else "ok" for index in range(60)]
-    results = run(faults(num_workers=2), make_sample, responses)
+    results = run(faults(num_workers=2, timeout_s=2.5), make_sample, responses)
     assert [index for index, result in enumerate(results) if result.score is None] == [3, 17, 18]
 
 
-def test_async_functions_run_concurrently_and_a_hung_one_is_cut_off(faults, make_sample):
-    pool = faults("act_async", timeout_s=2.0, max_concurrency=32)
-    began = time.monotonic()
-    results = run(pool, make_sample, ["wait 0.2"] * 96 + ["hang"] + ["wait 0.1"] * 8)
-    assert [i for i, result in enumerate(results) if result.score is None] == [96]
-    assert "timeout_s=2 s" in (results[96].error or "")
-    assert time.monotonic() - began < 96 * 0.2  # less than in turn
+def test_async_functions_run_concurrently(faults, make_sample):
+    pool = faults("act_async", max_concurrency=32)
+    responses = [f"meet {name} 32" for name in ("one", "two", "three") for _ in range(32)]
+    assert {result.score for result in run(pool, make_sample, responses)} == {1.0}
+    assert pool.restarts == 0
+
+
+def test_a_hung_async_function_is_cut_off(faults, make_sample, monkeypatch):
+    monkeypatch.setattr("verl.reward.pool._GRACE_S", 60.0)  # by itself, not by the end of its process
+    pool = faults("act_async", timeout_s=2.5, max_concurrency=8)
+    results = run(pool, make_sample, ["wait"] * 12 + ["hang"] + ["wait"] * 8)
+    assert [i for i, result in enumerate(results) if result.score is None] == [12]
+    assert "timeout_s=2.5 s" in (results[12].error or "")
     assert pool.restarts == 0
 
 
 def test_an_async_function_that_blocks_or_crashes_is_found_among_its_neighbours(
     faults, make_sample, monkeypatch
 ):
-    monkeypatch.setattr("verl.reward.pool._GRACE_S", 0.3)
-    pool = faults("act_async", timeout_s=1.0, max_concurrency=8)
-    results = run(pool, make_sample, ["ok", "wait 0.1", "os._exit", "wait 0.1", "sys.exit", "ok"])
+    pool = faults("act_async", max_concurrency=8)
+    results = run(pool, make_sample, ["ok", "wait", "os._exit", "wait", "sys.exit", "ok"])
     assert [result.score for result in results] == [1.0, 1.0, None, 1.0, None, 1.0]
     assert "exit code 0" in (results[2].error or "") and "SystemExit" in (results[4].error or "")
-    results = run(pool, make_sample, ["hang in C", "ok"])
+    monkeypatch.setattr("verl.reward.pool._GRACE_S", 0.5)
+    results = run(faults("act_async", timeout_s=1.5, max_concurrency=8), make_sample, ["hang in C", "ok"])
     assert results[0].score is None and results[1].score == 1.0
 
 
@@ -297,7 +315,7 @@ def test_a_batch_call_that_dies_fails_all_its_samples(tmp_path, make_sample, no_
     path = tmp_path / "batch.py"
     path.write_text("import os\ndef compute_score(completions):\n    os._exit(1) if 'die' in completions else 0\n"
                     "    return [0.5] * len(completions)\n")  # fmt: skip
-    pool = WorkerPool([FunctionSpec(str(path))], timeout_s=5.0)
+    pool = WorkerPool([FunctionSpec(str(path))], timeout_s=120.0)
     pool.submit("bad", 0, [make_sample(0, "die"), make_sample(1, "x")])
     pool.submit("good", 0, [make_sample(0, "y"), make_sample(1, "x")])
     results = pool.drain()
@@ -358,7 +376,7 @@ pool = WorkerPool([FunctionSpec({str(tmp_path / "faults.py")!r}, "act")], num_wo
 info = {{"pids": {str(tmp_path / "pids")!r}}}
 for i, what in enumerate(["fork and hang", "hang"]):
     pool.submit(i, 0, [RewardSample(i, "", what, extra_info=info)])
-while not os.path.exists(info["pids"]):
+while not os.path.exists(info["pids"]) or not os.path.getsize(info["pids"]):
     time.sleep(0.01)
 print(" ".join(str(worker.pid) for worker in pool._workers), flush=True)
 time.sleep(600)
@@ -371,4 +389,5 @@ time.sleep(600)
     trainer.wait()
     trainer.stdout.close()
     assert len(workers) == 2 and all(gone(pid) for pid in workers)
-    assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    pids = (tmp_path / "pids").read_text().split()
+    assert pids and all(gone(int(pid)) for pid in pids)
