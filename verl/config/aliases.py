@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.config.keys import schema_keys
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
 
 _MODEL = "actor_rollout_ref.model"
@@ -18,12 +18,7 @@ _ACTOR = "actor_rollout_ref.actor"
 
 _OPTIM = {"lr_scheduler": "lr_scheduler_type", "warmup_steps_proportion": "lr_warmup_steps_ratio"}
 
-PPO_ALIASES: dict[str, str] = {
-    f"{_ACTOR}.peft": _MODEL,
-    f"{_ACTOR}.lora_rank": f"{_MODEL}.lora_rank",
-    f"{_ACTOR}.lora_alpha": f"{_MODEL}.lora_alpha",
-    f"{_ACTOR}.target_modules": f"{_MODEL}.target_modules",
-    "rollout": "actor_rollout_ref.rollout",
+_REWARD = {
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.reward_fn": "reward.custom_reward_function",
     "reward_model.enable": "reward.reward_model.enable",
@@ -32,9 +27,21 @@ PPO_ALIASES: dict[str, str] = {
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.overlong_buffer": "reward.overlong_buffer",
     "reward_model.sandbox_fusion": "reward.sandbox_fusion",
+}
+_PLACES = {
     "trainer.nnode": "trainer.nnodes",
     "ray_init.timeline_file": "ray_kwargs.timeline_json_file",
     "ray_init": "ray_kwargs.ray_init",
+}
+
+PPO_ALIASES: dict[str, str] = {
+    f"{_ACTOR}.peft": _MODEL,
+    f"{_ACTOR}.lora_rank": f"{_MODEL}.lora_rank",
+    f"{_ACTOR}.lora_alpha": f"{_MODEL}.lora_alpha",
+    f"{_ACTOR}.target_modules": f"{_MODEL}.target_modules",
+    "rollout": "actor_rollout_ref.rollout",
+    **_REWARD,
+    **_PLACES,
     "critic.model.fsdp_config": "critic.fsdp_config",
     **{f"{_ACTOR}.optim.{old}": f"{_ACTOR}.optim.{new}" for old, new in _OPTIM.items()},
     **{f"critic.optim.{old}": f"critic.optim.{new}" for old, new in _OPTIM.items()},
@@ -42,14 +49,32 @@ PPO_ALIASES: dict[str, str] = {
 """Old spelling to ours, longer ones before the sections that contain them."""
 
 SFT_ALIASES: dict[str, str] = {
-    "trainer.nnode": "trainer.nnodes",
-    "ray_init.timeline_file": "ray_kwargs.timeline_json_file",
-    "ray_init": "ray_kwargs.ray_init",
+    **_PLACES,
     "optim.clip_grad": "optim.grad_clip",
     **{f"optim.{old}": f"optim.{new}" for old, new in _OPTIM.items()},
 }
 
-ALIASES: dict[type, dict[str, str]] = {PPOConfig: PPO_ALIASES, SFTConfig: SFT_ALIASES}
+GENERATION_ALIASES: dict[str, str] = {
+    "actor_rollout_ref.model": "model",
+    "actor_rollout_ref.rollout": "rollout",
+    "data.n_samples": "rollout.n",
+    "rollout.prompt_length": "data.max_prompt_length",
+    "rollout.max_prompt_length": "data.max_prompt_length",
+    "rollout.response_length": "data.max_response_length",
+    "rollout.max_response_length": "data.max_response_length",
+    "model.dtype": "rollout.dtype",
+    **_PLACES,
+}
+"""The sections of training first, so that what engines advise can be typed as it stands."""
+
+EVALUATION_ALIASES: dict[str, str] = _REWARD
+
+ALIASES: dict[type, dict[str, str]] = {
+    PPOConfig: PPO_ALIASES,
+    SFTConfig: SFT_ALIASES,
+    GenerationConfig: GENERATION_ALIASES,
+    EvaluationConfig: EVALUATION_ALIASES,
+}
 
 
 def resolve_aliases(kind: type, tree: dict[str, Any]) -> tuple[dict[str, str], list[str]]:

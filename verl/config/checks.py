@@ -10,11 +10,13 @@ import difflib
 import sys
 from typing import Any
 
+from verl.config.evaluation import evaluation_errors
+from verl.config.generation import generation_errors
 from verl.config.keys import Key, get, schema_keys
 from verl.config.known import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, ROLLOUT_RS
 from verl.config.pools import sharing_errors
 from verl.config.ranks import divisors, dp_size, model_parallel_size, some_near, world_size
-from verl.config.schema import OptimConfig, PPOConfig, SFTConfig
+from verl.config.schema import AnyConfig, GenerationConfig, OptimConfig, PPOConfig, SFTConfig
 from verl.config.unused import unused_keys
 from verl.errors import ConfigError
 
@@ -28,17 +30,23 @@ _REGISTRIES = {
 """Where user-registered names are found. A plug-in has imported its registry; one not imported holds nothing."""
 
 
-def check(config: PPOConfig | SFTConfig) -> list[str]:
+def check(config: AnyConfig) -> list[str]:
     """Warnings about a config that can run; ConfigError, with every reason, for one that cannot."""
-    errors = _values(config)
-    if not errors:
-        errors = _ppo(config) if isinstance(config, PPOConfig) else _sft(config)
+    errors = _values(config) or _combinations(config)
     if errors:
         raise ConfigError("\n".join(errors))
     return unused_keys(config)
 
 
-def _values(config: PPOConfig | SFTConfig) -> list[str]:
+def _combinations(config: AnyConfig) -> list[str]:
+    if isinstance(config, PPOConfig):
+        return _ppo(config)
+    if isinstance(config, SFTConfig):
+        return _sft(config)
+    return generation_errors(config) if isinstance(config, GenerationConfig) else evaluation_errors(config)
+
+
+def _values(config: AnyConfig) -> list[str]:
     errors: list[str] = []
     for key in schema_keys(type(config)).values():
         value = get(config, key.name)
@@ -51,9 +59,9 @@ def _values(config: PPOConfig | SFTConfig) -> list[str]:
     return errors
 
 
-def _excused(config: PPOConfig | SFTConfig, name: str) -> bool:
+def _excused(config: AnyConfig, name: str) -> bool:
     """Required keys that another setting makes unnecessary."""
-    if isinstance(config, SFTConfig):
+    if not isinstance(config, PPOConfig):
         return False
     if name == "critic.model.path":
         return True  # it follows the actor's, whose absence is reported

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import field
+from dataclasses import MISSING, field
 from typing import Any
 
 
@@ -53,3 +53,12 @@ def section(kind: Callable[..., Any], doc: str, **defaults: Any) -> Any:
     return field(
         default_factory=lambda: kind(**deepcopy(defaults)), metadata={"doc": doc, "defaults": defaults}
     )
+
+
+def shared(kind: Any, name: str, doc: str | None = None) -> Any:
+    """Declare a key that another section has too: its default and what it allows stay declared there."""
+    other = kind.__dataclass_fields__[name]
+    metadata = dict(other.metadata) if doc is None else {**other.metadata, "doc": doc}
+    if other.default_factory is not MISSING:
+        return field(default_factory=other.default_factory, metadata=metadata)
+    return field(default=other.default, metadata=metadata)

@@ -12,7 +12,7 @@ from typing import Any
 from verl.config.keys import Key, get, put, schema_keys
 from verl.config.known import CRITIC_ESTIMATORS
 from verl.config.ranks import divisors
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import AnyConfig, GenerationConfig, PPOConfig, SFTConfig
 
 _CRITIC_MODEL_FOLLOWS = (
     "path",
@@ -27,7 +27,7 @@ _CRITIC_MODEL_FOLLOWS = (
 """What the critic's model takes from the actor's while its path is not given: it is then the same model."""
 
 
-def finalize(config: PPOConfig | SFTConfig) -> list[str]:
+def finalize(config: AnyConfig) -> list[str]:
     """Fill in, in place, what the user left open; returns what is worth telling about it."""
     notices: list[str] = []
     keys = schema_keys(type(config))
@@ -37,12 +37,21 @@ def finalize(config: PPOConfig | SFTConfig) -> list[str]:
     _follow(config, keys)
     if isinstance(config, PPOConfig):
         _ppo(config)
+    if isinstance(config, (PPOConfig, SFTConfig)):
+        _run_folder(config)
+    if isinstance(config, GenerationConfig):
+        from verl.config.generation import finalize_generation
+
+        finalize_generation(config)
+    return notices
+
+
+def _run_folder(config: PPOConfig | SFTConfig) -> None:
     trainer = config.trainer
     if not trainer.default_local_dir:
         trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
     if trainer.resume_from_path and "trainer.resume_mode" not in config.user_set:
         trainer.resume_mode = "resume_path"
-    return notices
 
 
 def _expand_home(section: Any) -> None:
@@ -63,7 +72,7 @@ def _home(path: str | None) -> str | None:
     return str(Path(path).expanduser()) if path and path.startswith("~") else path
 
 
-def _follow(config: PPOConfig | SFTConfig, keys: Any) -> None:
+def _follow(config: AnyConfig, keys: Any) -> None:
     done: set[str] = set()
 
     def settle(key: Key) -> None:

@@ -17,7 +17,7 @@ from verl.config.checks import check
 from verl.config.convert import build
 from verl.config.finalize import finalize
 from verl.config.keys import get, nearest, schema_keys
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.config.show import help_text, to_dict, to_yaml
 from verl.config.sources import (
     from_mapping,
@@ -33,7 +33,7 @@ from verl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-Config = TypeVar("Config", PPOConfig, SFTConfig)
+Config = TypeVar("Config", PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig)
 
 
 def ppo_command(argv: list[str]) -> PPOConfig | None:
@@ -57,6 +57,22 @@ def load_ppo_config(argv: list[str]) -> PPOConfig:
 def load_sft_config(argv: list[str]) -> SFTConfig:
     """As `sft_command`, but a command line that only asks a question ends the program."""
     config = sft_command(argv)
+    if config is None:
+        raise SystemExit(0)
+    return config
+
+
+def load_generation_config(argv: list[str]) -> GenerationConfig:
+    """The config of `main_generation`; a command line that only asks a question ends the program."""
+    config = _command(GenerationConfig, argv, "python -m verl.trainer.main_generation")
+    if config is None:
+        raise SystemExit(0)
+    return config
+
+
+def load_evaluation_config(argv: list[str]) -> EvaluationConfig:
+    """The config of `main_eval`; a command line that only asks a question ends the program."""
+    config = _command(EvaluationConfig, argv, "python -m verl.trainer.main_eval")
     if config is None:
         raise SystemExit(0)
     return config
@@ -86,11 +102,20 @@ def _command(kind: type[Config], argv: list[str], command: str) -> Config | None
         return None
     config = draft.finish(checked=True, quiet=line.check)
     if line.check:
-        from verl.config.plan import plan, render
-
-        sys.stdout.write(render(plan(config)) + "\n")
+        sys.stdout.write(_plan(config) + "\n")
         return None
     return config
+
+
+def _plan(config: AnyConfig) -> str:
+    """What `--check` says."""
+    if isinstance(config, (PPOConfig, SFTConfig)):
+        from verl.config.plan import plan, render
+
+        return render(plan(config))
+    from verl.config.offline_plan import offline_plan
+
+    return offline_plan(config)
 
 
 class _Draft(Generic[Config]):
@@ -152,14 +177,19 @@ def _given(kind: type, tree: Mapping[str, Any], prefix: str) -> list[str]:
     return found
 
 
-def import_plugins(config: PPOConfig | SFTConfig) -> None:
+_PLUGIN_KEYS = (
+    "trainer.plugins",
+    "actor_rollout_ref.model.external_lib",
+    "critic.model.external_lib",
+    "model.external_lib",
+)
+
+
+def import_plugins(config: AnyConfig) -> None:
     """Import the user's modules, so that what they register is known from now on."""
-    names = ["trainer.plugins"]
-    if isinstance(config, PPOConfig):
-        names += ["actor_rollout_ref.model.external_lib", "critic.model.external_lib"]
-    else:
-        names += ["model.external_lib"]
-    for key in names:
+    for key in _PLUGIN_KEYS:
+        if key not in schema_keys(type(config)):
+            continue
         for module in get(config, key):
             try:
                 importlib.import_module(module)
@@ -173,6 +203,8 @@ def import_plugins(config: PPOConfig | SFTConfig) -> None:
 __all__ = [
     "from_dict",
     "import_plugins",
+    "load_evaluation_config",
+    "load_generation_config",
     "load_ppo_config",
     "load_sft_config",
     "ppo_command",

@@ -20,6 +20,17 @@ from verl.config.sections.algorithm import (
     RolloutCorrectionConfig,
 )
 from verl.config.sections.data import DataConfig, MixtureConfig, SFTDataConfig
+from verl.config.sections.evaluation import (
+    EvaluationDataConfig,
+    EvaluationRewardConfig,
+    EvaluationTrainerConfig,
+)
+from verl.config.sections.generation import (
+    GenerationDataConfig,
+    GenerationModelConfig,
+    GenerationRolloutConfig,
+    GenerationTrainerConfig,
+)
 from verl.config.sections.model import (
     CheckpointConfig,
     FSDPConfig,
@@ -94,17 +105,58 @@ class SFTConfig:
     """The full names of the keys the user gave; not a key itself."""
 
 
+@dataclass
+class GenerationConfig:
+    """Sampling responses for a file of prompts (`verl.trainer.main_generation`)."""
+
+    model: GenerationModelConfig = section(GenerationModelConfig, "the model that answers")
+    data: GenerationDataConfig = section(GenerationDataConfig, "prompts in, responses out")
+    rollout: GenerationRolloutConfig = section(GenerationRolloutConfig, "generating")
+    trainer: GenerationTrainerConfig = section(GenerationTrainerConfig, "where it runs")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+    user_set: frozenset[str] = field(
+        default=frozenset(), repr=False, compare=False, metadata={"internal": True}
+    )
+    """The full names of the keys the user gave; not a key itself."""
+
+
+@dataclass
+class EvaluationConfig:
+    """Scoring a file of responses (`verl.trainer.main_eval`)."""
+
+    data: EvaluationDataConfig = section(EvaluationDataConfig, "responses in, numbers out")
+    reward: EvaluationRewardConfig = section(EvaluationRewardConfig, "what a response is worth")
+    trainer: EvaluationTrainerConfig = section(EvaluationTrainerConfig, "modules of your own")
+    user_set: frozenset[str] = field(
+        default=frozenset(), repr=False, compare=False, metadata={"internal": True}
+    )
+    """The full names of the keys the user gave; not a key itself."""
+
+
+AnyConfig = PPOConfig | SFTConfig | GenerationConfig | EvaluationConfig
+"""The config of one of the commands."""
+
 __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",
+    "AnyConfig",
     "BaseTrainerConfig",
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
     "EngineKwargsConfig",
+    "EvaluationConfig",
+    "EvaluationDataConfig",
+    "EvaluationRewardConfig",
+    "EvaluationTrainerConfig",
     "FSDPConfig",
     "FilterGroupsConfig",
+    "GenerationConfig",
+    "GenerationDataConfig",
+    "GenerationModelConfig",
+    "GenerationRolloutConfig",
+    "GenerationTrainerConfig",
     "HealthConfig",
     "JudgeConfig",
     "KLControlConfig",

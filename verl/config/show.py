@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from verl.config.keys import Key, nearest, schema_keys, sections
-from verl.config.schema import PPOConfig
+from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
 
 WIDTH = 110
@@ -51,16 +51,31 @@ def help_text(kind: type, command: str, about: list[str]) -> str:
     return "\n".join([*_head(kind, command), *_key_lines(kind, chosen)]) + "\n"
 
 
+_ABOUT: dict[type, tuple[str, str]] = {
+    PPOConfig: (
+        "Trains a language model by reinforcement learning.",
+        "actor_rollout_ref.model.path=MODEL data.train_files=train.parquet algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.rollout.n=8",
+    ),
+    SFTConfig: (
+        "Fine-tunes a language model on prompt and response pairs or conversations.",
+        "model.path=MODEL data.train_files=train.parquet",
+    ),
+    GenerationConfig: (
+        "Samples responses for a file of prompts. Started again after an interruption, it goes on where it was.",
+        "model.path=MODEL data.path=test.parquet data.output_path=responses.parquet rollout.n=4",
+    ),
+    EvaluationConfig: (
+        "Scores a file of responses, by your reward function or by the scorer of each data_source.",
+        "data.path=responses.parquet custom_reward_function.path=my_reward.py",
+    ),
+}
+"""What a command does, and the keys of an example."""
+
+
 def _head(kind: type, command: str) -> list[str]:
-    if kind is PPOConfig:
-        does = "Trains a language model by reinforcement learning."
-        given = (
-            "actor_rollout_ref.model.path=MODEL data.train_files=train.parquet algorithm.adv_estimator=grpo"
-        )
-        example = f"{command} {given} actor_rollout_ref.rollout.n=8"
-    else:
-        does = "Fine-tunes a language model on prompt and response pairs or conversations."
-        example = f"{command} model.path=MODEL data.train_files=train.parquet"
+    does, given = _ABOUT[kind]
+    example = f"{command} {given}"
     return [
         f"{command} [options] key=value ...",
         "",

@@ -15,7 +15,7 @@ from typing import Any
 from verl.config.yaml_file import load_yaml
 from verl.errors import ConfigError
 
-BUILT_IN = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "_self_")
+BUILT_IN = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "generation", "evaluation", "_self_")
 """Names in a `defaults:` list that mean the schema's defaults, which are always there."""
 
 

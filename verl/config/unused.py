@@ -12,33 +12,42 @@ from typing import Any
 from verl.config import known
 from verl.config.finalize import finalize
 from verl.config.keys import get, put, schema_keys
-from verl.config.schema import PPOConfig, SFTConfig
-from verl.config.unused_rules import PPO_RULES, SFT_RULES
+from verl.config.evaluation import EVALUATION_RULES
+from verl.config.generation import GENERATION_RULES, generation_advice
+from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.unused_rules import PPO_RULES, SFT_RULES, Rule
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
+RULES: dict[type, tuple[Rule, ...]] = {
+    PPOConfig: PPO_RULES,
+    SFTConfig: SFT_RULES,
+    GenerationConfig: GENERATION_RULES,
+    EvaluationConfig: EVALUATION_RULES,
+}
 
-def unused_keys(config: PPOConfig | SFTConfig) -> list[str]:
+
+def unused_keys(config: AnyConfig) -> list[str]:
     """One line for each key that was set and does nothing."""
     lines: dict[str, str] = {}
     keys = schema_keys(type(config))
-    for rule in PPO_RULES if isinstance(config, PPOConfig) else SFT_RULES:
+    for rule in RULES[type(config)]:
         if rule.unless(config):
             continue
         for name in _set_keys(config, rule.keys):
             if get(config, name) != keys[name].default and not _would_be(config, name):
                 lines.setdefault(name, f"'{name}'={_shown(get(config, name))} has no effect: {rule.why}")
-    return [*lines.values(), *(_ppo_advice(config) if isinstance(config, PPOConfig) else [])]
+    return [*lines.values(), *_advice(config)]
 
 
-def _set_keys(config: PPOConfig | SFTConfig, names: Iterable[str]) -> list[str]:
+def _set_keys(config: AnyConfig, names: Iterable[str]) -> list[str]:
     return sorted(
         given for given in config.user_set for name in names if given == name or given.startswith(f"{name}.")
     )
 
 
-def _would_be(config: PPOConfig | SFTConfig, name: str) -> bool:
+def _would_be(config: AnyConfig, name: str) -> bool:
     """Whether the key would have this value anyway, because it follows another."""
     without = deepcopy(config)
     without.user_set = config.user_set - {name}
@@ -49,6 +58,12 @@ def _would_be(config: PPOConfig | SFTConfig, name: str) -> bool:
 
 def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _advice(config: AnyConfig) -> list[str]:
+    if isinstance(config, PPOConfig):
+        return _ppo_advice(config)
+    return generation_advice(config) if isinstance(config, GenerationConfig) else []
 
 
 def _ppo_advice(config: PPOConfig) -> list[str]:

@@ -169,6 +169,41 @@ _TRAINER_RULES = (
     Rule(("data.val_max_samples",), lambda c: bool(c.data.val_files), "there are no data.val_files"),
 )
 
+REWARD_RULES: tuple[Rule, ...] = (
+    Rule(
+        _under("reward", "custom_reward_function.name"),
+        lambda c: bool(c.reward.custom_reward_function.path),
+        "reward.custom_reward_function.path is not set",
+    ),
+    Rule(
+        _under("reward", "num_workers", "memory_limit_mb"),
+        lambda c: not c.reward.in_process,
+        "reward.in_process=True calls the function in the trainer's process",
+    ),
+    Rule(
+        _under("reward.overlong_buffer", "len", "penalty_factor", "log"),
+        lambda c: c.reward.overlong_buffer.enable,
+        "reward.overlong_buffer.enable is False",
+    ),
+    Rule(
+        ("reward.reward_model",),
+        lambda c: c.reward.reward_model.enable,
+        "reward.reward_model.enable is False",
+    ),
+    Rule(
+        ("reward.reward_model.rollout",),
+        lambda c: False,
+        "a classification model generates nothing; it runs through transformers, on the trainer's GPUs or on "
+        "reward.reward_model.n_gpus_per_node of its own",
+    ),
+    Rule(
+        ("reward.reward_model.param_offload",),
+        lambda c: not c.reward.reward_model.n_gpus_per_node,
+        "the reward model has GPUs of its own and stays on them",
+    ),
+    Rule(("reward.judge",), lambda c: bool(c.reward.judge.base_url), "reward.judge.base_url is not set"),
+)
+
 SFT_RULES: tuple[Rule, ...] = (
     *_TRAINER_RULES,
     *_budget_rules(
@@ -337,39 +372,7 @@ PPO_RULES: tuple[Rule, ...] = (
         lambda c: c.actor_rollout_ref.rollout.val_kwargs.do_sample,
         f"validation is greedy ({_ROLLOUT}.val_kwargs.do_sample=False)",
     ),
-    # rewards
-    Rule(
-        _under("reward", "custom_reward_function.name"),
-        lambda c: bool(c.reward.custom_reward_function.path),
-        "reward.custom_reward_function.path is not set",
-    ),
-    Rule(
-        _under("reward", "num_workers", "memory_limit_mb"),
-        lambda c: not c.reward.in_process,
-        "reward.in_process=True calls the function in the trainer's process",
-    ),
-    Rule(
-        _under("reward.overlong_buffer", "len", "penalty_factor", "log"),
-        lambda c: c.reward.overlong_buffer.enable,
-        "reward.overlong_buffer.enable is False",
-    ),
-    Rule(
-        ("reward.reward_model",),
-        lambda c: c.reward.reward_model.enable,
-        "reward.reward_model.enable is False",
-    ),
-    Rule(
-        ("reward.reward_model.rollout",),
-        lambda c: False,
-        "a classification model generates nothing; it runs through transformers, on the trainer's GPUs or on "
-        "reward.reward_model.n_gpus_per_node of its own",
-    ),
-    Rule(
-        ("reward.reward_model.param_offload",),
-        lambda c: not c.reward.reward_model.n_gpus_per_node,
-        "the reward model has GPUs of its own and stays on them",
-    ),
-    Rule(("reward.judge",), lambda c: bool(c.reward.judge.base_url), "reward.judge.base_url is not set"),
+    *REWARD_RULES,
     # the run
     Rule(
         ("trainer.log_val_generations", "trainer.validation_data_dir"),

@@ -1,0 +1,56 @@
+"""Scoring a file of responses: which columns hold what, and the rewards of training."""
+
+# ruff: noqa: RUF009 - `key`, `shared` and `section` return dataclasses.field
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.field import key, section, shared
+from verl.config.sections.data import DataConfig
+from verl.config.sections.reward import RewardConfig, RewardManagerConfig
+from verl.config.sections.trainer import TrainerConfig
+
+
+@dataclass
+class EvaluationDataConfig:
+    """Responses in, numbers out."""
+
+    path: list[str] = key(
+        [],
+        "responses: parquet, json, jsonl or csv file, folder, dataset id, or a list of them",
+        required=True,
+        path=True,
+    )
+    prompt_key: str = shared(DataConfig, "prompt_key")
+    response_key: str = key("responses", "column that holds the responses: a list of texts, or one text")
+    data_source_key: str = key("data_source", "column that names where a row comes from")
+    reward_model_key: str = key(
+        "reward_model", "column with {ground_truth: ...}, or the truth itself; else ground_truth, else answer"
+    )
+    max_samples: int = key(-1, "score only the first so many rows; -1: all", ge=-1)
+    batch_size: int = key(
+        1024, "rows scored at a time; functions of a whole batch see so many together", ge=1
+    )
+    metrics_path: str = key(
+        "", "json file of the numbers; default: beside the data, NAME.metrics.json", path=True
+    )
+    output_path: str | None = key(
+        None, "file for the rows with their scores: .parquet, .jsonl or .json; default: none", path=True
+    )
+
+
+@dataclass
+class EvaluationRewardConfig(RewardConfig):
+    """What a response is worth, as in training."""
+
+    reward_manager: RewardManagerConfig = section(
+        RewardManagerConfig, "how scores are computed", name="prime"
+    )
+
+
+@dataclass
+class EvaluationTrainerConfig:
+    """The section has training's name, so that the same keys mean the same."""
+
+    plugins: list[str] = shared(TrainerConfig, "plugins")
