@@ -21,7 +21,9 @@ class Judge(BaseHTTPRequestHandler):
     seen: list[tuple[dict, str | None, float]] = []
     running = 0
     most = 0
-    lock = threading.Lock()
+    together = 1
+    lock = threading.Condition()
+    over = threading.Event()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -40,22 +42,23 @@ class Judge(BaseHTTPRequestHandler):
         if fault == "drip":
             self.send_response(200)
             self.end_headers()
-            for _ in range(200):
+            while not Judge.over.wait(0.05):
                 try:
                     self.wfile.write(b" ")
                     self.wfile.flush()
                 except OSError:
                     return
-                time.sleep(0.05)
             return
         if fault == "hang":
-            time.sleep(3.0)
+            Judge.over.wait()
             return
-        if fault == "slow":
+        if fault == "meet":  # answered when so many are here at once, and one too many had time to come
             with Judge.lock:
                 Judge.running += 1
                 Judge.most = max(Judge.most, Judge.running)
-            time.sleep(0.2)
+                Judge.lock.notify_all()
+                Judge.lock.wait_for(lambda: Judge.most >= Judge.together or Judge.over.is_set())
+            time.sleep(0.05)
             with Judge.lock:
                 Judge.running -= 1
         content = (
@@ -76,12 +79,16 @@ class Judge(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    Judge.faults, Judge.seen, Judge.most = [], [], 0
+    Judge.faults, Judge.seen, Judge.running, Judge.most = [], [], 0, 0
+    Judge.over.clear()
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.01)
     http = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     thread = threading.Thread(target=http.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{http.server_address[1]}/v1"
+    Judge.over.set()
+    with Judge.lock:
+        Judge.lock.notify_all()
     http.shutdown()
     http.server_close()
     thread.join()
@@ -141,7 +148,7 @@ def test_a_busy_or_broken_server_is_asked_again(server, fault):
 def test_retry_after_is_honoured(server):
     Judge.faults = [429]
     assert run(config(server), ["worth=1 "])[0].score == 1.0
-    assert Judge.seen[1][2] - Judge.seen[0][2] >= 0.1  # half of the 0.2 s asked for, at least
+    assert Judge.seen[1][2] - Judge.seen[0][2] >= 0.09  # half of the 0.2 s asked for, at least
 
 
 @pytest.mark.parametrize(
@@ -168,16 +175,26 @@ def test_a_request_has_a_deadline(server, fault):
 
 
 def test_requests_overlap_up_to_the_limit(server):
-    Judge.faults = ["slow"] * 12
-    results = run(config(server, max_concurrency=4), ["worth=1 "] * 12)
+    Judge.faults, Judge.together = ["meet"] * 12, 4
+    results = run(config(server, max_concurrency=4, timeout_s=120.0), ["worth=1 "] * 12)
     assert all(result.score == 1.0 for result in results)
-    assert 2 <= Judge.most <= 4
+    assert Judge.most == 4
 
 
-def test_the_rate_limit_holds(server):
+def test_the_rate_limit_holds(server, monkeypatch):
+    passed = []  # when each was let through: how long it then takes to arrive is the machine's affair
+    wait = judge.Pace.wait
+
+    def noted(self, interrupted):
+        wait(self, interrupted)
+        passed.append(time.monotonic())
+
+    monkeypatch.setattr(judge.Pace, "wait", noted)
+    before = time.monotonic()
     run(config(server, requests_per_minute=600.0, max_concurrency=8), ["worth=1 "] * 6)
-    times = sorted(moment for _, _, moment in Judge.seen)
-    assert times[-1] - times[0] >= 0.45  # six requests, five gaps of 0.1 s; a little slack for the clock
+    assert len(Judge.seen) == len(passed) == 6
+    for number, moment in enumerate(sorted(passed)):
+        assert moment - before >= 0.1 * number - 0.02  # a little slack for the clock
 
 
 def test_a_server_that_is_not_there(monkeypatch):
