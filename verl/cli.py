@@ -24,6 +24,7 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "reward": {"test": ("verl.reward.cli", "try a reward function on a few rows before training")},
     "plan": ("verl.plan_cli", "how to place a model on N GPUs, and what a step would be made of"),
     "ckpt": ("verl.checkpoint.cli", "list, verify, compare and prune checkpoints"),
+    "view": ("verl.observe.view", "look at a run, a project or two runs in the terminal"),
     "bench": {
         "algorithms": ("verl.bench.algorithms", "estimators and losses against plain loops"),
         "train": ("verl.bench.train", "the training engine against plain Hugging Face"),

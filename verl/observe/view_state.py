@@ -1,0 +1,272 @@
+"""What became of a run: running, finished, stopped, crashed or killed, told from its folder alone.
+
+What always holds: looking never disturbs the run (its lock is asked about, not taken), and a state that cannot be
+told for certain is called by what is certain.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from verl.observe.console import validation_summary
+from verl.observe.view_files import Run, changed, checkpoint_steps
+
+_JUDGED_ROWS = 1000
+"""The health rules look at so many of the newest steps, and remember half as many at a time, as a run does."""
+_REMEMBERED_ROWS = 500
+
+
+@dataclass(frozen=True)
+class State:
+    """A word for what became of the run, and a sentence about it."""
+
+    word: str
+    """waiting, running, finished, stopped, crashed or killed."""
+    text: str
+
+    @property
+    def over(self) -> bool:
+        return self.word in ("finished", "stopped", "crashed", "killed")
+
+
+def state_of(run: Run) -> State:
+    """What became of the run."""
+    step, total = last_step(run), total_steps(run)
+    holder = lock_holder(run.path)
+    if holder is not None:
+        quiet = ago(changed(run.path))
+        return State("running", f"running ({holder}); last wrote {quiet}")
+    crash = read_crash(run.path)
+    checkpoints = checkpoint_steps(run.path)
+    again = (
+        f"the same command goes on from step {checkpoints[-1]}"
+        if checkpoints
+        else "there is no checkpoint to go on from"
+    )
+    if crash is not None:
+        return State("crashed", f"crashed: {crash[0]}")
+    if step is None:
+        return State("waiting", "no step has finished, and no process is at work on it")
+    if finished(run):
+        return State("finished", f"finished after step {step}")
+    if checkpoints and checkpoints[-1] == step:
+        of = f" of {total}" if total else ""
+        return State("stopped", f"stopped at step {step}{of}, with a checkpoint; {again}")
+    return State(
+        "killed", f"ended without a word after step {step} (killed, or the machine stopped); {again}"
+    )
+
+
+def finished(run: Run) -> bool:
+    """Whether all steps the config asks for are done."""
+    step, total = last_step(run), total_steps(run)
+    if step is None:
+        return False
+    if run.get("trainer.val_only"):
+        return True
+    if total is not None:
+        return step >= total
+    epochs, epoch = run.get("trainer.total_epochs"), run.log.last().get("training/epoch")
+    return isinstance(epochs, int) and isinstance(epoch, (int, float)) and epoch >= epochs
+
+
+def last_step(run: Run) -> int | None:
+    return run.log.last().get("step")
+
+
+def total_steps(run: Run) -> int | None:
+    """Where the config says it; a run counted in epochs does not."""
+    total = run.get("trainer.total_training_steps")
+    return total if isinstance(total, int) and total > 0 else None
+
+
+def read_crash(path: Path) -> tuple[str, str] | None:
+    """(cause, what to do) of `crash.txt`; None where there is none."""
+    try:
+        with open(path / "crash.txt", encoding="utf-8", errors="replace") as file:
+            text = file.read(200_000)
+    except OSError:
+        return None
+    parts = text.split("\n\n")
+    fix = next((part for part in parts[1:3] if part.startswith("What to do: ")), "")
+    return parts[0].strip() or "crash.txt is empty", fix.removeprefix("What to do: ")
+
+
+def lock_holder(path: Path) -> str | None:
+    """Who is at work in the folder, as its lock says; None when nobody is."""
+    from verl.observe.run_folder import _held
+
+    # Within the process that holds it a record lock cannot be asked about, and closing the file would drop it.
+    if (os.getpid(), str(path.resolve())) in _held:
+        return f"process {os.getpid()}, this one"
+    try:
+        descriptor = os.open(path / ".lock", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        if not _is_locked(descriptor):
+            return None
+        return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "an unknown process"
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Ask the kernel; where its answer's form is not known, trying to share the lock answers as well."""
+    try:
+        if sys.platform == "linux":
+            question = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
+            return bool(struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK)
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return False  # a filesystem without locks says nothing
+
+
+# -- numbers about the run ----------------------------------------------------------------------------------------
+
+
+def ago(when: float, now: float | None = None) -> str:
+    """`3 min ago`."""
+    if not when:
+        return "never"
+    return f"{duration((time.time() if now is None else now) - when)} ago"
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit that reads well."""
+    seconds = max(0.0, seconds)
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
+
+
+def seconds_per_step(run: Run, window: int = 20) -> float | None:
+    """Of the newest steps, with the validations and checkpoints among them."""
+    rows = [row for row in run.log.rows[-window:] if isinstance(row.get("timing_s/step"), (int, float))]
+    if not rows:
+        return None
+    parts = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
+    spent = sum(
+        value for row in rows for name in parts if math.isfinite(value := float(row.get(name) or 0.0))
+    )
+    return spent / len(rows)
+
+
+def validations(run: Run) -> list[tuple[int, float]]:
+    """(step, score): the mean over the core metrics; the loss where a run is fine-tuning."""
+    if run.log.points("val/loss"):
+        return run.log.points("val/loss")
+    scores: dict[int, dict[str, float]] = {}
+    for name in run.log.series:
+        if name.startswith("val-core/"):
+            for step, value in run.log.points(name):
+                scores.setdefault(step, {})[name] = value
+    found = [(step, validation_summary(values)) for step, values in sorted(scores.items())]
+    return [(step, value) for step, value in found if value is not None]
+
+
+# -- health -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Notice:
+    """What a health rule had to say, the last time it spoke, and when it did."""
+
+    line: str
+    first: int
+    last: int
+    times: int = 1
+    now: bool = False
+    """Whether it holds at the newest step."""
+
+    @property
+    def when(self) -> str:
+        if self.times == 1:
+            return f"step {self.last}"
+        return f"steps {self.first}-{self.last}, {self.times} times"
+
+
+def notices(run: Run) -> list[Notice]:
+    """What the health rules say to the metrics, and to the samples of the newest step; what holds now first."""
+    from verl.observe.health import STEP_RULES, History
+    from verl.observe.health_rules import WATCHED
+
+    rows = run.log.rows[-_JUDGED_ROWS:]
+    if not rows or run.is_sft:
+        return []
+    history = History(_settings(run))
+    found: dict[str, Notice] = {}
+    for row in rows:
+        step = row["step"]
+        watched = {n: float(v) for n, v in row.items() if n in WATCHED or n.startswith("val-core/")}
+        history.steps.append((step, watched))
+        del history.steps[:-_REMEMBERED_ROWS]
+        newest = row is rows[-1]
+        history.batch = _facts(run, step) if newest else None
+        for rule in STEP_RULES:
+            line = rule(history)
+            if line is None:
+                continue
+            before = found.get(rule.__name__)
+            first, times = (before.first, before.times + 1) if before else (step, 1)
+            found[rule.__name__] = Notice(line, first, step, times, newest)
+    return sorted(found.values(), key=lambda notice: (not notice.now, -notice.last))
+
+
+def _settings(run: Run) -> Any:
+    from verl.observe.health import HealthSettings
+
+    try:
+        return HealthSettings.from_config(_attributes(run.config))
+    except (AttributeError, TypeError):
+        return HealthSettings()  # an older run, or no config: the bounds are the defaults
+
+
+def _attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return SimpleNamespace(**{str(name): _attributes(each) for name, each in value.items()})
+    return value
+
+
+def _facts(run: Run, step: int) -> Any:
+    """What `verl.observe.batch_health` finds in a batch, as far as the samples tell it, and without torch."""
+    count = empty = 0
+    groups: dict[str, list[float]] = {}
+    for row in _some(run.rollouts.rows(step), 20_000):
+        count += 1
+        length, score = row.get("length"), row.get("score")
+        empty += isinstance(length, int) and length <= 1
+        if isinstance(score, (int, float)):
+            groups.setdefault(str(row.get("uid")), []).append(float(score))
+    if not count:
+        return None
+    several = [scores for scores in groups.values() if len(scores) > 1]
+    return SimpleNamespace(
+        sequences=count,
+        scores_not_finite=0,
+        outliers=0,
+        groups=len(several),
+        constant_groups=sum(min(scores) == max(scores) for scores in several),
+        empty_share=empty / count,
+        repetitive_share=0.0,
+    )
+
+
+def _some(rows: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
+    for _, row in zip(range(limit), rows, strict=False):
+        yield row
