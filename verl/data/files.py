@@ -2,23 +2,23 @@
 
 What always holds: rows keep the order of the files given (a folder's files sorted by path), a row is a plain
 dictionary, and every row knows where it came from, so that an error can name it. Tables stay columnar in memory
-and are decoded row by row; json and csv are taken literally (csv values stay strings).
+and are decoded row by row.
 """
 
 from __future__ import annotations
 
 import bisect
-import csv
 import glob
 import hashlib
-import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.data.readers import KNOWN, ending, is_data_file, looks_like, read_file
 from verl.errors import DataError, missing_package
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,19 @@ class Rows(Sequence[dict[str, Any]]):
             else:
                 yield from (row.get(name) for row in part.rows)
 
+    def table(self, numbers: Sequence[int]) -> Any:
+        """Some of the rows as one pyarrow table; columns of table files keep their types."""
+        import pyarrow as pa
+
+        parts = [
+            part.rows if isinstance(part.rows, pa.Table) else pa.Table.from_pylist(part.rows)
+            for part in self._parts
+        ]
+        whole = parts[0] if len(parts) == 1 else pa.concat_tables(parts, promote_options="permissive")
+        if list(numbers) == list(range(len(numbers))):
+            return whole.slice(0, len(numbers))
+        return whole.take(pa.array(list(numbers), type=pa.int64()))
+
     def origin(self, row: int) -> str:
         """Where a row came from, for messages; rows are counted from 0."""
         part, inside = self._locate(row)
@@ -145,96 +158,6 @@ def _columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(name) for row in rows for name in row))
 
 
-def _objects(values: Any, name: str, unit: str, numbers: Iterable[int] | None = None) -> list[dict[str, Any]]:
-    for number, value in zip(numbers or range(len(values)), values, strict=True):
-        if not isinstance(value, dict):
-            raise DataError(
-                f"{name}, {unit} {number}: expected an object of columns, got {type(value).__name__}."
-            )
-    return values
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    rows: list[Any] = []
-    numbers: list[int] = []
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number} is not valid JSON: {error}. Each line must be one object."
-                ) from error
-            numbers.append(number)
-    return _objects(rows, str(path), "line", numbers)
-
-
-def _read_json(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object per line under the name .json is common
-            return _read_jsonl(path)
-        raise DataError(f"{path} is not valid JSON: {error}.") from error
-    if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        # {"data": [...]} and the like: the one list of objects is the data.
-        if len(lists) == 1 and lists[0] and all(isinstance(value, dict) for value in lists[0]):
-            content = lists[0]
-        else:
-            content = [content]
-    if not isinstance(content, list):
-        raise DataError(f"{path} must hold a list of objects, got {type(content).__name__}.")
-    return _objects(content, str(path), "element")
-
-
-def _read_csv(path: Path) -> list[dict[str, Any]]:
-    csv.field_size_limit(1 << 30)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
-        rows = []
-        try:
-            for row in reader:
-                if None in row or None in row.values():
-                    raise DataError(
-                        f"{path}, line {reader.line_num}: the number of fields differs from the header's "
-                        f"{len(reader.fieldnames or ())}; quote fields that contain '{delimiter}' or newlines."
-                    )
-                rows.append(dict(row))
-        except csv.Error as error:
-            raise DataError(f"{path} is not valid csv after line {reader.line_num}: {error}.") from error
-    return rows
-
-
-def _read_parquet(path: Path) -> Any:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.ParquetFile(path).read()
-
-
-def _read_arrow(path: Path) -> Any:
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as source:
-        try:
-            return pa.ipc.open_stream(source).read_all()
-        except pa.ArrowInvalid:
-            source.seek(0)
-            return pa.ipc.open_file(source).read_all()
-
-
-READERS: dict[str, Callable[[Path], Any]] = {
-    ".parquet": _read_parquet,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".arrow": _read_arrow,
-}
-_KNOWN = ", ".join(READERS)
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+){0,2}$")
 
 
@@ -242,16 +165,19 @@ def _read_file(path: Path, key: str) -> _Part:
     import pyarrow as pa
 
     try:
-        rows = READERS[path.suffix.lower()](path)
+        rows = read_file(path)
         stat = path.stat()
-    except DataError:
-        raise
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
     except PermissionError as error:
         raise DataError(f"{key}: {path} cannot be read: no permission.") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{key}: {path} is not UTF-8 text: {error}.") from error
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{key}: {path} cannot be read as {path.suffix[1:]}: {error}") from error
+        raise DataError(f"{key}: {path} is not UTF-8 text: {error}.{looks_like(path)}") from error
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        why = str(error).rstrip(".")
+        raise DataError(
+            f"{key}: {path} cannot be read as {ending(path)[1:]}: {why}.{looks_like(path)}"
+        ) from error
     columns = tuple(rows.column_names) if isinstance(rows, pa.Table) else _columns_of(rows)
     part = _Part(str(path), rows, columns, f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")
     if not len(part):
@@ -264,7 +190,7 @@ def _inside(folder: Path, key: str) -> list[Path]:
     found = sorted(
         path
         for path in folder.rglob("*")
-        if path.suffix.lower() in READERS
+        if is_data_file(path)
         and path.is_file()
         and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
     )
@@ -273,7 +199,7 @@ def _inside(folder: Path, key: str) -> list[Path]:
     ):
         found = [path for path in found if path.suffix == ".arrow"]
     if not found:
-        raise DataError(f"{key}: the folder {folder} holds no data file ({_KNOWN}).")
+        raise DataError(f"{key}: the folder {folder} holds no data file ({KNOWN}).")
     return found
 
 
@@ -307,26 +233,30 @@ def _expand(entry: str | Path, split: str, key: str) -> list[_Part]:
     if path.is_dir():
         return [_read_file(inner, key) for inner in _inside(path, key)]
     if path.exists():
-        if path.suffix.lower() not in READERS:
-            raise DataError(f"{key}: {path} has the unknown ending '{path.suffix}'; known: {_KNOWN}.")
+        if not is_data_file(path):
+            raise DataError(
+                f"{key}: {path} has the unknown ending '{path.suffix}'; known: {KNOWN}.{looks_like(path)}"
+            )
         return [_read_file(path, key)]
     if glob.has_magic(text):
         matches = sorted(glob.glob(str(path), recursive=True))
         if not matches:
             raise DataError(f"{key}: no file matches {path}.")
         return [part for match in matches for part in _expand(match, split, key)]
-    if path.suffix.lower() not in READERS and _HUB_ID.match(text):
+    if not is_data_file(path) and _HUB_ID.match(text):
         return [_from_hub(text, split, key)]
     raise DataError(_not_found(path, key))
 
 
 def _not_found(path: Path, key: str) -> str:
+    if path.is_symlink():
+        return f"{key}: {path} is a link to {path.readlink()}, which does not exist."
     parent = path.parent
     while not parent.exists():
         parent = parent.parent
     if parent != path.parent:
         return f"{key}: {path} does not exist (nor does its folder; the nearest that does is {parent})."
-    beside = sorted(p.name for p in parent.iterdir() if p.suffix.lower() in READERS or p.is_dir())[:8]
+    beside = sorted(p.name for p in parent.iterdir() if is_data_file(p) or p.is_dir())[:8]
     return f"{key}: {path} does not exist. The folder {parent.resolve()} holds: {', '.join(beside) or 'no data files'}."
 
 
@@ -334,7 +264,7 @@ def read_rows(files: Files, *, key: str = "data.train_files", split: str = "trai
     """All rows of `files`; `key` is the setting named in errors, `split` the part of a hub dataset without one."""
     entries = [files] if isinstance(files, str | Path) else list(files or ())
     if not entries or any(not str(entry).strip() for entry in entries):
-        raise DataError(f"{key} is empty: give a file, a folder, a list of them ({_KNOWN}) or a dataset id.")
+        raise DataError(f"{key} is empty: give a file, a folder, a list of them ({KNOWN}) or a dataset id.")
     rows = Rows([part for entry in entries for part in _expand(entry, split, key)])
     if not len(rows):
         raise DataError(f"{key}: {', '.join(rows.names)} has no rows.")

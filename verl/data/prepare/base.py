@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.columns import likely_column
-from verl.data.files import READERS, Rows, read_rows
+from verl.data.files import Rows, read_rows
+from verl.data.readers import is_data_file
 from verl.data.write import write_rows
 from verl.errors import ConfigError, DataError
 
@@ -92,12 +93,12 @@ def sources_by_split(recipe: Recipe, sources: Sequence[str]) -> dict[str, Rows]:
     for entry in entries:
         path = Path(entry).expanduser()
         if path.is_dir():
-            files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
+            files = sorted(file for file in path.iterdir() if is_data_file(file))
             if not files:
                 read_rows(entry, key="--from")  # looks deeper, and says so when there is nothing
             for file in files:
                 grouped.setdefault(split_of_name(file.stem), []).append(read_rows(file, key="--from"))
-        elif path.suffix.lower() in READERS:
+        elif is_data_file(path):
             grouped.setdefault(split_of_name(path.stem), []).append(read_rows(entry, key="--from"))
         elif entry.rpartition(":")[2] in _SPLITS:
             split = split_of_name(entry.rpartition(":")[2])
