@@ -108,8 +108,8 @@ from verl.workers.rollout_rank import RolloutRank
 
 _generate = RolloutRank.do_generate
 
-def generate(self, requests):
-    for responses in _generate(self, requests):
+def generate(self, *args):
+    for responses in _generate(self, *args):
         with Path({note!r}).open("a") as file:
             file.writelines(f"{{response.policy_version}}\\n" for response in responses)
         yield responses
@@ -192,7 +192,7 @@ def link(self, size):
         note.write_text(str(os.getpid()))
     return _link(self, size)
 
-def generate(self, requests):
+def generate(self, *args):
     os.kill(int(note.read_text()), signal.SIGKILL)
     time.sleep(100_000)
 

@@ -10,7 +10,6 @@ whole for that long.
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +23,7 @@ from verl.checkpoint import CheckpointManager
 from verl.observe.metrics import Metric
 from verl.rollout.base import Request, Response
 from verl.rollout.handover.collective import SENDER, Link
+from verl.workers.generating import Generating
 from verl.workers.process import patience, prepare
 from verl.workers.rank_group import RankGroup
 from verl.workers.serving import CallServer
@@ -34,12 +34,8 @@ if TYPE_CHECKING:
 
     from verl.config.schema import PPOConfig
     from verl.data.proto import DataProto
-    from verl.rollout.base import RolloutEngine
     from verl.rollout.handover.fingerprint import Manifest
     from verl.rollout.vllm.settings import ModelFacts
-
-FLUSH_S = 0.1
-"""Finished responses travel together when they finish this close to each other."""
 
 
 @dataclass
@@ -70,6 +66,7 @@ class RankWorker(CallServer):
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank)
         self.world_size = world_size
+        self.generating = Generating()
         self._store: Any = None
         self._group: RankGroup | None = None
         self._checkpoints: CheckpointManager | None = None
@@ -170,8 +167,9 @@ class RankWorker(CallServer):
     def do_close_generation(self) -> None:
         self.group.close_generation()
 
-    def do_generate(self, requests: list[Request]) -> Iterator[list[Response]]:
-        return in_flushes(self.group.rollout.engine, requests)
+    def do_generate(self, requests: list[Request], number: int) -> Iterator[list[Response]]:
+        group = self.group
+        return self.generating.run(group.rollout.engine, requests, number, group.policy_version)
 
     # -- weights for processes that only generate ---------------------------------------------------------------
 
@@ -217,18 +215,6 @@ class RankWorker(CallServer):
         if self._group is not None:
             self._group.close()
             self._group = None
-
-
-def in_flushes(engine: RolloutEngine, requests: list[Request]) -> Iterator[list[Response]]:
-    """The engine's responses, a few at a time."""
-    finished: list[Response] = []
-    sent = time.monotonic()
-    for response in engine.generate(requests):
-        finished.append(response)
-        if time.monotonic() - sent > FLUSH_S:
-            yield finished
-            finished, sent = [], time.monotonic()
-    yield finished
 
 
 def _arrays(batch: DataProto) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ from verl.workers.rank import RankSetup
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_pool import RolloutPool
-from verl.workers.ray_rollout import SpreadRollout
+from verl.workers.ray_rollout import GeneratingRankActor, SpreadRollout
 from verl.workers.rollout import GenerationSettings, OnFinish, RolloutRole
 from verl.workers.shares import deal, join, pad_rows, to_arrays
 
@@ -83,7 +83,7 @@ class RayGroup(WorkerGroup):
         wider = pool is not None and pool.cluster.pool.per_node > self.cluster.pool.per_node
         if pool is not None and wider:
             pool.place(START_S)
-        self.calls = RankCalls(self.cluster.place(START_S), cfg.trainer.watchdog_s)
+        self.calls = RankCalls(self.cluster.place(START_S, GeneratingRankActor), cfg.trainer.watchdog_s)
         if pool is not None and not wider:
             pool.place(START_S)
 
@@ -139,7 +139,7 @@ class RayGroup(WorkerGroup):
         return reduce_metrics(found)
 
     def publish_weights(self) -> None:
-        self._publish(self.policy_version)
+        self.rollout.engine.update_weights(None, self.policy_version)
 
     def _publish(self, version: int) -> None:
         if self.pool is None:

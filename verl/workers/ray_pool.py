@@ -14,9 +14,9 @@ import ray
 
 from verl.rollout.handover.fingerprint import compare
 from verl.rollout.handover.probe import check_probe
-from verl.workers.ray_actor import ServingActor
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import ROLLOUT, Cluster
+from verl.workers.ray_rollout import GeneratingActor
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
@@ -31,7 +31,7 @@ _ADVICE = (
 )
 
 
-class RolloutActor(ServingActor):
+class RolloutActor(GeneratingActor):
     """A process that only generates."""
 
     def server(self, rank: int, world_size: int) -> CallServer:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +81,12 @@ class RolloutRole:
             for uid, ids in zip(uids, prompts.non_tensor_batch["prompt_ids"], strict=True)
         ]
         rows: list[Response | None] = [None] * (len(uids) * n)
-        for response in self.engine.generate(requests):
-            row = first_row[response.request_id] + response.sample
-            rows[row] = response
-            if on_finish is not None:
-                on_finish(row, response)
+        with _left_in_order(self.engine.generate(requests)) as responses:
+            for response in responses:
+                row = first_row[response.request_id] + response.sample
+                rows[row] = response
+                if on_finish is not None:
+                    on_finish(row, response)
         missing = [i for i, response in enumerate(rows) if response is None]
         if missing:
             raise RolloutError(
@@ -92,3 +94,13 @@ class RolloutRole:
                 "this is a defect of the engine: use actor_rollout_ref.rollout.name=hf and report it"
             )
         return assemble_rollouts(prompts.repeat(n), [r for r in rows if r is not None], self._pad_token_id)
+
+
+@contextmanager
+def _left_in_order(responses: Iterator[Response]) -> Iterator[Iterator[Response]]:
+    """Whatever happens while they are read, the engine has stopped when the reader goes on."""
+    try:
+        yield responses
+    finally:
+        if hasattr(responses, "close"):
+            responses.close()

@@ -19,9 +19,10 @@ from verl.rollout import build_rollout
 from verl.rollout.base import Request, Response, RolloutEngine
 from verl.rollout.handover.arriving import Arrival, ArrivingWeights, load_into, probe
 from verl.rollout.handover.collective import Link
+from verl.workers.generating import Generating
 from verl.workers.local import choose_device
 from verl.workers.process import patience, prepare
-from verl.workers.rank import RankSetup, in_flushes
+from verl.workers.rank import RankSetup
 from verl.workers.serving import CallServer
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class RolloutRank(CallServer):
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank, ROLE)
+        self.generating = Generating()
+        self._version = 0
         self._engine: RolloutEngine | None = None
         self._module: nn.Module | None = None
         self._arriving: ArrivingWeights | None = None
@@ -121,8 +124,8 @@ class RolloutRank(CallServer):
             precision=self._facts.dtype if rollout.dtype == "auto" else rollout.dtype,
         )
 
-    def do_generate(self, requests: list[Request]) -> Iterator[list[Response]]:
-        return in_flushes(self.engine, requests)
+    def do_generate(self, requests: list[Request], number: int) -> Iterator[list[Response]]:
+        return self.generating.run(self.engine, requests, number, self._version)
 
     def do_close(self) -> None:
         if self._engine is not None:
