@@ -9,8 +9,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from verl.config.available import refuse_unavailable
+from verl.config.available import unavailable
+from verl.config.load import from_dict
 from verl.config.schema import PPOConfig, RewardConfig, TrainerConfig
+from verl.config.unused import unused_keys
 from verl.errors import ConfigError, MissingPackage, ModelError
 from verl.reward import RewardSample, build_reward_manager, register_reward_manager
 from verl.reward.managers import _FACTORIES
@@ -151,16 +153,26 @@ def test_a_users_manager_that_cannot_place_a_model_is_not_asked_to(model_folder)
         _FACTORIES.pop("simple"), _FACTORIES.pop("knowing")
 
 
-def test_an_inference_engine_for_the_reward_model_is_refused_with_what_there_is():
-    cfg = PPOConfig(reward=config("m"))
-    cfg.reward.reward_model.rollout.name = "vllm"
-    with pytest.raises(
-        ConfigError, match=r"rollout\.name=vllm .*set reward\.reward_model\.rollout\.name=hf.*of its own"
-    ):
-        refuse_unavailable(cfg)
-    cfg.reward.reward_model.rollout.name = "hf"
-    cfg.reward.reward_model.n_gpus_per_node = cfg.reward.reward_model.nnodes = 1
-    refuse_unavailable(cfg)
+def test_an_inference_engine_for_the_reward_model_has_no_effect_and_that_is_said():
+    """Documents of other systems serve classifiers by vLLM; here transformers gives the same scores."""
+    cfg = from_dict(
+        PPOConfig,
+        {
+            "actor_rollout_ref.model.path": "org/policy",
+            "data.train_files": "org/data",
+            "reward": {
+                "reward_model": {
+                    "enable": True,
+                    "model_path": "org/reward",
+                    "rollout": {"name": "vllm", "tensor_model_parallel_size": 2},
+                }
+            },
+        },
+    )
+    assert unavailable(cfg) == []
+    said = "\n".join(unused_keys(cfg))
+    assert "'reward.reward_model.rollout.name'=vllm has no effect" in said and "through transformers" in said
+    assert "'reward.reward_model.rollout.tensor_model_parallel_size'=2 has no effect" in said
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 from verl.config.schema import PPOConfig, SFTConfig
-from verl.errors import ConfigError
-
-
-def refuse_unavailable(cfg: PPOConfig | SFTConfig) -> None:
-    """Raise ConfigError for what the config asks for and is not here yet."""
-    lines = unavailable(cfg)
-    if lines:
-        raise ConfigError("\n".join(lines))
 
 
 def unavailable(cfg: PPOConfig | SFTConfig) -> list[str]:
@@ -35,7 +27,7 @@ def _shared(cfg: PPOConfig | SFTConfig) -> list[tuple[bool, str, str]]:
 
 
 def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
-    rollout, model = cfg.actor_rollout_ref.rollout, cfg.reward.reward_model
+    rollout = cfg.actor_rollout_ref.rollout
     key = "actor_rollout_ref.rollout"
     return [
         (
@@ -44,12 +36,6 @@ def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
             f"{key}.mode=server",
         ),
         (rollout.multi_turn.enable, f"{key}.multi_turn.enable=True", f"{key}.multi_turn.enable=False"),
-        (
-            model.enable and model.rollout.name != "hf",
-            f"reward.reward_model.rollout.name={model.rollout.name} (a reward model served by an inference engine)",
-            "reward.reward_model.rollout.name=hf: it then runs through transformers, on the trainer's GPUs or on "
-            "reward.reward_model.n_gpus_per_node of its own",
-        ),
         (
             cfg.critic.strategy == "megatron" or cfg.actor_rollout_ref.ref.strategy == "megatron",
             "strategy=megatron for critic or ref",

@@ -6,7 +6,6 @@ would save is found by planning again with that key changed.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,15 +18,13 @@ from verl.config.batch_math import rows as batch_rows
 from verl.config.device import Device, device_at_hand
 from verl.config.keys import get, put
 from verl.config.model_shape import ModelShape, read_shape
+from verl.config.packages import missing_packages
 from verl.config.phases import Estimate, estimate
-from verl.config.pools import rollout_pool
-from verl.config.ranks import world_size
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.unused import unused_keys
 
 _SAFE = 0.9
 """Share of a device that can be used before fragmentation and the driver's own memory get in the way."""
-_PACKAGES = ("vllm", "sglang", "wandb", "tensorboard", "ray")
 _FILE_TYPES = (".parquet", ".json", ".jsonl", ".csv")
 
 
@@ -81,14 +78,7 @@ def _critic_shape(config: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShap
 
 def _missing(config: PPOConfig | SFTConfig, device: Device) -> list[str]:
     """Packages, files and GPUs the config names and this machine lacks."""
-    lines = []
-    pool = isinstance(config, PPOConfig) and rollout_pool(config)
-    wanted = [*config.trainer.logger, "ray" if world_size(config) > 1 or pool else ""]
-    if isinstance(config, PPOConfig):
-        wanted.append(config.actor_rollout_ref.rollout.name)
-    for name in dict.fromkeys(wanted):
-        if name in _PACKAGES and importlib.util.find_spec(name) is None:
-            lines.append(f"the package '{name}' is not installed: pip install 'verl[{name}]'")
+    lines = missing_packages(config)
     for key in ("data.train_files", "data.val_files"):
         for name in get(config, key):
             local = name.startswith((".", "/")) or Path(name).suffix in _FILE_TYPES

@@ -248,6 +248,13 @@ def _expand(entry: str | Path, split: str, key: str) -> list[_Part]:
     raise DataError(_not_found(path, key))
 
 
+def absent(entry: str | Path, key: str) -> str | None:
+    """Why an entry of `key` that can only mean something on this machine is not there; None where it may be."""
+    path = Path(str(entry)).expanduser()
+    local = is_data_file(path) or str(entry).startswith(("/", ".", "~"))
+    return _not_found(path, key) if local and not path.exists() and not glob.has_magic(str(entry)) else None
+
+
 def _not_found(path: Path, key: str) -> str:
     if path.is_symlink():
         return f"{key}: {path} is a link to {path.readlink()}, which does not exist."

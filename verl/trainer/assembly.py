@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.config.available import refuse_unavailable
 from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
 from verl.config.load import to_dict
@@ -58,7 +57,6 @@ def open_run(
     train_loader: Any = None,
 ) -> Iterator[RunParts]:
     """Open everything but the models; a crash inside the block is recorded in the run folder."""
-    refuse_unavailable(cfg)
     seed_everything(cfg.trainer.seed)
     quiet_transformers()
     model = cfg.actor_rollout_ref.model

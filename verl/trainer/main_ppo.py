@@ -1,7 +1,7 @@
 """`python -m verl.trainer.main_ppo`: reinforcement learning, from a config to a trained model.
 
-Everything that can be wrong is looked at before the model is loaded: config, tokenizer, rows, reward function,
-run folder, in this order.
+Everything that can be wrong is looked at before the model is loaded: config, packages and files, tokenizer, rows,
+reward function, run folder, in this order.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def run(
     live: bool = False,
 ) -> RunResult:
     """Train as `cfg` says. What is given as an object replaces what the config names."""
+    from verl.trainer.preflight import preflight
+
+    preflight(cfg, given_model=model is not None, given_data=train_loader is not None)
     from verl.workers.restarts import with_restarts
 
     given = {"tokenizer": tokenizer, "reward_function": reward_function, "train_loader": train_loader}

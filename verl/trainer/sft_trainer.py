@@ -56,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(cfg: SFTConfig, *, live: bool = False, job: Job | None = None) -> RunResult:
     """Fine-tune as `cfg` says; on the processes of `job` where there is one."""
+    from verl.trainer.preflight import preflight
+
+    preflight(cfg)
     from verl.workers.restarts import with_restarts
 
     return with_restarts(cfg, lambda: run_once(cfg, live=live, job=job))
@@ -63,7 +66,6 @@ def run(cfg: SFTConfig, *, live: bool = False, job: Job | None = None) -> RunRes
 
 def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     """One start of a run, from its last checkpoint (or afresh) to its end."""
-    from verl.config.available import refuse_unavailable
     from verl.config.batch_math import batch_plan, render
     from verl.config.load import to_dict
     from verl.data.chat import load_tokenizer
@@ -74,7 +76,6 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
     from verl.workers.sft.group import build_sft_group
 
-    refuse_unavailable(cfg)
     seed_everything(cfg.trainer.seed)
     quiet_transformers()
     model, trainer = cfg.model, cfg.trainer

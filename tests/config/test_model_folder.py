@@ -1,0 +1,155 @@
+"""What is wrong with a model folder is seen before anything is loaded from it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.config.model_folder import context_length, folder_problem
+
+KEY = "actor_rollout_ref.model.path"
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 64}
+
+
+def weights(file: Path, numbers: int = 100) -> Path:
+    """A safetensors file, written by its own definition: header length, header, data."""
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [numbers], "data_offsets": [0, 4 * numbers]}}
+    ).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4 * numbers))
+    return file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(LLAMA))
+    weights(made / "model.safetensors")
+    return made
+
+
+def problem(path: Path | str, **kwargs: Any) -> str:
+    found = folder_problem(str(path), KEY, **kwargs)
+    assert found is not None and found.startswith(f"{KEY}: ")
+    return found
+
+
+def test_a_whole_folder_and_a_hub_id_are_no_problem(folder: Path) -> None:
+    assert folder_problem(str(folder), KEY) is None
+    assert folder_problem("org/name", KEY) is None
+
+
+def test_a_real_saved_model_is_no_problem(tiny_model_dir: Path) -> None:
+    assert folder_problem(str(tiny_model_dir), KEY) is None
+    assert context_length(str(tiny_model_dir)) == 256
+
+
+def test_a_file_and_a_missing_folder(folder: Path) -> None:
+    assert f"give the folder it is in, '{folder}'" in problem(folder / "model.safetensors")
+    assert "holds: model" in problem(folder.parent / "modle")
+    assert "no model folder '/nowhere/at/all'" in problem("/nowhere/at/all")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda f: (f / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}'),
+            "org/base",
+        ),
+        (lambda f: (f / "m.gguf").write_bytes(b"GGUF"), "GGUF"),
+        (lambda f: (f / "notes.txt").write_text("x"), "It holds: notes.txt"),
+        (lambda f: None, "It holds: nothing"),
+    ],
+)
+def test_a_folder_without_config_says_what_it_is(tmp_path: Path, make: Any, words: str) -> None:
+    make(tmp_path)
+    assert "no config.json" in problem(tmp_path) and words in problem(tmp_path)
+
+
+def test_a_run_folder_names_the_model_of_its_newest_step(tmp_path: Path) -> None:
+    for step in (5, 10):
+        inner = tmp_path / f"global_step_{step}" / "actor" / "huggingface"
+        inner.mkdir(parents=True)
+        (inner / "config.json").write_text("{}")
+    newest = tmp_path / "global_step_10"
+    for place in (tmp_path, newest, newest / "actor"):
+        assert f"give '{newest}/actor/huggingface'" in problem(place)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "a classifier (a reward model is set by reward.",
+        ),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "an encoder"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "an encoder (BertModel)"),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+            "encoder and decoder",
+        ),
+    ],
+)
+def test_other_kinds_of_models_are_refused_as_policy_only(folder: Path, config: dict, words: str) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    assert words in problem(folder)
+    assert folder_problem(str(folder), KEY, language_model=False) is None
+
+
+def test_damaged_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    assert "config.json' cannot be read as JSON" in problem(folder)
+    (folder / "config.json").write_text("[]")
+    assert "describes no model" in problem(folder)
+
+
+def test_weights_that_are_not_there(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "holds no weights" in problem(folder)
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights(folder / "one.safetensors")
+    assert "lacks 1 of 2 weight files: two.safetensors" in problem(folder)
+    weights(folder / "two.safetensors")
+    assert folder_problem(str(folder), KEY) is None
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "index.json' is damaged" in problem(folder)
+
+
+@pytest.mark.parametrize("size", [0, 7, 40, 200])
+def test_weights_that_are_cut_off(folder: Path, size: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    assert str(file) in problem(folder) and "Download it again" in problem(folder)
+
+
+def test_weights_that_are_something_else(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n")
+    assert "git lfs pull" in problem(folder)
+    file.write_bytes((5).to_bytes(8, "little") + b"hello world")
+    assert "header cannot be read" in problem(folder)
+
+
+def test_context_length_follows_overrides_and_names(folder: Path) -> None:
+    assert context_length(str(folder)) == 64
+    assert context_length(str(folder), {"max_position_embeddings": 8}) == 8
+    (folder / "config.json").write_text(json.dumps({"n_positions": 16}))
+    assert context_length(str(folder)) == 16
+    (folder / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 5}}))
+    assert context_length(str(folder)) == 5
+    assert context_length("org/name") is None
+
+
+def test_looking_needs_no_torch() -> None:
+    code = "import sys, verl.config.model_folder, verl.trainer.preflight; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"

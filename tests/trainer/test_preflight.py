@@ -1,0 +1,135 @@
+"""What a command refuses in its first seconds: all of it at once, each with its key."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.config.load import from_dict
+from verl.config.packages import missing_packages, needed
+from verl.config.schema import PPOConfig, SFTConfig
+from verl.errors import ConfigError
+from verl.trainer.preflight import preflight
+
+
+def ppo(model: Path | str, data: Path | str, **more: Any) -> PPOConfig:
+    names = {name.replace("__", "."): value for name, value in more.items()}
+    return from_dict(
+        PPOConfig, {"actor_rollout_ref.model.path": str(model), "data.train_files": str(data), **names}
+    )
+
+
+def test_what_is_all_there_passes(tiny_model_dir: Path, digits_data: Path) -> None:
+    preflight(
+        ppo(
+            tiny_model_dir,
+            digits_data / "train.jsonl",
+            data__max_prompt_length=8,
+            data__max_response_length=8,
+        )
+    )
+
+
+def test_everything_that_is_missing_is_said_at_once(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("vllm", "wandb"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    cfg = ppo(
+        "/nowhere/model",
+        "/nowhere/train.parquet",
+        data__val_files=["/nowhere/val.jsonl"],
+        actor_rollout_ref__rollout__name="vllm",
+        trainer__logger=["console", "wandb"],
+        critic__model__path="/nowhere/critic",
+        reward__reward_model={"enable": True, "model_path": "/nowhere/reward"},
+    )
+    with pytest.raises(ConfigError) as caught:
+        preflight(cfg)
+    lines = str(caught.value).splitlines()
+    for word in (
+        "verl[vllm]",
+        "verl[wandb]",
+        "data.train_files: /nowhere/train.parquet does not exist",
+        "data.val_files: /nowhere/val.jsonl does not exist",
+        "actor_rollout_ref.model.path: there is no model folder '/nowhere/model'",
+        "critic.model.path: there is no model folder '/nowhere/critic'",
+        "reward.reward_model.model_path: there is no model folder '/nowhere/reward'",
+    ):
+        assert sum(word in line for line in lines) == 1, word
+    assert len(lines) == 7
+
+
+def test_mixtures_and_fine_tuning_are_looked_at_too(tiny_model_dir: Path, tmp_path: Path) -> None:
+    cfg = ppo(tiny_model_dir, "")
+    cfg.data.train_files = []
+    cfg.data.mixture = from_dict(
+        PPOConfig, {"data.mixture": [{"files": ["/nowhere/a.jsonl"], "weight": 1.0}]}, checked=False
+    ).data.mixture
+    with pytest.raises(ConfigError, match=r"data.mixture\[0\].files: /nowhere/a.jsonl"):
+        preflight(cfg)
+    sft = from_dict(SFTConfig, {"model.path": "/nowhere/m", "data.train_files": str(tmp_path / "no.jsonl")})
+    with pytest.raises(
+        ConfigError, match=r"data.train_files.*\nmodel.path: there is no model folder '/nowhere/m'"
+    ):
+        preflight(sft)
+
+
+def test_given_objects_are_not_looked_for() -> None:
+    preflight(ppo("/nowhere/model", "/nowhere/train.parquet"), given_model=True, given_data=True)
+
+
+def test_ids_and_patterns_are_left_to_those_who_read_them(tiny_model_dir: Path) -> None:
+    preflight(ppo("org/model", "org/data"))
+    preflight(ppo("org/model", "/nowhere/*.parquet"))
+
+
+def test_sequences_longer_than_the_model_was_built_for(
+    tiny_model_dir: Path, digits_data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    data = digits_data / "train.jsonl"
+    preflight(ppo(tiny_model_dir, data, data__max_prompt_length=200, data__max_response_length=56))
+    assert "max_position_embeddings" not in caplog.text
+    preflight(ppo(tiny_model_dir, data, data__max_prompt_length=200, data__max_response_length=57))
+    assert (
+        "data.max_prompt_length + data.max_response_length = 257" in caplog.text
+        and "at most 256" in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "package", "why"),
+    [
+        ({"trainer.logger": ["tensorboard"]}, "tensorboard", "trainer.logger=tensorboard"),
+        ({"actor_rollout_ref.rollout.name": "sglang"}, "sglang", "rollout.name=sglang"),
+        ({"trainer.n_gpus_per_node": 2}, "ray", "2 processes"),
+        ({"actor_rollout_ref.model.lora_rank": 4}, "peft", "actor_rollout_ref.model.lora_rank=4"),
+        (
+            {"actor_rollout_ref.rollout.n_gpus_per_node": 1, "actor_rollout_ref.rollout.nnodes": 1},
+            "ray",
+            "rollout.n_gpus_per_node=1",
+        ),
+        (
+            {
+                "reward.reward_model.enable": True,
+                "reward.reward_model.model_path": "o/r",
+                "reward.reward_model.n_gpus_per_node": 1,
+                "reward.reward_model.nnodes": 1,
+            },
+            "ray",
+            "reward_model.n_gpus_per_node=1",
+        ),
+    ],
+)
+def test_a_package_is_named_with_the_setting_that_needs_it(
+    values: dict[str, Any], package: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = {"actor_rollout_ref.model.path": "o/m", "data.train_files": "o/d"}
+    assert needed(from_dict(PPOConfig, base)) == {}
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    lines = missing_packages(from_dict(PPOConfig, {**base, **values}))
+    assert len(lines) == 1 and f"verl[{package}]" in lines[0] and why in lines[0]

@@ -1,0 +1,179 @@
+"""What is wrong with a model folder, from names, config.json and the headers of weight files: no torch, no weights.
+
+Only folders on this machine are looked at; an id of the hub is the business of whoever downloads it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_OTHER_HEADS = {
+    "ForSequenceClassification": "a classifier (a reward model is set by reward.reward_model.model_path)",
+    "ForTokenClassification": "a classifier of tokens",
+    "ForQuestionAnswering": "a model that marks answers",
+    "ForMaskedLM": "an encoder",
+    "ForPreTraining": "an encoder",
+}
+_ENCODERS = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "deberta",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "albert",
+    "modernbert",
+)
+
+
+def folder_problem(path: str, key: str, *, language_model: bool = True) -> str | None:
+    """Why no model can be loaded from a local path, with what to do; None where nothing is seen, or nothing is here.
+
+    `language_model=False`: any head will do (a critic or a reward model)."""
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        return f"{key}: '{path}' is a file; give the folder it is in, '{folder.parent}'"
+    if not folder.is_dir():
+        local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path.strip()
+        return f"{key}: there is no model folder '{path}'{_beside(folder)}" if local else None
+    if not (folder / "config.json").is_file():
+        return f"{key}: the model folder '{path}' has no config.json{_instead(folder)}"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{key}: '{folder / 'config.json'}' cannot be read as JSON: {error}"
+    if not isinstance(config, dict):
+        return f"{key}: '{folder / 'config.json'}' describes no model"
+    if language_model:
+        other = _other_kind(config)
+        if other:
+            return f"{key}: '{path}' is {other}, not a language model that writes text from left to right"
+    return _weights_problem(folder, key)
+
+
+def context_length(path: str, override: Mapping[str, Any] | None = None) -> int | None:
+    """The longest sequence a local model was built for, by its config.json."""
+    file = Path(path).expanduser() / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    config = {**config, **(override or {})}
+    length = config.get("max_position_embeddings", config.get("n_positions"))
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _beside(folder: Path) -> str:
+    """What the nearest folder above holds, where the path goes wrong in its last part only."""
+    if not folder.parent.is_dir():
+        return ""
+    there = sorted(each.name for each in folder.parent.iterdir() if each.is_dir())[:8]
+    return f". '{folder.parent}' holds: {', '.join(there)}" if there else ""
+
+
+def _instead(folder: Path) -> str:
+    """What a folder without config.json is, if that can be seen."""
+    if (folder / "adapter_config.json").is_file():
+        return _adapter(folder)
+    inner = [*folder.glob("actor/huggingface/config.json"), *folder.glob("huggingface/config.json")]
+    steps = sorted(
+        (each for each in folder.glob("global_step_*") if each.name.rpartition("_")[2].isdigit()),
+        key=lambda each: int(each.name.rpartition("_")[2]),
+    )
+    inner += [file for step in steps[-1:] for file in step.glob("actor/huggingface/config.json")]
+    if inner:
+        return f". It is a checkpoint of a run: give '{inner[0].parent}'"
+    if any(folder.glob("*.gguf")):
+        return (
+            ". It holds a GGUF file, which cannot be trained: give the Hugging Face folder it was made from"
+        )
+    held = sorted(each.name for each in folder.iterdir())[:8]
+    return f". It holds: {', '.join(held) or 'nothing'}"
+
+
+def _adapter(folder: Path) -> str:
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get(
+            "base_model_name_or_path"
+        )
+    except (OSError, ValueError, AttributeError):
+        base = None
+    of = f" of '{base}'" if base else ""
+    return (
+        f". It holds a LoRA adapter{of} alone: merge it into its base model first and give the merged folder"
+    )
+
+
+def _other_kind(config: Mapping[str, Any]) -> str:
+    """What kind of model this is, where it is no causal language model."""
+    named = next(iter(config.get("architectures") or []), "")
+    for ending, what in _OTHER_HEADS.items():
+        if str(named).endswith(ending):
+            return f"{what} ({named})"
+    if config.get("is_encoder_decoder"):
+        return f"a model of encoder and decoder ({named or config.get('model_type')})"
+    if config.get("model_type") in _ENCODERS and not config.get("is_decoder"):
+        return f"an encoder ({named or config.get('model_type')})"
+    return ""
+
+
+def _weights_problem(folder: Path, key: str) -> str | None:
+    for name in _INDEXES:
+        if not (folder / name).is_file():
+            continue
+        try:
+            shards = sorted(
+                set(json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            return f"{key}: '{folder / name}' is damaged: {error}"
+        gone = [shard for shard in shards if not (folder / shard).is_file()]
+        if gone:
+            return (
+                f"{key}: the model folder '{folder}' lacks {len(gone)} of {len(shards)} weight files: "
+                f"{', '.join(gone[:3])}{', ...' if len(gone) > 3 else ''}. Download it again"
+            )
+        break
+    else:
+        shards = [name for name in _WHOLE if (folder / name).is_file()][:1]
+        if not shards and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            return f"{key}: the model folder '{folder}' holds no weights (looked for {', '.join(_WHOLE)} and shards)"
+    for shard in shards:
+        damage = _damage(folder / shard)
+        if damage:
+            return f"{key}: '{folder / shard}' {damage}"
+    return None
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a weight file by its first bytes and its size."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        first = opened.read(100)
+        if first.startswith(b"version https://git-lfs"):
+            return "is a Git LFS pointer, not the weights: fetch them with `git lfs pull`"
+        if file.suffix != ".safetensors":
+            return "" if size else "is empty"
+        if size < 8:
+            return f"is no safetensors file: it has {size} bytes. Download it again"
+        length = struct.unpack("<Q", first[:8])[0]
+        if length > size - 8:
+            return f"is cut off or no safetensors file ({size:,} bytes). Download it again"
+        opened.seek(8)
+        try:
+            header = json.loads(opened.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            return "is no safetensors file: its header cannot be read. Download it again"
+    whole = 8 + length + max(ends, default=0)
+    return f"is cut off: {size:,} of {whole:,} bytes are there. Download it again" if size < whole else ""
