@@ -76,7 +76,7 @@ def test_a_healthy_run_hears_nothing() -> None:
         ({"reward/calls": 0.0}, {}, "was not called", "custom_reward_function.path"),
         ({"reward/failed": 3.0}, {}, "3 responses got no score", "reward.timeout_s"),
         ({"actor/grad_norm": float("inf")}, {"actor_lr": 4e-6}, "grad_norm is inf", "optim.lr=2e-06"),
-        ({"actor/skipped": 1.0}, {"actor_lr": 4e-6}, "not finite", "optim.lr=2e-06"),
+        ({"actor/skipped_updates": 1.0}, {"actor_lr": 4e-6}, "not finite", "optim.lr=2e-06"),
         ({"critic/vf_loss": float("nan")}, {}, "vf_loss is nan", "optim.lr"),
         ({"actor/kl": 1.5}, {"use_kl_in_reward": True, "kl_coef": 0.001}, "actor/kl is 1.5", "kl_coef=0.01"),
         ({"actor/kl": 1.5}, {"use_kl_loss": True, "kl_loss_coef": 0.002}, "1.5", "kl_loss_coef=0.02"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl.observe.batch_metrics import sequence_lengths
+from verl.observe.batch_metrics import scored_rows, sequence_lengths
 
 if TYPE_CHECKING:
     from verl.data.proto import DataProto
@@ -44,7 +44,7 @@ def batch_facts(batch: DataProto) -> BatchFacts:
         score_B = torch.where(written_BT, scores_BT.cpu().double(), 0.0).sum(-1)
         finite_B = torch.isfinite(score_B)
         facts["scores_not_finite"] = int((~finite_B).sum())
-        facts |= _outlier_facts(score_B[finite_B])
+        facts |= _outlier_facts(score_B[finite_B & scored_rows(batch)])
         uids = batch.non_tensor_batch.get("uid")
         if uids is not None:
             facts |= _group_facts(score_B, list(uids))

@@ -1,8 +1,8 @@
 """The metrics of a finished batch and of the step that made it.
 
 Pure: tensors and seconds in, numbers out. A tensor that is not in the batch (no critic, no reward yet) leaves
-its metrics out; nothing is filled in with zeros. Statistics of scores and rewards are over sequences, those of
-advantages, returns and values over the tokens the policy produced.
+its metrics out; nothing is filled in with zeros. Statistics of scores and rewards are over the sequences that were
+scored, those of advantages, returns and values over the tokens the policy produced.
 """
 
 from __future__ import annotations
@@ -73,11 +73,13 @@ def batch_metrics(
     mask_BT = tensors["response_mask"].bool()
     # Sequences kept out of the loss (overlong, failed) have an empty response mask but may well have a score.
     written_BT = tensors["attention_mask"][:, -mask_BT.shape[1] :].bool()
+    scored_B = scored_rows(batch)
     if "token_level_scores" in tensors:
-        score_B = _sequence_sums(tensors["token_level_scores"], written_BT)
+        score_B = _sequence_sums(tensors["token_level_scores"], written_BT)[scored_B]
         metrics |= _spread("critic/score", score_B) | _spread("reward", score_B)
     if "token_level_rewards" in tensors:
-        metrics |= _spread("critic/rewards", _sequence_sums(tensors["token_level_rewards"], written_BT))
+        reward_B = _sequence_sums(tensors["token_level_rewards"], written_BT)[scored_B]
+        metrics |= _spread("critic/rewards", reward_B)
     for name in ("advantages", "returns", "values"):
         if name in tensors:
             metrics |= _spread(f"critic/{name}", tensors[name][mask_BT])
@@ -87,6 +89,14 @@ def batch_metrics(
         )
     metrics |= _length_metrics(batch, max_response_length, max_prompt_length)
     return metrics
+
+
+def scored_rows(batch: DataProto) -> torch.Tensor:
+    """[B] flags of the responses whose reward function gave a score; the others have none, which is not 0."""
+    errors = batch.non_tensor_batch.get("reward_error")
+    if errors is None:
+        return torch.ones(len(batch), dtype=torch.bool)
+    return torch.tensor([error is None for error in errors], dtype=torch.bool)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:

@@ -23,15 +23,14 @@ WATCHED = frozenset(
         "reward/failed",
         "actor/pg_loss",
         "actor/grad_norm",
-        "actor/skipped",
+        "actor/skipped_updates",
         "actor/kl",
         "actor/kl_loss",
-        "actor/reward_kl_penalty",
         "actor/ppo_kl",
         "actor/entropy",
         "critic/vf_loss",
         "critic/grad_norm",
-        "critic/skipped",
+        "critic/skipped_updates",
         "train/loss",
         "response_length/clip_ratio",
         "training/rollout_probs_diff_mean",
@@ -136,7 +135,7 @@ def not_finite(h: History) -> str | None:
                 f"If it comes again, set actor_rollout_ref.actor.optim.lr={lr / 2:g} (now {lr:g}) "
                 "and look for extreme rewards"
             )
-    for name in ("actor/skipped", "critic/skipped"):
+    for name in ("actor/skipped_updates", "critic/skipped_updates"):
         if h.latest(name):
             return (
                 f"{name} is {h.latest(name):g}: a gradient was not finite, so the update was not applied. If it comes "
@@ -147,7 +146,7 @@ def not_finite(h: History) -> str | None:
 
 def kl_too_large(h: History) -> str | None:
     s = h.settings
-    for name in ("actor/kl", "actor/kl_loss", "actor/reward_kl_penalty"):
+    for name in ("actor/kl", "actor/kl_loss"):
         value = h.latest(name)
         if value is not None and value > s.kl_bound:
             if s.use_kl_loss:

@@ -93,7 +93,11 @@ def drop_overlong(batch: DataProto, mask: torch.Tensor) -> torch.Tensor:
 
 
 def resample(batch: DataProto, cfg: AlgorithmConfig, generator: torch.Generator) -> DataProto:
-    """PF-PPO: draw responses anew, weighted by their score."""
-    scores = batch.batch["token_level_scores"].sum(-1)
+    """PF-PPO: draw responses anew, weighted by their score; those without one are not drawn."""
+    scored = torch.tensor(
+        [row for row, error in enumerate(batch.non_tensor_batch["reward_error"]) if error is None],
+        dtype=torch.int64,
+    )
+    scores = batch.batch["token_level_scores"].sum(-1)[scored]
     rows = pf_ppo_indices(scores, cfg.pf_ppo.reweight_method, cfg.pf_ppo.weight_pow, generator)
-    return batch[rows]
+    return batch[scored[rows]]

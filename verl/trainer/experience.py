@@ -101,13 +101,15 @@ class Experience:
         """Dynamic sampling: groups that all score the same are dropped and replaced by fresh prompts."""
         rules, wanted = self.cfg.algorithm.filter_groups, self.cfg.data.train_batch_size * settings.n
         kept: list[DataProto] = []
-        drawn = dropped = rounds = 0
+        drawn = dropped = rounds = failed = 0
         metrics: dict[str, float] = {}
         while sum(len(part) for part in kept) < wanted:
             if rules.max_num_gen_batches and rounds >= rules.max_num_gen_batches:
                 raise dynamic_sampling_failed(rounds, drawn, dropped, self.cfg.data.train_batch_size)
             batch = self._one_round(next(prompts), settings, timer)
-            metrics = metrics or reward_metrics(batch)
+            found = reward_metrics(batch)
+            failed += int(found["reward/failed"])
+            metrics = metrics or found
             if rules.metric == "seq_final_reward":
                 self._final_rewards(batch, timer)
             values = group_filter_values(
@@ -117,12 +119,17 @@ class Experience:
                 batch.batch["response_mask"],
                 extra_columns(batch),
             )
-            keep = ~constant_groups(values, batch.non_tensor_batch["uid"])
-            rounds, drawn = rounds + 1, drawn + len(batch) // settings.n
-            dropped += int((~keep).sum()) // settings.n
+            # A prompt stays or goes with all its responses, those without a score too: groups stay whole.
+            differs = ~constant_groups(values, batch.non_tensor_batch["uid"])
+            keep = differs.view(-1, settings.n).any(-1)
+            rounds, drawn, dropped = rounds + 1, drawn + len(keep), dropped + int((~keep).sum())
             if keep.any():
-                kept.append(batch[keep])
-        metrics |= {"training/num_gen_batches": rounds, "training/constant_groups": dropped / drawn}
+                kept.append(batch[keep.repeat_interleave(settings.n)])
+        metrics |= {
+            "reward/failed": float(failed),
+            "training/num_gen_batches": rounds,
+            "training/constant_groups": dropped / drawn,
+        }
         return concat_rollouts(kept, self.tokenizer.pad_token_id or 0)[:wanted], metrics
 
 
@@ -160,7 +167,10 @@ def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
     batch.non_tensor_batch |= {
         "uid": object_column(uids),
         "reward_extra": object_column(result.extra for result in results),
-        "reward_error": object_column(result.error for result in results),
+        "reward_error": object_column(
+            result.error if result.score is not None else result.error or "no reason given"
+            for result in results
+        ),
     }
     return batch
 
@@ -172,6 +182,15 @@ def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
     scored = torch.tensor([error is None for error in greedy.non_tensor_batch["reward_error"]])
     mask = tensors["response_mask"]
     tensors["response_mask"] = mask * scored.repeat_interleave(n).unsqueeze(-1).to(mask.dtype)
+
+
+def with_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
+    """Give each of a prompt's `n` responses the score of its greedy one; where that got none there is nothing to
+    compare with, and they leave the loss."""
+    scores = greedy.batch["token_level_scores"].sum(-1)
+    scored = torch.tensor([error is None for error in greedy.non_tensor_batch["reward_error"]])
+    batch.batch["reward_baselines"] = scores.repeat_interleave(n)
+    batch.batch["response_mask"] = batch.batch["response_mask"] * scored.repeat_interleave(n).unsqueeze(-1)
 
 
 def reward_metrics(batch: DataProto) -> dict[str, float]:

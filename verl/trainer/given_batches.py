@@ -43,6 +43,11 @@ class GivenLoader:
             last = number + 1 == len(self)
             self.epoch, self.position = (epoch + 1, 0) if last else (epoch, number + 1)
             yield self._prompts(batch, f"{epoch}-{number}")
+        if self.epoch == epoch:
+            raise DataError(
+                f"the dataloader given to train() says that it has {len(self)} batches but gave {self.position}; "
+                "its __len__ must be the number of batches it gives"
+            )
 
     def _prompts(self, batch: Any, name: str) -> DataProto:
         if isinstance(batch, DataProto):

@@ -78,21 +78,24 @@ class RLLoop:
         for line in self.health.at_start():
             self.tracker.note(line)
         last: dict[str, float] = {}
-        if self.step_number == 0 and (trainer.val_before_train or trainer.val_only):
+        if trainer.val_only or (trainer.val_before_train and self.step_number == 0):
             last = self.validate()
             if last:
-                self.tracker.log(0, last)
+                self.tracker.log(self.step_number, last)
         if trainer.val_only:
             return last
         prompts = self.prompts()
-        while self.step_number < self.total_steps and not self.stop_requested:
+        stopping = self.stop_requested
+        while self.step_number < self.total_steps and not stopping:
             self.step_number += 1
             last = self.step(prompts)
             ending = self.step_number == self.total_steps
             if self.due(trainer.test_freq) or ending:
                 last |= self.validate()
             noticed = self.health.check(self.step_number, last, self.batch)
-            if self.due(trainer.save_freq) or ending or self.stop_requested:
+            # Read once: who asks after this gets another step, so that no run ends without its checkpoint.
+            stopping = self.stop_requested
+            if self.due(trainer.save_freq) or ending or stopping:
                 last |= self.save(last)
             self.tracker.log(self.step_number, last)
             for line in noticed:
@@ -224,7 +227,9 @@ class RLLoop:
         state = self.checkpoints.resume(self.workers.checkpoint_parts())
         if state is not None:
             self.load_state_dict(state)
-            if not self.run_folder.rewind(self.step_number) and "metrics" in state:
+            if self.cfg.trainer.val_only:
+                pass  # later steps stay in the run folder: nothing here writes them again
+            elif not self.run_folder.rewind(self.step_number) and "metrics" in state:
                 # The run ended between the checkpoint and its line in the metrics.
                 self.tracker.log(self.step_number, state["metrics"])
             self.tracker.note(f"resumed after step {self.step_number}")
