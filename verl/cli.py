@@ -13,6 +13,11 @@ from verl import __version__
 _OVERRIDES = {
     "train": ("verl.trainer.main_ppo", "reinforcement learning: verl train key=value ... (--help, --check)"),
     "sft": ("verl.trainer.sft_trainer", "supervised fine-tuning: verl sft key=value ... (--help, --check)"),
+    "generate": (
+        "verl.trainer.main_generation",
+        "responses for a file of prompts: verl generate key=value ...",
+    ),
+    "eval": ("verl.trainer.main_eval", "scores for a file of responses: verl eval key=value ..."),
     "merge": ("verl.model_merger", "checkpoint to a Hugging Face folder, verified"),
 }
 

@@ -76,6 +76,13 @@ def _engine_is(config: GenerationConfig, *names: str) -> bool:
     return config.rollout.name in names or config.rollout.name not in known.ROLLOUT_ENGINES
 
 
+def _has_others(config: GenerationConfig) -> bool:
+    """Whether processes beside this one generate: on Ray, a server, or workers that share a model."""
+    rollout = config.rollout
+    own = rollout.name in OWN_COPY and (rollout.mode == "server" or rollout.tensor_model_parallel_size > 1)
+    return engines(config) > 1 or own
+
+
 GENERATION_RULES: tuple[Rule, ...] = (
     Rule(
         ("data.truncation",),
@@ -109,10 +116,7 @@ GENERATION_RULES: tuple[Rule, ...] = (
         lambda c: _engine_is(c, "native", *OWN_COPY),
         "rollout.name=hf has no paged cache and no CUDA graphs",
     ),
-    Rule(
-        ("trainer.watchdog_s", "ray_kwargs"),
-        lambda c: engines(c) > 1,
-        "everything runs in this process (trainer.n_gpus_per_node and trainer.nnodes)",
-    ),
+    Rule(("ray_kwargs",), lambda c: engines(c) > 1, "one process runs without Ray"),
+    Rule(("trainer.watchdog_s",), _has_others, "one process has no workers that could die"),
 )
 """Keys that do nothing with the other settings, and why."""

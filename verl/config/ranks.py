@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 
 
-def world_size(config: PPOConfig | SFTConfig) -> int:
+def world_size(config: PPOConfig | SFTConfig | GenerationConfig) -> int:
     """Processes that train."""
     return config.trainer.n_gpus_per_node * config.trainer.nnodes
 

@@ -10,10 +10,10 @@ from copy import deepcopy
 from typing import Any
 
 from verl.config import known
-from verl.config.finalize import finalize
-from verl.config.keys import get, put, schema_keys
 from verl.config.evaluation import EVALUATION_RULES
+from verl.config.finalize import finalize
 from verl.config.generation import GENERATION_RULES, generation_advice
+from verl.config.keys import get, put, schema_keys
 from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.config.unused_rules import PPO_RULES, SFT_RULES, Rule
 

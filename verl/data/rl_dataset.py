@@ -76,14 +76,16 @@ class RLDataset:
         *,
         training: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        files_key: str | None = None,
     ) -> None:
-        """`tools`: the schemas shown to the policy by the chat template, for runs with tools."""
+        """`tools`: the schemas shown to the policy by the chat template, for runs with tools; `files_key`: what
+        messages call the files, where it is not data.train_files or data.val_files."""
         if config.truncation not in TRUNCATIONS:
             raise ConfigError(f"data.truncation={config.truncation!r}; allowed: {', '.join(TRUNCATIONS)}.")
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
         self.config = config
-        self.files_key = "data.train_files" if training else "data.val_files"
+        self.files_key = files_key or ("data.train_files" if training else "data.val_files")
         self._chat = ChatFormat(
             tokenizer,
             config.apply_chat_template_kwargs,

@@ -16,7 +16,7 @@ from verl.workers.local import LocalGroup
 if TYPE_CHECKING:
     from torch import nn
 
-    from verl.config.schema import PPOConfig, SFTConfig
+    from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
     from verl.workers.ray_group import RayGroup
 
 
@@ -43,7 +43,7 @@ def build_group(
     return RayGroup(cfg, tokenizer, training_steps=training_steps, run_folder=run_folder, model=model)
 
 
-def require_ray(cfg: PPOConfig | SFTConfig) -> None:
+def require_ray(cfg: PPOConfig | SFTConfig | GenerationConfig) -> None:
     """Before Ray is imported: it is there, and says only what we want to hear from it."""
     if importlib.util.find_spec("ray") is None:
         raise missing_package(
@@ -56,7 +56,7 @@ def require_ray(cfg: PPOConfig | SFTConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
-def _several(cfg: PPOConfig | SFTConfig) -> str:
+def _several(cfg: PPOConfig | SFTConfig | GenerationConfig) -> str:
     """What needs more than this process."""
     trainer = cfg.trainer
     ranks = f"(trainer.n_gpus_per_node={trainer.n_gpus_per_node}, trainer.nnodes={trainer.nnodes})"
@@ -64,7 +64,8 @@ def _several(cfg: PPOConfig | SFTConfig) -> str:
     if world_size(cfg) == 1 and rollout is not None and rollout.n_gpus_per_node:
         key = "actor_rollout_ref.rollout"
         return f"generating in {rollout.nnodes * rollout.n_gpus_per_node} processes of its own ({key}.n_gpus_per_node)"
-    return f"training on {world_size(cfg)} processes {ranks}"
+    does = "training" if hasattr(cfg, "actor_rollout_ref") or hasattr(cfg, "optim") else "generating"
+    return f"{does} on {world_size(cfg)} processes {ranks}"
 
 
 def build_checkpoints(cfg: PPOConfig, group: LocalGroup | RayGroup, folder: Path) -> Any:

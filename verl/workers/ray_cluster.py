@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.config.generation import engine_size as engine_places
 from verl.config.pools import engine_size, rollout_pool
 from verl.config.ranks import world_size
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError, VerlError
 from verl.workers.ray_actor import RankActor, ServingActor, remote_class
 
@@ -73,11 +74,13 @@ class Pool:
         return self.nodes * self.per_node // self.places
 
 
-def pools(cfg: PPOConfig | SFTConfig) -> list[Pool]:
+def pools(cfg: PPOConfig | SFTConfig | GenerationConfig) -> list[Pool]:
     """Everything a run has processes for: the trainer's ranks, and what has GPUs (or CPU processes) of its own."""
     found = [Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)]
     if isinstance(cfg, SFTConfig):
         return found
+    if isinstance(cfg, GenerationConfig):
+        return [replace(found[0], places=engine_places(cfg))]
     rollout, model = cfg.actor_rollout_ref.rollout, cfg.reward.reward_model
     if rollout_pool(cfg):
         found.append(Pool(ROLLOUT, rollout.nnodes, rollout.n_gpus_per_node, engine_size(cfg)))
@@ -89,7 +92,7 @@ def pools(cfg: PPOConfig | SFTConfig) -> list[Pool]:
 class Cluster:
     """The connection to Ray and the places of one pool, the trainer's ranks unless another is named."""
 
-    def __init__(self, cfg: PPOConfig | SFTConfig, key: str = "trainer") -> None:
+    def __init__(self, cfg: PPOConfig | SFTConfig | GenerationConfig, key: str = "trainer") -> None:
         self.cfg = cfg
         self._key = key
         self._connected_here = False

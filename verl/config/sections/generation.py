@@ -47,7 +47,9 @@ class GenerationDataConfig:
         required=True,
         path=True,
     )
-    overwrite: bool = key(False, "replace output_path, and drop what an interrupted generation has left")
+    overwrite: bool = key(
+        False, "replace output_path, and what an interrupted generation with other settings has left"
+    )
     prompt_key: str = shared(DataConfig, "prompt_key")
     response_key: str = key(
         "responses", "column that gets the responses, and beginning of the names beside it"

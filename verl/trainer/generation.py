@@ -1,0 +1,218 @@
+"""From a file of prompts to a file of responses, in pieces that survive a kill.
+
+What always holds: the output has every row that was asked for, in the order of the input, with exactly `rollout.n`
+responses each, or it is not there; the responses do not depend on batch sizes, on the number of processes or on how
+often the generation was interrupted, because each is keyed by its row's number and the seed; everything that can be
+wrong with config, rows and output is found before weights are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.config.schema import DataConfig
+from verl.data.chat import load_tokenizer
+from verl.data.files import read_rows
+from verl.data.rl_dataset import RLDataset
+from verl.errors import RolloutError
+from verl.observe.progress import Counter, counting
+from verl.rollout.base import Request, Response, RolloutEngine
+from verl.trainer.generation_journal import Journal
+from verl.trainer.generation_model import ModelChoice, choose_model
+from verl.trainer.row_output import ExtendedRows
+from verl.trainer.setup import quiet_transformers, seed_everything
+from verl.workers.generation import open_engine, rollout_section
+from verl.workers.rollout import GenerationSettings, training_settings
+
+if TYPE_CHECKING:
+    from verl.config.schema import GenerationConfig
+
+logger = logging.getLogger(__name__)
+
+_DECIDES = (
+    "prompt_key",
+    "max_prompt_length",
+    "max_response_length",
+    "truncation",
+    "filter_overlong_prompts",
+    "chat_template",
+    "apply_chat_template_kwargs",
+    "system_prompt",
+    "raw_prompts",
+    "save_token_ids",
+    "save_log_probs",
+)
+"""Keys of the data section that change what is written for a row."""
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What a finished generation leaves."""
+
+    output: Path
+    rows: int
+    continued: int
+    """Rows that were there from an interrupted generation."""
+    tokens: int
+    """Generated now."""
+    seconds: float
+
+
+def generate_file(cfg: GenerationConfig) -> GenerationResult:
+    """Generate as `cfg` says, or go on with what was interrupted."""
+    quiet_transformers()
+    seed_everything(cfg.trainer.seed)
+    choice = choose_model(cfg.model)
+    tokenizer = load_tokenizer(choice.tokenizer, cfg.model.trust_remote_code, cfg.data.chat_template)
+    dataset = RLDataset(
+        prompt_section(cfg),
+        read_rows(cfg.data.path, key="data.path", split="test"),
+        tokenizer,
+        training=False,
+        files_key="data.path",
+    )
+    output = Path(cfg.data.output_path)
+    added = added_columns(cfg)
+    extended = ExtendedRows(dataset.rows, dataset.kept.tolist(), output, added, key="data.output_path")
+    settings = decisive_settings(cfg, choice, dataset)
+    with Journal(output, settings, overwrite=cfg.data.overwrite) as journal:
+        left = [place for place in range(len(dataset)) if dataset.row_number(place) not in journal]
+        continued = len(dataset) - len(left)
+        if continued:
+            logger.info(
+                "continuing: %d of %d rows are in %s already", continued, len(dataset), journal.folder
+            )
+        tokens, seconds = 0, 0.0
+        if left:
+            with open_engine(cfg, choice.path, choice.adapter, tokenizer) as engine:
+                work = _Work(cfg, dataset, engine, tokenizer, journal)
+                tokens, seconds = work.run(left)
+        extended.write(_columns(journal, map(dataset.row_number, range(len(dataset))), cfg.data.response_key))
+        journal.remove()
+    result = GenerationResult(output, len(dataset), continued, tokens, seconds)
+    logger.info("%s", _summary(cfg, result))
+    return result
+
+
+def prompt_section(cfg: GenerationConfig) -> DataConfig:
+    """The data section of training that reads the same prompts."""
+    names = {field.name for field in fields(DataConfig)} & {field.name for field in fields(cfg.data)}
+    own = {name: getattr(cfg.data, name) for name in names if name != "response_key"}
+    return DataConfig(**own, shuffle=False, val_max_samples=cfg.data.max_samples)
+
+
+def added_columns(cfg: GenerationConfig) -> dict[str, str]:
+    """Names and types of what is written beside the input's own columns; a list with one entry per response."""
+    key, data = cfg.data.response_key, cfg.data
+    columns = {key: "list<string>", f"{key}_finish_reason": "list<string>", f"{key}_length": "list<int64>"}
+    if data.save_token_ids:
+        columns[f"{key}_token_ids"] = "list<list<int64>>"
+    if data.save_log_probs:
+        columns[f"{key}_log_probs"] = "list<list<float64>>"
+    return columns
+
+
+def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDataset) -> dict[str, Any]:
+    """Everything a response depends on: two generations that agree in it may share their rows."""
+    settings = training_settings(rollout_section(cfg), cfg.data.max_response_length, step=0)
+    return {
+        "model.path": choice.fingerprint(),
+        "data.path": dataset.rows.fingerprint(),
+        **{f"data.{name}": getattr(cfg.data, name) for name in _DECIDES},
+        **{f"rollout.{name}": value for name, value in asdict(settings.sampling).items()},
+        "rollout.n": settings.n,
+        "rollout.seed": settings.seed,
+        "rollout.name": cfg.rollout.name,
+        "rollout.dtype": cfg.rollout.dtype,
+        "model.override_config": cfg.model.override_config,
+    }
+
+
+class _Work:
+    """The rows still to be answered, on their way through the engine into the journal."""
+
+    def __init__(
+        self,
+        cfg: GenerationConfig,
+        dataset: RLDataset,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        journal: Journal,
+    ) -> None:
+        self._cfg, self._dataset, self._engine = cfg, dataset, engine
+        self._tokenizer, self._journal = tokenizer, journal
+        self._settings: GenerationSettings = training_settings(
+            rollout_section(cfg), cfg.data.max_response_length, step=0
+        )
+        self._tokens = 0
+
+    def run(self, places: Sequence[int]) -> tuple[int, float]:
+        """Answer the prompts at these places; tokens generated and seconds taken."""
+        began = time.monotonic()
+        size = self._cfg.data.batch_size
+        total = len(self._dataset)
+        with counting("prompts", total, total - len(places)) as counter:
+            for start in range(0, len(places), size):
+                self._answer(places[start : start + size], counter, began)
+        return self._tokens, time.monotonic() - began
+
+    def _answer(self, places: Sequence[int], counter: Counter, began: float) -> None:
+        names = [str(self._dataset.row_number(place)) for place in places]
+        prompts = self._dataset.batch(places, names).non_tensor_batch["prompt_ids"]
+        settings = self._settings
+        requests = [
+            Request(name, ids, settings.sampling, n=settings.n, seed=settings.seed)
+            for name, ids in zip(names, prompts, strict=True)
+        ]
+        waiting: dict[str, dict[int, Response]] = {name: {} for name in names}
+        for response in self._engine.generate(requests):
+            samples = waiting[response.request_id]
+            samples[response.sample] = response
+            self._tokens += len(response.token_ids)
+            if len(samples) == settings.n:
+                del waiting[response.request_id]
+                self._journal.add(
+                    int(response.request_id), self._record([samples[i] for i in range(settings.n)])
+                )
+                rate = self._tokens / max(time.monotonic() - began, 1e-9)
+                counter.advance(about=f"{rate:,.0f} tokens/s")
+        if waiting:
+            raise RolloutError(
+                f"{type(self._engine).__name__} left {len(waiting)} prompts unanswered; this is a defect of the "
+                "engine: use rollout.name=hf and report it"
+            )
+
+    def _record(self, responses: Sequence[Response]) -> dict[str, Any]:
+        data = self._cfg.data
+        record: dict[str, Any] = {
+            "": [self._tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in responses],
+            "_finish_reason": [r.finish_reason for r in responses],
+            "_length": [len(r.token_ids) for r in responses],
+        }
+        if data.save_token_ids:
+            record["_token_ids"] = [r.token_ids for r in responses]
+        if data.save_log_probs:
+            record["_log_probs"] = [r.log_probs for r in responses]
+        return record
+
+
+def _columns(journal: Journal, rows: Iterator[int], key: str) -> Iterator[Mapping[str, Any]]:
+    """What the journal holds of each row, under the columns' names."""
+    for row in rows:
+        yield {f"{key}{name}": value for name, value in journal.read(row).items()}
+
+
+def _summary(cfg: GenerationConfig, result: GenerationResult) -> str:
+    responses = (result.rows - result.continued) * cfg.rollout.n
+    speed = (
+        f"; {responses} responses, {result.tokens:,} tokens in {result.seconds:.1f} s "
+        f"({result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s)"
+        if responses
+        else ""
+    )
+    return f"{result.output}: {result.rows} prompts with {cfg.rollout.n} responses each{speed}"

@@ -1,0 +1,159 @@
+"""What an unfinished generation has so far: one line for each row that is answered, in the order of finishing.
+
+The folder `OUTPUT.unfinished/` holds `settings.json` (everything that decides the responses) and `rows.jsonl`. It is
+made before the first row and removed when the output is complete.
+
+What always holds: a line that ends is whole and stays, whatever kills the process after it; what a kill left of a line
+is cut off when the journal is opened again; lines of other settings are never mixed with ours; one process at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from verl.checkpoint.files import replace_file, sync_folder
+from verl.errors import DataError
+
+SYNC_S = 1.0
+"""A power cut may take the lines of the last so many seconds; a kill takes none."""
+
+
+class Journal:
+    """Finished rows by their number. Use as a context."""
+
+    def __init__(self, output: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        self.folder = output.with_name(f"{output.name}.unfinished")
+        self._places: dict[int, tuple[int, int]] = {}
+        if output.exists() and not overwrite:
+            raise DataError(
+                f"data.output_path: {output} is there already; set data.overwrite=True to replace it, or another name"
+            )
+        self._make_folder()
+        self._file = open(self.folder / "rows.jsonl", "a+b", buffering=0)  # noqa: SIM115 - closed by `close`
+        try:
+            self._lock()
+            changed = self._changed(settings)
+            if changed and not overwrite:
+                raise DataError(
+                    f"{self.folder} holds responses of an interrupted generation with other settings:\n  "
+                    + "\n  ".join(changed)
+                    + "\nGo on with those, set another data.output_path, or data.overwrite=True to start over"
+                )
+            if changed:
+                self._file.truncate(0)
+            replace_file(self.folder / "settings.json", json.dumps(dict(settings), indent=2) + "\n")
+            self._end = self._recover()
+        except BaseException:
+            self._file.close()
+            raise
+        self._synced = time.monotonic()
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"data.output_path: {self.folder} cannot be made: {error.strerror or error}"
+            ) from error
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"another process is generating into {self.folder}; wait for it, or set another data.output_path"
+            ) from None
+
+    def _changed(self, settings: Mapping[str, Any]) -> list[str]:
+        """In which settings the lines that are there were made differently; they are not to be gone on with."""
+        path = self.folder / "settings.json"
+        if not self._file.seek(0, os.SEEK_END):
+            return []
+        try:
+            before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            return [f"{path.name} cannot be read: {error}"]
+        now = json.loads(json.dumps(dict(settings)))
+        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        return [f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}" for name in changed]
+
+    def _recover(self) -> int:
+        """Learn what is there; the end of the last whole line, behind which the file is cut."""
+        end = 0
+        self._file.seek(0)
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            for line in lines:
+                row = _row_of(line)
+                if row is None:
+                    break
+                self._places[row] = (end, len(line))
+                end += len(line)
+        self._file.truncate(end)
+        return end
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, row: int, record: Mapping[str, Any]) -> None:
+        """Keep the answer to a row."""
+        line = (json.dumps({"row": row, **record}, ensure_ascii=False) + "\n").encode("utf-8")
+        written = 0
+        while written < len(line):  # an unbuffered write may take less than it was given
+            written += self._file.write(line[written:]) or 0
+        self._places[row] = (self._end, len(line))
+        self._end += len(line)
+        if time.monotonic() - self._synced > SYNC_S:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def read(self, row: int) -> dict[str, Any]:
+        """The answer to a row that is there."""
+        place, length = self._places[row]
+        record: dict[str, Any] = json.loads(os.pread(self._file.fileno(), length, place))
+        del record["row"]
+        return record
+
+    def remove(self) -> None:
+        """The output is complete: nobody needs this any more."""
+        shutil.rmtree(self.folder)
+        sync_folder(self.folder.parent)
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _row_of(line: bytes) -> int | None:
+    """The row a whole line answers; None for what a kill left of one."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    row = found.get("row") if isinstance(found, dict) else None
+    return row if isinstance(row, int) else None
+
+
+def _short(value: Any, limit: int = 160) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

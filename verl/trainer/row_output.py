@@ -1,0 +1,130 @@
+"""The rows of files once more, with further columns: written whole or not at all.
+
+What always holds: whatever could be wrong with the rows, the format or the place is found when the output is opened,
+before anything expensive is done for it; the rows are written one piece at a time, so that memory holds the input and
+not the result; the file has its name only once it is complete and on the disk.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from verl.data.files import Rows
+from verl.errors import DataError
+from verl.observe.jsonable import dumps
+
+_PIECE = 1024
+"""Rows written at a time."""
+
+
+class ExtendedRows:
+    """Some rows of `rows`, in the order of `numbers`, to be written to `path` with the columns `added`.
+
+    `added` maps the new columns to their pyarrow types as text: `list<string>`, `list<double>` and so on."""
+
+    def __init__(
+        self, rows: Rows, numbers: Sequence[int], path: Path, added: Mapping[str, str], *, key: str
+    ) -> None:
+        self.rows, self.numbers, self.path, self.key = rows, list(numbers), path, key
+        self.added = {name: _type(kind) for name, kind in added.items()}
+        taken = [name for name in rows.column_names if name in self.added]
+        if taken:
+            raise DataError(
+                f"{key}: the data already has the column{'s' if len(taken) > 1 else ''} {', '.join(taken)}, which "
+                "would be written; set data.response_key to another name"
+            )
+        if any(path.resolve() == Path(name).resolve() for name in rows.names):
+            raise DataError(f"{key}: {path} is the file that is read (data.path); give another name")
+        self._table = self._checked_table() if path.suffix == ".parquet" else None
+        self._check_place()
+
+    def _checked_table(self) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        try:
+            table = self.rows.table(self.numbers)
+            with pyarrow.parquet.ParquetWriter(io.BytesIO(), self._schema(table)):
+                pass
+        except pa.ArrowException as error:
+            raise DataError(
+                f"{self.key}: these rows do not fit one parquet table: {error}. Write them as jsonl instead: "
+                f"{self.key}={self.path.with_suffix('.jsonl')}"
+            ) from error
+        return table
+
+    def _schema(self, table: Any) -> Any:
+        import pyarrow as pa
+
+        # What another program keeps about the columns (pandas' index, for one) does not know the new ones.
+        return pa.schema([*table.schema, *(pa.field(name, kind) for name, kind in self.added.items())])
+
+    def _check_place(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path.parent):
+                pass
+        except OSError as error:
+            raise DataError(
+                f"{self.key}: nothing can be written to {self.path.parent}: {error.strerror or error}"
+            ) from error
+
+    def write(self, columns: Iterable[Mapping[str, Any]]) -> None:
+        """`columns` gives the new columns of each row, in order."""
+        draft = self.path.with_name(f".{self.path.name}.new")
+        try:
+            with open(draft, "wb") as file:
+                if self._table is not None:
+                    self._write_parquet(file, iter(columns))
+                else:
+                    self._write_json(file, columns)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self.path)
+        except OSError as error:
+            raise DataError(
+                f"{self.key}: {self.path} cannot be written: {error.strerror or error}"
+            ) from error
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _write_parquet(self, file: Any, columns: Iterator[Mapping[str, Any]]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        schema = self._schema(self._table)
+        table = self._table
+        assert table is not None
+        with pyarrow.parquet.ParquetWriter(file, schema) as writer:
+            for start in range(0, len(self.numbers), _PIECE):
+                piece = table.slice(start, _PIECE)
+                new = list(islice(columns, piece.num_rows))
+                arrays = [
+                    pa.array([row[name] for row in new], type=kind) for name, kind in self.added.items()
+                ]
+                held = [piece.column(number) for number in range(piece.num_columns)]
+                writer.write_table(pa.Table.from_arrays([*held, *arrays], schema=schema))
+
+    def _write_json(self, file: Any, columns: Iterable[Mapping[str, Any]]) -> None:
+        lines = self.path.suffix == ".jsonl"
+        between = "\n" if lines else ",\n"
+        file.write(b"" if lines else b"[\n")
+        for place, (number, new) in enumerate(zip(self.numbers, columns, strict=True)):
+            file.write((between if place else "").encode())
+            file.write(dumps({**self.rows[number], **new}).encode("utf-8"))
+        file.write(b"\n" if lines else b"\n]\n")
+
+
+def _type(text: str) -> Any:
+    """`list<...>` of pyarrow's plain type names."""
+    import pyarrow as pa
+
+    if text.startswith("list<"):
+        return pa.list_(_type(text[5:-1]))
+    return pa.type_for_alias(text)

@@ -1,0 +1,81 @@
+"""An engine that only generates, without a trainer: in this process, or one in each of several on Ray.
+
+What always holds: the tokens do not depend on how many there are, because every draw is keyed by its request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from verl.config.generation import engines
+from verl.config.pools import OWN_COPY
+from verl.config.schema import RolloutConfig
+from verl.engines.settings import parameter_dtype
+from verl.models.adapter import merge_adapter
+from verl.models.loading import load_causal_lm
+from verl.rollout import build_rollout
+from verl.workers.local import choose_device
+from verl.workers.placement import require_ray
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from verl.config.schema import GenerationConfig
+    from verl.rollout.base import RolloutEngine
+
+logger = logging.getLogger(__name__)
+
+
+def rollout_section(cfg: GenerationConfig) -> RolloutConfig:
+    """The rollout section as engines know it. Nobody trains here, so nobody wants the cache's memory back."""
+    own = {field.name: getattr(cfg.rollout, field.name) for field in fields(cfg.rollout)}
+    return RolloutConfig(**own, free_cache_engine=False)
+
+
+@contextmanager
+def open_engine(
+    cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any
+) -> Iterator[RolloutEngine]:
+    """The engine the config asks for, with the weights of `path`; closed at the end of the block."""
+    if engines(cfg) > 1:
+        require_ray(cfg)
+        from verl.workers.ray_generation import spread_engine
+
+        with spread_engine(cfg, path, adapter, tokenizer) as spread:
+            yield spread
+        return
+    engine = load_engine(cfg, path, adapter, tokenizer)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def load_engine(cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any) -> RolloutEngine:
+    """The engine of this process."""
+    rollout = rollout_section(cfg)
+    module = _load(cfg, path, adapter)
+    engine: Any = build_rollout(rollout.name, module, tokenizer, rollout, watchdog_s=cfg.trainer.watchdog_s)
+    if rollout.name in OWN_COPY:
+        engine.source = None  # it has taken and proven its copy; ours would only hold memory
+    return engine  # type: ignore[no-any-return]
+
+
+def _load(cfg: GenerationConfig, path: str, adapter: Path | None) -> nn.Module:
+    device, wanted = choose_device(cfg.trainer.device), cfg.rollout.dtype
+    model = load_causal_lm(
+        path,
+        dtype=parameter_dtype("auto" if wanted == "fp8" else wanted, device),
+        device=device,
+        trust_remote_code=cfg.model.trust_remote_code,
+        override_config=cfg.model.override_config,
+    )
+    if adapter is not None:
+        logger.info("adapter %s: %d weights changed", adapter, merge_adapter(model, adapter))
+    return model.requires_grad_(False)
