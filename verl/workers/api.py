@@ -87,7 +87,10 @@ class RolloutWorker:
             for row, length in zip(responses.tolist(), lengths, strict=True)
         ]
         out.non_tensor_batch["response_text"] = object_column(texts)
-        out.meta_info["temperature"] = settings.sampling.temperature
+        sampling = settings.sampling
+        # The distribution its log-probs belong to, so that a trainer recomputes the same one.
+        plain = sampling.raw_log_probs or sampling.temperature == 0
+        out.meta_info["temperature"] = 1.0 if plain else sampling.temperature
         return out
 
     def close(self) -> None:

@@ -1,0 +1,144 @@
+"""The Python API: the model that is handed in learns, its copies do not; a dataloader of one's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl import DataProto, GRPOTrainer, PPOTrainer
+from verl.config.sections.data import DataConfig
+from verl.errors import DataError
+from verl.trainer import TrainingConfig
+from verl.trainer.given_batches import GivenLoader
+from verl.trainer.loop import RLLoop
+from verl.workers import RolloutWorker
+from verl.workers.local import LocalGroup
+
+
+def reward(response: str, prompt: str) -> float:
+    return len(set(response.split())) / 4
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("trainer", [PPOTrainer, GRPOTrainer])
+def test_the_model_handed_in_learns_and_its_reference_does_not(
+    trainer, tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    before, untouched = weights(model), copy.deepcopy(model)
+    groups, make = [], LocalGroup.__init__
+
+    def watched(self, *arguments, **more):
+        make(self, *arguments, **more)
+        groups.append(self)
+
+    monkeypatch.setattr(LocalGroup, "__init__", watched)
+    batches, step = [], RLLoop.step
+
+    def kept(self, prompts):
+        metrics = step(self, prompts)
+        batches.append(self.batch)
+        return metrics
+
+    monkeypatch.setattr(RLLoop, "step", kept)
+    config = TrainingConfig(
+        batch_size=4,
+        n=4,
+        learning_rate=3e-3,
+        kl_coef=0.01,
+        max_prompt_length=16,
+        max_response_length=4,
+        mini_batch_size=2,
+        temperature=0.9,
+        device="cpu",
+        output_dir=str(tmp_path / "run"),
+        overrides={"trainer.logger": [], "reward.in_process": True, "critic.optim.lr": 1e-2},
+    )
+    data = [[f"repeat {digit}" for digit in range(start, start + 4)] for start in (0, 4)]
+    result = trainer(model, tiny_tokenizer, config, reward_function=reward).train(data)
+    assert result.steps == 2 and len(batches) == 2
+    (group,) = groups
+    assert group.cfg.actor_rollout_ref.rollout.temperature == 0.9
+    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert group.actor_engine.model is model, "no copy learns in its place"
+    reference = weights(group.ref_engine.model)
+    assert all(torch.equal(value, reference[name]) for name, value in before.items())
+    if trainer is PPOTrainer:
+        assert group.critic is not None
+        ours = {value.data_ptr() for value in model.parameters()}
+        assert ours.isdisjoint(value.data_ptr() for value in group.critic.engine.model.parameters())
+        assert group.cfg.algorithm.use_kl_in_reward and group.cfg.algorithm.kl_ctrl.kl_coef == 0.01
+    else:
+        actor = group.cfg.actor_rollout_ref.actor
+        assert actor.use_kl_loss and actor.kl_loss_coef == 0.01
+    t = batches[1].batch
+    ids, attended, width = t["input_ids"], t["attention_mask"], t["responses"].shape[1]
+    with torch.no_grad():
+        logits = untouched(
+            input_ids=ids, attention_mask=attended, position_ids=(attended.cumsum(-1) - 1).clamp(min=0)
+        ).logits
+    each = (logits[:, :-1] / 0.9).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(t["ref_log_prob"], each[:, -width:] * t["response_mask"], atol=1e-5, rtol=0)
+
+
+def loader(batches, tokenizer) -> GivenLoader:
+    return GivenLoader(batches, DataConfig(max_prompt_length=16, truncation="left"), tokenizer)
+
+
+def texts(batch: DataProto) -> list[str]:
+    return [str(prompt) for prompt in batch.non_tensor_batch["raw_prompt"]]
+
+
+def test_a_given_dataloader_goes_on_where_it_stood(tiny_tokenizer):
+    batches = [["repeat 1"], ["repeat 2"], ["repeat 3"]]
+    whole = loader(batches, tiny_tokenizer)
+    first_epoch = [texts(batch) for batch in whole]
+    assert first_epoch == batches and (whole.epoch, whole.position) == (1, 0)
+    start = loader(batches, tiny_tokenizer)
+    taken = iter(start)
+    first = next(taken)
+    assert (start.epoch, start.position) == (0, 1)
+    rest = loader(batches, tiny_tokenizer)
+    rest.load_state_dict(start.state_dict())
+    assert [texts(batch) for batch in rest] == batches[1:]
+    assert [texts(batch) for batch in rest] == batches, "and then the next epoch, whole"
+    assert rest.epoch == 2
+    again = list(loader(batches, tiny_tokenizer))
+    assert first.non_tensor_batch["uid"][0] == again[0].non_tensor_batch["uid"][0]
+    uids = {uid for batch in again for uid in batch.non_tensor_batch["uid"]}
+    assert len(uids) == 3
+
+
+@pytest.mark.parametrize("said", [2, 4])
+def test_a_dataloader_that_miscounts_itself_is_refused(tiny_tokenizer, said):
+    class Wrong:
+        def __len__(self) -> int:
+            return said
+
+        def __iter__(self):
+            return iter([["repeat 1"], ["repeat 2"], ["repeat 3"]])
+
+    with pytest.raises(DataError, match=f"says that it has {said} batches but gave 3"):
+        list(loader(Wrong(), tiny_tokenizer))
+
+
+@pytest.mark.parametrize(("given", "raw", "kept"), [(0.6, False, 0.6), (0.6, True, 1.0), (0.0, False, 1.0)])
+def test_a_rollout_worker_says_which_distribution_its_log_probs_are_of(
+    tiny_model_dir, tiny_tokenizer, given, raw, kept
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    worker = RolloutWorker(
+        model,
+        tokenizer=tiny_tokenizer,
+        temperature=given,
+        max_response_length=4,
+        overrides={"actor_rollout_ref.rollout.raw_log_probs": raw},
+    )
+    out = worker.generate(["repeat 1", "repeat 2"])
+    assert out.meta_info["temperature"] == kept

@@ -1,0 +1,296 @@
+"""The roles' own arithmetic, against closed forms: losses, their parts and denominators, and what a config needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from verl.config.load import from_dict
+from verl.config.schema import PPOConfig
+from verl.config.sections.actor import ActorConfig, CriticConfig
+from verl.data.proto import DataProto, object_column
+from verl.engines.base import ModelOutput
+from verl.errors import RolloutError
+from verl.observe.metrics import Metric
+from verl.rollout.base import Response
+from verl.workers.actor import ActorRole, RolloutGap
+from verl.workers.critic import CriticRole
+from verl.workers.group import WorkerGroup
+from verl.workers.needs import needs_critic, needs_old_log_probs, needs_reference
+from verl.workers.rollout import (
+    RolloutRole,
+    greedy_settings,
+    training_settings,
+    validation_settings,
+)
+
+B, T = 3, 4
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+# Of a mini-batch that has more rows than this micro-batch, over two ranks.
+COUNTS = {"dp_size": 2, "batch_num_tokens": 20, "global_batch_size": 7}
+
+
+def numbers(seed: int, low: float = -2.0, high: float = -0.1) -> torch.Tensor:
+    return torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) * (high - low) + low
+
+
+def micro(**tensors: torch.Tensor) -> DataProto:
+    return DataProto.from_dict(tensors={"response_mask": MASK, **tensors}, meta_info=dict(COUNTS))
+
+
+def actor(**settings: Any) -> ActorRole:
+    engine: Any = None  # the loss needs none
+    return ActorRole(engine, ActorConfig(**settings), loss_scale_factor=9)
+
+
+def test_the_actors_loss_is_policy_loss_less_entropy_plus_kl():
+    log_prob, entropy = numbers(0).requires_grad_(), numbers(1, 0.5, 2.0).requires_grad_()
+    advantages, ref = numbers(2, -1, 1), numbers(3)
+    role = actor(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7, kl_loss_type="k3")
+    out = ModelOutput(log_probs=log_prob, entropy=entropy)
+    loss, metrics = role._micro_batch_loss(out, micro(advantages=advantages, ref_log_prob=ref))
+    d = ref - log_prob
+    kl = d.exp() - d - 1
+
+    def share(x: torch.Tensor) -> torch.Tensor:
+        return (x * MASK).sum() / 20
+
+    expected = 2 * (share(-advantages) - 0.3 * share(entropy) + 0.7 * share(kl))
+    torch.testing.assert_close(loss, expected)
+    assert float(metrics["actor/pg_loss"].value) == pytest.approx(float(share(-advantages)), abs=1e-6)
+    assert float(metrics["actor/kl_loss"].value) == pytest.approx(float(share(kl)), abs=1e-6)
+    assert metrics["actor/pg_loss"].reduce == metrics["actor/kl_loss"].reduce == "sum"
+    for name, values in (("actor/entropy", entropy), ("actor/kl", kl)):
+        assert float(metrics[name].value) == pytest.approx(float((values * MASK).sum() / 5), abs=1e-6)
+        assert (metrics[name].reduce, int(metrics[name].weight)) == ("mean", 5)
+    loss.backward()
+    # On fresh samples the ratio is 1 and its gradient is the policy gradient; the KL pulls towards the reference.
+    pulled = 0.7 * (1 - d.detach().exp())
+    torch.testing.assert_close(log_prob.grad, 2 * MASK * (-advantages + pulled) / 20)
+    torch.testing.assert_close(entropy.grad, -2 * 0.3 * MASK / 20)
+
+
+def test_the_ratio_is_to_the_policy_that_sampled():
+    log_prob, old, advantages = numbers(0).requires_grad_(), numbers(4), numbers(2, -1, 1)
+    weights = numbers(5, 0.1, 2.0)
+    role = actor(clip_ratio=100.0, clip_ratio_low=0.9, clip_ratio_c=1e6, entropy_coeff=0.0)
+    batch = micro(advantages=advantages, old_log_probs=old, rollout_is_weights=weights)
+    loss, metrics = role._micro_batch_loss(ModelOutput(log_probs=log_prob), batch)
+    ratio = (log_prob - old).exp()
+    worst = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.1, 101.0))
+    torch.testing.assert_close(loss, 2 * (worst * weights * MASK).sum() / 20)
+    assert float(metrics["actor/ppo_kl"].value) == pytest.approx(
+        float(((old - log_prob) * MASK).sum() / 5), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(("given", "factor"), [(None, 9), (5, 5)])
+def test_the_divisor_of_summed_tokens_is_the_longest_response_unless_given(given, factor):
+    advantages = numbers(2, -1, 1)
+    role = actor(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=given)
+    loss, _ = role._micro_batch_loss(ModelOutput(log_probs=numbers(0)), micro(advantages=advantages))
+    torch.testing.assert_close(loss, 2 * (-advantages * MASK).sum() / factor / 7)
+
+
+def test_the_critics_loss_is_the_clipped_squared_error():
+    predicted, values, returns = numbers(0, -1, 1), numbers(1, -1, 1), numbers(2, -1, 1)
+    engine: Any = None
+    role = CriticRole(engine, CriticConfig(cliprange_value=0.2), loss_scale_factor=9)
+    loss, metrics = role._micro_batch_loss(
+        ModelOutput(values=predicted), micro(values=values, returns=returns)
+    )
+    near = torch.minimum(torch.maximum(predicted, values - 0.2), values + 0.2)
+    worst = 0.5 * torch.maximum((predicted - returns) ** 2, (near - returns) ** 2)
+    torch.testing.assert_close(loss, 2 * (worst * MASK).sum() / 20)
+    assert float(metrics["critic/vf_loss"].value) == pytest.approx(float(loss) / 2)
+    assert float(metrics["critic/vpred_mean"].value) == pytest.approx(
+        float((predicted * MASK).sum() / 5), abs=1e-6
+    )
+
+
+def test_the_gap_between_trainer_and_rollout_is_that_of_all_micro_batches():
+    gap = RolloutGap()
+    assert gap.metrics() == {}
+    parts = [(numbers(seed), numbers(seed + 10)) for seed in (0, 1)]
+    for ours, theirs in parts:
+        gap.add(ours, theirs, MASK)
+    kept = torch.cat([(a.exp() - b.exp()).abs()[MASK.bool()] for a, b in parts]).double()
+    found = {name.rpartition("_")[2]: float(metric.value) for name, metric in gap.metrics().items()}
+    assert found["mean"] == pytest.approx(float(kept.mean()), abs=1e-6)
+    assert found["std"] == pytest.approx(float(kept.std()), abs=1e-6)
+    assert found["max"] == pytest.approx(float(kept.max()), abs=1e-6)
+
+
+def config(**values: Any) -> PPOConfig:
+    plain = {
+        "data.train_files": ["x"],
+        "data.train_batch_size": 8,
+        "actor_rollout_ref.model.path": "x",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.rollout.n": 2,
+        "algorithm.adv_estimator": "grpo",
+    }
+    return from_dict(PPOConfig, {**plain, **values}, checked=False)
+
+
+def test_old_log_probs_are_left_out_only_where_the_update_gives_them():
+    assert not needs_old_log_probs(config(), 16)
+    assert needs_old_log_probs(config(), 17), "a second update would find another policy"
+    for key, value in {
+        "actor_rollout_ref.actor.ppo_epochs": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "algorithm.adv_estimator": "optimal_token_baseline",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_rs": "token_k1",
+    }.items():
+        assert needs_old_log_probs(config(**{key: value}), 16), key
+
+
+def test_which_roles_a_config_asks_for():
+    assert not needs_reference(config()) and not needs_critic(config())
+    assert needs_reference(config(**{"algorithm.use_kl_in_reward": True}))
+    assert needs_reference(config(**{"actor_rollout_ref.actor.use_kl_loss": True}))
+    assert needs_critic(config(**{"algorithm.adv_estimator": "gae"}))
+    assert not needs_critic(config(**{"algorithm.adv_estimator": "gae", "critic.enable": False}))
+
+
+def test_settings_of_the_three_kinds_of_generation():
+    rollout = config(
+        **{
+            "actor_rollout_ref.rollout.temperature": 0.8,
+            "actor_rollout_ref.rollout.top_p": 0.7,
+            "actor_rollout_ref.rollout.top_k": 6,
+            "actor_rollout_ref.rollout.min_p": 0.05,
+            "actor_rollout_ref.rollout.seed": 5,
+            "actor_rollout_ref.rollout.stop": ["end"],
+            "actor_rollout_ref.rollout.stop_token_ids": [4],
+            "actor_rollout_ref.rollout.repetition_penalty": 1.1,
+        }
+    ).actor_rollout_ref.rollout
+    train = training_settings(rollout, 33, step=7)
+    assert (train.n, train.seed, train.sampling.max_tokens) == (2, 12, 33)
+    s = train.sampling
+    assert (s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty) == (0.8, 0.7, 6, 0.05, 1.1)
+    assert (s.stop, s.stop_token_ids) == (("end",), (4,))
+    greedy = greedy_settings(rollout, 33)
+    s = greedy.sampling
+    assert (greedy.n, s.temperature, s.top_p, s.top_k, s.min_p, s.max_tokens) == (1, 0, 1, -1, 0, 33)
+    assert s.stop == ("end",)
+    val = validation_settings(rollout, 33)
+    assert (val.n, val.seed, val.sampling.temperature, val.sampling.top_k) == (1, 5, 0, -1)
+
+
+class Backwards:
+    """An engine that answers last samples first."""
+
+    def __init__(self, leave_out: int = 0) -> None:
+        self.requests: list[Any] = []
+        self.leave_out = leave_out
+
+    def generate(self, requests: Any) -> Any:
+        self.requests = list(requests)
+        samples = [(r, s) for r in self.requests for s in range(r.n)]
+        for request, sample in reversed(samples[self.leave_out :]):
+            token = 10 * int(request.request_id) + sample
+            yield Response(request.request_id, sample, [token], [-1.0], "stop", policy_version=3)
+
+
+def prompts(*uids: str) -> DataProto:
+    return DataProto(
+        {},
+        {"uid": object_column(uids), "prompt_ids": object_column([[7] * (1 + int(u)) for u in uids])},
+        {},
+    )
+
+
+def settings(n: int) -> Any:
+    return training_settings(config(**{"actor_rollout_ref.rollout.n": n}).actor_rollout_ref.rollout, 4, 1)
+
+
+def test_rows_stand_prompt_by_prompt_whatever_finished_first():
+    engine: Any = Backwards()
+    heard: list[tuple[int, int]] = []
+    batch = RolloutRole(engine, 0).generate(
+        prompts("2", "1"), settings(3), lambda row, response: heard.append((row, response.token_ids[0]))
+    )
+    assert batch.batch["responses"].flatten().tolist() == [20, 21, 22, 10, 11, 12]
+    assert list(batch.non_tensor_batch["uid"]) == ["2"] * 3 + ["1"] * 3
+    assert heard == [(5, 12), (4, 11), (3, 10), (2, 22), (1, 21), (0, 20)]
+    assert [(r.request_id, r.n, len(r.prompt_ids)) for r in engine.requests] == [("2", 3, 3), ("1", 3, 2)]
+    assert set(batch.non_tensor_batch["policy_version"]) == {3}
+
+
+def test_unanswered_and_doubled_prompts_are_refused():
+    engine: Any = Backwards(leave_out=1)
+    with pytest.raises(RolloutError, match="1 of 4 samples unanswered"):
+        RolloutRole(engine, 0).generate(prompts("1", "2"), settings(2))
+    with pytest.raises(RolloutError, match="share a uid"):
+        RolloutRole(engine, 0).generate(prompts("1", "1"), settings(2))
+
+
+class Counting(WorkerGroup):
+    """Roles that only remember what they were asked to train on."""
+
+    def __init__(self, cfg: PPOConfig) -> None:
+        super().__init__(cfg)
+        self.done: list[tuple[str, list[int], int]] = []
+        self.published: list[int] = []
+
+    def train_mini_batch(self, role: str, mini: DataProto) -> dict[str, Metric]:
+        rows = mini.batch["row"].tolist()
+        self.done.append((role, rows, self.policy_version))
+        tokens = mini.meta_info["batch_num_tokens"]
+        return {"mean": Metric(float(len(self.done)), "mean", tokens), "sum": Metric(float(tokens), "sum")}
+
+    def publish_weights(self) -> None:
+        self.published.append(self.policy_version)
+
+    def generate(self, *arguments: Any) -> Any: ...
+    def log_probs(self, *arguments: Any, **more: Any) -> Any: ...
+    def ref_log_probs(self, *arguments: Any) -> Any: ...
+    def values(self, *arguments: Any) -> Any: ...
+    def checkpoint_parts(self) -> Any: ...
+    def close(self) -> None: ...
+
+
+def rows_of(count: int, masked: tuple[int, ...] = ()) -> DataProto:
+    mask = torch.ones(count, 3, dtype=torch.long)
+    mask[list(masked)] = 0
+    return DataProto.from_dict(tensors={"response_mask": mask, "row": torch.arange(count)})
+
+
+def test_an_update_leaves_out_what_has_no_tokens_and_weighs_the_rest_by_them():
+    group = Counting(config(**{"actor_rollout_ref.actor.ppo_mini_batch_size": 1}))
+    metrics = group.update_actor(rows_of(6, masked=(1, 2, 3)))
+    assert [rows for _, rows, _ in group.done] == [[0, 1], [4, 5]], "rows 2 and 3 are a mini-batch of nothing"
+    assert metrics == {"mean": pytest.approx((1 * 3 + 2 * 6) / 9), "sum": pytest.approx(4.5)}
+    assert (group.policy_version, group.published) == (1, [1])
+
+
+def test_the_version_counts_updates_of_the_actor_and_the_rollout_hears_of_each():
+    group = Counting(
+        config(
+            **{
+                "actor_rollout_ref.actor.ppo_epochs": 2,
+                "critic.ppo_mini_batch_size": 4,
+                "critic.ppo_epochs": 3,
+            }
+        )
+    )
+    batch = rows_of(16)
+    group.update_critic(batch)
+    assert [len(rows) for _, rows, _ in group.done] == [8] * 6 and group.published == []
+    group.done.clear()
+    for version in (1, 2):
+        group.update_actor(batch)
+        assert (group.policy_version, group.published[-1]) == (version, version)
+    orders = [rows for _, rows, _ in group.done]
+    assert [len(rows) for rows in orders] == [16] * 4
+    assert orders[0] == orders[2] == list(range(16)) and orders[1] != orders[3]
+    again = Counting(group.cfg)
+    again.policy_version = 1
+    again.update_actor(batch)
+    assert again.done[1][1] == orders[3], "a resumed run shuffles as the first one did"
