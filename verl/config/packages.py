@@ -6,7 +6,7 @@ import importlib.util
 
 from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
 from verl.errors import missing_package
 
 _ENGINES = ("vllm", "sglang")
@@ -28,6 +28,7 @@ def needed(config: PPOConfig | SFTConfig) -> dict[str, str]:
     ranks = (
         f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, trainer.nnodes={config.trainer.nnodes}"
     )
+    models: dict[str, ModelConfig | SFTModelConfig]
     if isinstance(config, SFTConfig):
         models = {"model": config.model}
     else:

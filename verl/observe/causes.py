@@ -27,7 +27,7 @@ def likely_fix(error: BaseException, settings: HealthSettings | None = None, pha
         return ""
     if is_out_of_memory(error):
         return out_of_memory_advice(settings or HealthSettings(), phase)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             "the disk is full: free some space, set trainer.default_local_dir to another disk, or keep fewer "
             "checkpoints with trainer.max_actor_ckpt_to_keep=1"

@@ -74,7 +74,20 @@ class RunFolder:
         import yaml
 
         text = yaml.safe_dump(jsonable(config), sort_keys=False, allow_unicode=True, default_flow_style=False)
-        write_atomically(self.path / "config.yaml", text)
+        try:
+            write_atomically(self.path / "config.yaml", text)
+        except OSError as error:
+            raise VerlError(_cannot_write(self.path, error, "trainer.default_local_dir")) from None
+
+    def previous_config(self) -> dict[str, Any] | None:
+        """The configuration of the run that was here before; None where there was none that can be read."""
+        import yaml
+
+        try:
+            found = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return None
+        return found if isinstance(found, dict) else None
 
     def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         line = dumps({"step": step, **metrics}) + "\n"
@@ -106,15 +119,17 @@ class RunFolder:
                     file.unlink()
         return any(row.get("step", 0) == step for row in kept)
 
-    def write_crash(self, error: BaseException, fix: str = "") -> Path:
+    def write_crash(self, error: BaseException, fix: str = "") -> None:
         """Cause first, fix second, traceback last."""
         parts = [f"{type(error).__name__}: {error}".rstrip()]
         if fix:
             parts.append(f"What to do: {fix}")
         parts.append(f"When: {time.strftime('%Y-%m-%d %H:%M:%S %Z')}")
         parts.append("".join(traceback.format_exception(error)).rstrip())
-        write_atomically(self._crash_file, "\n\n".join(parts) + "\n")
-        return self._crash_file
+        try:
+            write_atomically(self._crash_file, "\n\n".join(parts) + "\n")
+        except OSError as failed:  # the crash itself matters more than its record
+            logger.warning("%s could not be written: %s", self._crash_file, failed)
 
     def close(self) -> None:
         self._lock.release()
@@ -126,7 +141,11 @@ class RunFolder:
         self.close()
 
     def _write_rows(self, file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-        write_atomically(file, "".join(dumps(row) + "\n" for row in rows))
+        """Samples are for people to look at: a full disk costs them, not the run."""
+        try:
+            write_atomically(file, "".join(dumps(row) + "\n" for row in rows))
+        except OSError as error:
+            logger.warning("the samples in %s could not be written: %s. The run goes on", file, error)
         return file
 
 
@@ -216,7 +235,11 @@ def _require_writable(folder: Path, key: str) -> None:
             probe.write(b"verl")
             probe.flush()
     except OSError as error:
-        raise VerlError(
-            f"cannot write to the folder {folder}: {error.strerror or error}. A run needs a folder it may create "
-            f"and write to: set {key} to one."
-        ) from None
+        raise VerlError(_cannot_write(folder, error, key)) from None
+
+
+def _cannot_write(folder: Path, error: OSError, key: str) -> str:
+    return (
+        f"cannot write to the folder {folder}: {error.strerror or error}. A run needs a folder it may create "
+        f"and write to: set {key} to one."
+    )

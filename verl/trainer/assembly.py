@@ -22,7 +22,13 @@ from verl.reward.base import RewardManager, RewardSample
 from verl.reward.managers import build_reward_manager
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
-from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
+from verl.trainer.setup import (
+    open_run_folder,
+    prometheus_address,
+    quiet_transformers,
+    record_config,
+    seed_everything,
+)
 from verl.workers.placement import build_checkpoints, build_group
 
 if TYPE_CHECKING:
@@ -78,7 +84,7 @@ def open_run(
         check_rewards(rewards, [train_loader, val_loader])
         total = cfg.trainer.total_training_steps or len(train_loader) * cfg.trainer.total_epochs
         with open_run_folder(cfg.trainer) as folder:
-            folder.write_config(to_dict(cfg))
+            record_config(cfg, folder)
             logger.info("%s", render_batches(batch_plan(cfg, total_steps=total)))
             try:
                 yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from collections.abc import Callable
@@ -24,6 +25,13 @@ def run_command(body: Callable[[], int | None]) -> int:
     except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        from verl.observe.causes import likely_fix
+
+        sys.stderr.write(f"error: {error}. {likely_fix(error)}\n")
+        return VerlError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130

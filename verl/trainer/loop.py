@@ -20,6 +20,7 @@ from verl.observe.health import HealthMonitor, HealthSettings
 from verl.observe.timing import Timer
 from verl.trainer import advantage
 from verl.trainer.experience import Experience
+from verl.trainer.setup import resume_note
 from verl.trainer.validate import sample_rows, validate
 from verl.workers.needs import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
 
@@ -232,7 +233,9 @@ class RLLoop:
             elif not self.run_folder.rewind(self.step_number) and "metrics" in state:
                 # The run ended between the checkpoint and its line in the metrics.
                 self.tracker.log(self.step_number, state["metrics"])
-            self.tracker.note(f"resumed after step {self.step_number}")
+            # Validating needs no steps to be left.
+            left = self.step_number + 1 if self.cfg.trainer.val_only else self.total_steps
+            self.tracker.note(resume_note(self.step_number, left))
 
     def state_dict(self) -> dict[str, Any]:
         return {

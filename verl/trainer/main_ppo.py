@@ -66,8 +66,8 @@ def run(
 
 def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, live: bool) -> RunResult:
     """One start of a run, from its last checkpoint (or afresh) to its end."""
-    from verl.observe.report import write_report
     from verl.trainer.assembly import build_loop, open_run
+    from verl.trainer.setup import leave_report
 
     with open_run(cfg, **given) as parts:
         loop = build_loop(cfg, parts, model=model, live=live)
@@ -77,7 +77,7 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
         finally:
             loop.tracker.close()
             loop.workers.close()
-            write_report(parts.folder.path)
+            leave_report(parts.folder)
         return RunResult(parts.folder.path, metrics, loop.step_number)
 
 

@@ -10,7 +10,7 @@ import logging
 from verl.config.available import unavailable
 from verl.config.model_folder import context_length, folder_problem
 from verl.config.packages import missing_packages
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
 from verl.data.files import absent
 from verl.errors import ConfigError
 
@@ -56,6 +56,7 @@ def _model_problems(cfg: PPOConfig | SFTConfig) -> list[str]:
 
 
 def _warn_of_length(cfg: PPOConfig | SFTConfig) -> None:
+    model: ModelConfig | SFTModelConfig
     if isinstance(cfg, SFTConfig):
         model, keys, longest = cfg.model, "data.max_length", cfg.data.max_length
     else:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from verl.config.load import to_dict
+from verl.observe.jsonable import jsonable
 from verl.observe.run_folder import RunFolder, default_run_path
 
 if TYPE_CHECKING:
-    from verl.config.schema import BaseTrainerConfig
+    from verl.config.schema import BaseTrainerConfig, PPOConfig, SFTConfig
+
+logger = logging.getLogger(__name__)
+
+_MODEL_KEYS = ("actor_rollout_ref.model.path", "model.path")
+_SHOWN = 6
 
 
 def seed_everything(seed: int) -> None:
@@ -43,3 +52,59 @@ def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:
         rollout_dir=getattr(cfg, "rollout_data_dir", None),
         validation_dir=getattr(cfg, "validation_data_dir", None),
     )
+
+
+def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
+    """Write the config; where a run of other settings is about to go on, say which, before they are forgotten."""
+    resuming = cfg.trainer.resume_mode == "auto" and any(folder.path.glob("global_step_*"))
+    before = folder.previous_config() if resuming else None
+    changed = changes(before, jsonable(to_dict(cfg))) if before is not None else []
+    if changed:
+        shown = ", ".join(f"{key} {old!r} -> {new!r}" for key, old, new in changed[:_SHOWN])
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        other = [(old, new) for key, old, new in changed if key in _MODEL_KEYS]
+        weights = f" The weights are those of its checkpoint, begun from {other[0][0]!r}." if other else ""
+        logger.warning(
+            "the run in %s goes on with other settings than before: %s%s.%s For a run of its own set "
+            "trainer.experiment_name, or trainer.resume_mode=disable to begin again here",
+            folder.path,
+            shown,
+            more,
+            weights,
+        )
+    folder.write_config(to_dict(cfg))
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys both configs have with different values: name, value before, value after."""
+    old, new = dict(_flat(before)), dict(_flat(after))
+    return [(key, old[key], value) for key, value in new.items() if key in old and old[key] != value]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def resume_note(step: int, total: int) -> str:
+    """What a run says after it found its checkpoint."""
+    if step < total:
+        return f"resumed after step {step}"
+    return (
+        f"nothing is left to do: this run has done {step} of {total} steps. To train on, raise "
+        f"trainer.total_training_steps or trainer.total_epochs; for a run of its own set trainer.experiment_name, "
+        f"or trainer.resume_mode=disable to begin again here"
+    )
+
+
+def leave_report(folder: RunFolder) -> None:
+    """`report.html`, whatever happened; a disk that has no room for it is no reason to fail."""
+    from verl.observe.report import write_report
+
+    try:
+        write_report(folder.path)
+    except OSError as error:
+        logger.warning("the report in %s could not be written: %s", folder.path, error)

@@ -70,10 +70,16 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     from verl.config.load import to_dict
     from verl.data.chat import load_tokenizer
     from verl.data.sft_dataset import sft_loader
-    from verl.observe.report import write_report
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
-    from verl.trainer.setup import open_run_folder, prometheus_address, quiet_transformers, seed_everything
+    from verl.trainer.setup import (
+        leave_report,
+        open_run_folder,
+        prometheus_address,
+        quiet_transformers,
+        record_config,
+        seed_everything,
+    )
     from verl.workers.sft.group import build_sft_group
 
     seed_everything(cfg.trainer.seed)
@@ -85,7 +91,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     assert train_loader is not None
     total = trainer.total_training_steps or len(train_loader) * trainer.total_epochs
     with open_run_folder(trainer) as folder:
-        folder.write_config(to_dict(cfg))
+        record_config(cfg, folder)
         logger.info("%s", render(batch_plan(cfg, total_steps=total)))
         try:
             with (
@@ -122,7 +128,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
             folder.write_crash(error, likely_cure(cfg, error))
             raise
         finally:
-            write_report(folder.path)
+            leave_report(folder)
         return RunResult(folder.path, metrics, loop.step_number)
 
 
@@ -229,6 +235,8 @@ class SFTLoop:
         return timer.metrics()
 
     def resume(self) -> None:
+        from verl.trainer.setup import resume_note
+
         state = self.checkpoints.resume(self.group.checkpoint_parts())
         if state is not None:
             self.step_number = state["step"]
@@ -236,7 +244,7 @@ class SFTLoop:
             if not self.run_folder.rewind(self.step_number) and "metrics" in state:
                 # The run ended between the checkpoint and its line in the metrics.
                 self.tracker.log(self.step_number, state["metrics"])
-            self.tracker.note(f"resumed after step {self.step_number}")
+            self.tracker.note(resume_note(self.step_number, self.total_steps))
 
     def request_stop(self) -> None:
         """End after the step that is running, with a checkpoint."""
