@@ -19,6 +19,7 @@ _OVERRIDES = {
     ),
     "eval": ("verl.trainer.main_eval", "scores for a file of responses: verl eval key=value ..."),
     "merge": ("verl.model_merger", "checkpoint to a Hugging Face folder, verified"),
+    "doctor": ("verl.doctor.cli", "what works on this machine: verl doctor [RUN or CONFIG] [key=value ...]"),
 }
 
 # Programs with `add_arguments(parser)` and `run(args) -> int`; a nested table makes a second word.

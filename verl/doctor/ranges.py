@@ -1,0 +1,82 @@
+"""Which packages verl wants in which versions: read from its own description, never written down twice.
+
+In a checkout that is pyproject.toml beside the package, elsewhere the metadata pip installed.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
+_CLAUSE = re.compile(r"(>=|<=|==|!=|<|>|~=)\s*([0-9][0-9.]*)")
+_EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
+_NOT_FEATURES = ("dev", "all")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A package and the versions of it that are accepted."""
+
+    name: str
+    versions: str
+    """`>=0.24,<0.33`; empty: any."""
+    extra: str = ""
+    """The extra that brings it; empty: it is always needed."""
+
+    def accepts(self, version: str) -> bool:
+        """Whether a version is in the range; build tags (`+cpu`) and pre-release marks do not count."""
+        numbers = _numbers(version)
+        for sign, bound in _CLAUSE.findall(self.versions):
+            other = _numbers(bound)
+            width = max(len(numbers), len(other))
+            left = numbers + (0,) * (width - len(numbers))
+            right = other + (0,) * (width - len(other))
+            fits = {
+                ">=": left >= right,
+                "<=": left <= right,
+                ">": left > right,
+                "<": left < right,
+                "==": left == right,
+                "!=": left != right,
+                "~=": left >= right and left[: len(other) - 1] == other[:-1],
+            }
+            if not fits[sign]:
+                return False
+        return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(int(part) for part in match[1].split(".")) if match else ()
+
+
+def wanted_packages() -> list[Wanted]:
+    """Everything verl names, what is always needed first."""
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if project.is_file():
+        described = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        if described.get("name") == "verl":
+            lines = [(line, "") for line in described["dependencies"]]
+            for extra, needed in described["optional-dependencies"].items():
+                lines += [(line, extra) for line in needed]
+            return _parsed(lines)
+    try:
+        installed = metadata.requires("verl") or []
+    except metadata.PackageNotFoundError:
+        return []
+    marked = [(line, match[1] if (match := _EXTRA.search(line)) else "") for line in installed]
+    return _parsed(marked)
+
+
+def _parsed(lines: list[tuple[str, str]]) -> list[Wanted]:
+    found = []
+    for line, extra in lines:
+        match = _REQUIREMENT.match(line)
+        if match is None or extra in _NOT_FEATURES or match[1] == "verl":
+            continue
+        found.append(Wanted(match[1], match[2].strip().replace(" ", ""), extra))
+    return found
