@@ -6,6 +6,9 @@ All of them take one message string, so that they survive pickling between proce
 
 from __future__ import annotations
 
+RESUME = "the same command goes on from the last checkpoint (trainer.resume_mode=auto)"
+"""What every message says that ends a run which nobody has to mend."""
+
 
 class VerlError(Exception):
     """Base of everything a user caused or can mend. The commands print its text and exit with `exit_code`."""
@@ -31,6 +34,12 @@ class RewardError(VerlError):
 
 class RolloutError(VerlError):
     """A request an engine cannot serve, or an engine that cannot start."""
+
+
+class EngineLost(RolloutError):
+    """A rollout engine in other processes died or hangs: with `trainer.max_restarts` the run begins again."""
+
+    exit_code = 3
 
 
 class CheckpointError(VerlError):

@@ -61,6 +61,7 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"reward.reward_model.model_path": "m"}, "reward.reward_model.model_path", "enable is False", {"reward.reward_model.enable": True}),
     ({**POOL, "reward.reward_model.param_offload": False}, "reward.reward_model.param_offload", "stays on them", {"reward.reward_model.n_gpus_per_node": 0, "reward.reward_model.nnodes": 0}),
     ({"trainer.watchdog_s": 60.0}, "trainer.watchdog_s", "no workers that could die", POOL),
+    ({"trainer.max_restarts": 1}, "trainer.max_restarts", "no workers that could die", {"actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.mode": "server"}),
     ({"ray_kwargs.ray_init.num_cpus": 2}, "ray_kwargs.ray_init.num_cpus", "without Ray", POOL),
     ({"reward.judge.model": "m"}, "reward.judge.model", "base_url", {"reward.judge.base_url": "http://x/v1"}),
     ({"reward.in_process": True, "reward.num_workers": 3}, "reward.num_workers", "in_process", {"reward.in_process": False}),

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from verl.errors import RolloutError, TrainingHalted
 from verl.rollout.handover import Manifest, check_probe, compare, fingerprint, probe_prompt, trainer_log_probs
-from verl.rollout.handover.buckets import cut, read_buckets, remove, shared_folder, write_buckets
+from verl.rollout.handover.buckets import cut, read_buckets, shared_folder, write_buckets
+from verl.rollout.handover.leftovers import remove
 from verl.rollout.handover.weights import TiedHead, base_weights, tied_head, weights_of, with_tied_head
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]

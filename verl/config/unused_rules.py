@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.config import known
 from verl.config.keys import get
-from verl.config.pools import rollout_pool
+from verl.config.pools import OWN_COPY, rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import PPOConfig, SFTConfig
 
@@ -49,6 +49,14 @@ def _on_ray(config: PPOConfig | SFTConfig) -> bool:
         config.reward.reward_model.n_gpus_per_node > 0 or rollout_pool(config)
     )
     return own or world_size(config) > 1
+
+
+def _engine_beside(config: PPOConfig | SFTConfig) -> bool:
+    """Whether generation has processes of its own without Ray: a server, or workers that share a model."""
+    if not isinstance(config, PPOConfig):
+        return False
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.name in OWN_COPY and (rollout.mode == "server" or rollout.tensor_model_parallel_size > 1)
 
 
 def _uses_reference(config: PPOConfig) -> bool:
@@ -163,7 +171,7 @@ _TRAINER_RULES = (
     Rule(("ray_kwargs",), _on_ray, "one process runs without Ray"),
     Rule(
         ("trainer.max_restarts", "trainer.watchdog_s"),
-        _on_ray,
+        lambda c: _on_ray(c) or _engine_beside(c),
         "one process has no workers that could die",
     ),
     Rule(("data.val_max_samples",), lambda c: bool(c.data.val_files), "there are no data.val_files"),

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError, RolloutError, TrainingHalted, missing_package
-from verl.rollout.handover.buckets import cut, remove, shared_folder
+from verl.rollout import WATCHDOG_S
+from verl.rollout.handover.buckets import cut, shared_folder
 from verl.rollout.handover.copy_engine import Sample
+from verl.rollout.handover.leftovers import remove
 from verl.rollout.handover.server import Chunk, Client, ServerProcess, ServerRollout, free_port
 from verl.rollout.handover.weights import Pairs, weights_of, with_tied_head
 from verl.rollout.vllm.settings import ModelFacts, max_length, own_devices, read_model
@@ -117,7 +119,14 @@ class SGLangRollout(ServerRollout):
 
     name = "sglang"
 
-    def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any | None,
+        config: Any | None = None,
+        *,
+        watchdog_s: float = WATCHDOG_S,
+    ) -> None:
         require_sglang()
         self.facts = read_model(source, tokenizer)
         kind = getattr(config, "dtype", "auto")
@@ -142,7 +151,7 @@ class SGLangRollout(ServerRollout):
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(settings)]
         self.process = ServerProcess(command, self.facts.folder / "server.txt", self.name, environment)
         try:
-            self.process.wait_until_ready(self.client, "/health")
+            self.open(watchdog_s)
             self.take_first_weights(source)
         except BaseException:
             self.close()

@@ -107,7 +107,8 @@ class LocalGroup(WorkerGroup):
     def rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """The engine that generates from the actor."""
         rollout = self.cfg.actor_rollout_ref.rollout
-        return build_rollout(rollout.name, self.actor_engine, tokenizer, rollout)
+        watchdog_s = self.cfg.trainer.watchdog_s
+        return build_rollout(rollout.name, self.actor_engine, tokenizer, rollout, watchdog_s=watchdog_s)
 
     def generate(
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None

@@ -1,7 +1,8 @@
 """What a rank is doing right now, seen from beside it: the call it serves, where its code stands, when it moved last.
 
 What always holds: looking changes nothing and waits for nobody, so it works while the rank hangs. A sign of life
-is a stack that moved: a rank deep in work moves within seconds, one that waits for another does not.
+is a stack that moved: a rank deep in work moves within seconds, one that waits for another does not. While it waits for
+processes of its own (`verl.observe.life`), their signs count as its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+
+from verl.observe import life
 
 SAMPLE_S = 0.25
 _COLLECTIVE = (
@@ -73,16 +76,20 @@ class Pulse:
     def _watch(self) -> None:
         while True:
             time.sleep(SAMPLE_S)
-            frame = self._frame()
-            seen = tuple((id(f.f_code), f.f_lasti) for f in _outwards(frame))
-            if seen != self._last:
-                self._last, self._moved = seen, time.monotonic()
+            self._look(self._frame())
+
+    def _look(self, frame: FrameType | None) -> None:
+        seen = (life.beats(), *((id(f.f_code), f.f_lasti) for f in _outwards(frame)))
+        if seen != self._last:
+            self._last, self._moved = seen, time.monotonic()
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._thread) if self._thread is not None else None
 
     def sign(self) -> Sign:
-        now, frame = time.monotonic(), self._frame()
+        frame = self._frame()
+        self._look(frame)
+        now = time.monotonic()
         frames = list(_outwards(frame))
         lines = traceback.format_stack(frame)[-_SHOWN_FRAMES:] if frame is not None else []
         return Sign(

@@ -1,7 +1,7 @@
-"""`trainer.max_restarts`: begin again from the last checkpoint after ranks were lost, on what is left.
+"""`trainer.max_restarts`: begin again from the last checkpoint after processes were lost, on what is left.
 
-What always holds: only lost ranks are answered with a restart; what a user can mend, and what would happen again
-(a bad config, a failing reward), ends the run at once.
+What always holds: only lost ranks and rollout engines are answered with a restart; what a user can mend, and what would
+happen again (a bad config, a failing reward), ends the run at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint.steps import TRACKER
 from verl.config.ranks import world_size
+from verl.errors import EngineLost
 from verl.observe.run_folder import default_run_path
 from verl.workers.outcome import WorkersLost
 
@@ -26,12 +27,12 @@ Result = TypeVar("Result")
 
 
 def with_restarts(cfg: PPOConfig | SFTConfig, body: Callable[[], Result]) -> Result:
-    """Run `body` (a whole run as `cfg` says), again where ranks were lost. `cfg` is changed to what is left."""
+    """Run `body` (a whole run as `cfg` says), again where processes were lost. `cfg` is changed to what is left."""
     started = time.time()
     for restart in range(1, cfg.trainer.max_restarts + 1):
         try:
             return body()
-        except WorkersLost as error:
+        except (WorkersLost, EngineLost) as error:
             logger.error("%s", error)
             if world_size(cfg) > 1:
                 _fit(cfg)

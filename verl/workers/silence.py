@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from verl.errors import RESUME
 from verl.workers.pulse import Sign
-
-RESUME = "the same command goes on from the last checkpoint (trainer.resume_mode=auto)"
 
 
 def label(name: str) -> str:

@@ -10,8 +10,6 @@ hand-over with an error that says who waited for whom; no file stays behind.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,19 +18,20 @@ from pathlib import Path
 import torch
 
 from verl.errors import RolloutError
+from verl.rollout.handover.leftovers import MEMORY, new_path
 from verl.rollout.handover.weights import Pairs
 
 BUCKET_BYTES = 256 << 20
 _ALIVE = 2
 _POLL_S = 0.002
-_MEMORY = Path("/dev/shm")
 _END = "end"
 
 
 def shared_folder() -> Path:
     """A new folder, in memory where the system has one; only this user may read it."""
-    parent = _MEMORY if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="verl-weights-", dir=parent))
+    folder = new_path("weights", MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else None)
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def cut(pairs: Pairs, limit: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -92,10 +91,6 @@ def read_buckets(folder: Path, reader: int, timeout_s: float) -> Iterator[tuple[
         yield from load_file(path).items()
         (folder / f"{_name(number)}.read.{reader}").touch()
         number += 1
-
-
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _name(number: int) -> str:

@@ -1,7 +1,8 @@
 """A generation server of our own starting: a child process, spoken to over HTTP, gone when we are.
 
 What always holds: the server is reachable from this machine only; it ends with the engine that started it, also
-when this process is killed; when it dies the error holds the end of its log.
+when this process is killed; when it dies, or gives no sign of life for `trainer.watchdog_s`, the error says so and
+holds the end of its log.
 """
 
 from __future__ import annotations
@@ -11,22 +12,27 @@ import ctypes
 import http.client
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from verl.errors import RolloutError
+from verl.errors import RESUME, EngineLost, RolloutError
+from verl.rollout import WATCHDOG_S
 from verl.rollout.base import Response
+from verl.rollout.handover import processes
 from verl.rollout.handover.copy_engine import CopyRollout, Sample
+from verl.rollout.handover.guard import POLL_S, Guard
 
 START_TIMEOUT_S = 900.0
-CALL_TIMEOUT_S = 600.0
+HEALTH = "/health"
+_HEALTH_TIMEOUT_S = 5.0
 _MOST_CONNECTIONS = 256
 _LOG_LINES = 20
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -36,7 +42,7 @@ Chunk = tuple[Sequence[int], Sequence[float], str | None]
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout: float) -> None:
+    def __init__(self, path: str, timeout: float | None) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path
 
@@ -47,21 +53,46 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """JSON over HTTP to `address`: a path of a socket file, or host:port (with the server's key)."""
+    """JSON over HTTP to `address`: a path of a socket file, or host:port (with the server's key).
+
+    An answer may take as long as it takes: `guard` says when to wait no longer."""
 
     def __init__(self, address: str, name: str, key: str | None = None) -> None:
         self.address, self.name = address, name
+        self.guard: Guard | None = None
         self._headers = {"Content-Type": "application/json"}
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
 
-    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+    def _connect(self, timeout: float | None = None) -> http.client.HTTPConnection:
         if "/" in self.address:
             return _UnixConnection(self.address, timeout)
         return http.client.HTTPConnection(self.address, timeout=timeout)
 
-    def call(self, method: str, path: str, body: Any = None, timeout: float = CALL_TIMEOUT_S) -> Any:
+    def call(self, method: str, path: str, body: Any = None) -> Any:
         """The decoded answer (text where it is not JSON); RolloutError for anything but success."""
+        if self.guard is None:
+            return self._call(method, path, body)
+        try:
+            return self.guard.ask(path, self._call, method, path, body)
+        except RolloutError as error:
+            self.explain(error)
+            raise
+
+    def is_well(self) -> bool:
+        """Whether the server answers and has nothing to complain of."""
+        try:
+            self._call("GET", HEALTH, None, _HEALTH_TIMEOUT_S)
+        except RolloutError:
+            return False
+        return True
+
+    def explain(self, error: RolloutError) -> None:
+        """EngineLost if the server is gone or dying, which explains every other error; else nothing."""
+        if self.guard is not None and not isinstance(error, EngineLost):
+            self.guard.explain(error, self.is_well)
+
+    def _call(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> Any:
         connection = self._connect(timeout)
         try:
             response = self._send(connection, method, path, body)
@@ -75,11 +106,14 @@ class Client:
         except ValueError:
             return text
 
-    def events(self, path: str, body: Any, timeout: float = CALL_TIMEOUT_S) -> Iterator[Any]:
-        """The decoded server-sent events of a streaming answer; closing the iterator closes the connection."""
-        connection = self._connect(timeout)
+    def events(self, path: str, body: Any) -> Iterator[Any]:
+        """The decoded server-sent events of a streaming answer, each a sign of life; closing the iterator closes the
+        connection."""
+        connection = self._connect()
         try:
             for line in self._send(connection, "POST", path, body):
+                if self.guard is not None:
+                    self.guard.sign()
                 text = line.decode().strip()
                 if text == "data: [DONE]":
                     return
@@ -105,8 +139,8 @@ class Client:
 class ServerProcess:
     """The child and its log file."""
 
-    def __init__(self, command: Sequence[str], log_file: Path, name: str, env: dict[str, str]) -> None:
-        self.name, self.log_file = name, log_file
+    def __init__(self, command: Sequence[str], log_file: Path, engine: str, env: dict[str, str]) -> None:
+        self.log_file = log_file
         with log_file.open("wb") as out:
             self._process = subprocess.Popen(
                 list(command),
@@ -117,43 +151,52 @@ class ServerProcess:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
+        self.name = f"{engine}'s server"
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def check(self) -> None:
-        """RolloutError with the end of the log when the server is no longer there."""
+        """EngineLost with the end of the log when the server is no longer there."""
+        ended = self._ended()
+        if ended:
+            raise EngineLost(f"{ended}; {RESUME}.{self.last_lines()}")
+
+    def _ended(self) -> str:
         code = self._process.poll()
-        if code is not None:
-            raise RolloutError(
-                f"{self.name}'s server ended with status {code}; its last lines:\n{self.tail()}"
-            )
+        return "" if code is None else f"{self.name} ended with status {code}"
 
-    def tail(self) -> str:
+    def describe(self) -> str:
+        found = processes.members(self.pid)
+        return ", ".join(process.describe() for process in found) or "no process of it is left"
+
+    def last_lines(self) -> str:
         text = self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
-        return "\n".join(text.splitlines()[-_LOG_LINES:])
+        return "\nIts last lines:\n" + "\n".join(text.splitlines()[-_LOG_LINES:]) if text else ""
 
-    def wait_until_ready(self, client: Client, path: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_until_ready(self, client: Client, timeout_s: float = START_TIMEOUT_S) -> None:
+        """RolloutError if that does not happen: the config has to be mended, another start would help nobody."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            self.check()
-            try:
-                client.call("GET", path, timeout=5)
-                return
-            except RolloutError as error:
-                if time.monotonic() > deadline:
-                    self.stop()
-                    raise RolloutError(
-                        f"{self.name}'s server was not ready after {timeout_s:g} s; its last lines:\n{self.tail()}"
-                    ) from error
-                time.sleep(0.2)
+        while not client.is_well():
+            ended = self._ended()
+            if ended:
+                raise RolloutError(f"{ended} before it was ready.{self.last_lines()}")
+            if time.monotonic() > deadline:
+                last = self.last_lines()
+                self.kill()
+                raise RolloutError(f"{self.name} was not ready after {timeout_s:g} s.{last}")
+            time.sleep(0.2)
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Ask it to end, then end whatever is left of it and its own children."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
+        self.kill(grace_s)
+
+    def kill(self, grace_s: float = 10.0) -> None:
+        """End it and its own children at once, also those that are stopped."""
         deadline = time.monotonic() + grace_s
         while self._signal(signal.SIGKILL) and time.monotonic() < deadline:
             self._process.poll()
@@ -189,7 +232,13 @@ class ServerRollout(CopyRollout):
 
     process: ServerProcess
     client: Client
+    guard: Guard
     connections: int = _MOST_CONNECTIONS
+
+    def open(self, watchdog_s: float = WATCHDOG_S) -> None:
+        """Wait until the server is there; from then on nobody waits for it unguarded."""
+        self.process.wait_until_ready(self.client)
+        self.guard = self.client.guard = Guard(self.process, watchdog_s)
 
     def _stream(self, sample: Sample) -> Iterator[Chunk]:
         """Ask the server for one sample and give its tokens as they come."""
@@ -199,16 +248,30 @@ class ServerRollout(CopyRollout):
         if len({sample.key for sample in samples}) != len(samples):
             raise RolloutError("two samples share an id; request ids of one call must differ")
         left, version = threading.Event(), self.version
-        with ThreadPoolExecutor(max(1, min(len(samples), self.connections, _MOST_CONNECTIONS))) as pool:
+        finished: queue.SimpleQueue[Future[Response]] = queue.SimpleQueue()
+        most = max(1, min(len(samples), self.connections, _MOST_CONNECTIONS))
+        with ThreadPoolExecutor(most) as pool, self.guard.waiting():
             futures = [pool.submit(self._one, sample, version, left) for sample in samples]
+            for future in futures:
+                future.add_done_callback(finished.put)
             try:
-                for future in as_completed(futures):
-                    yield future.result()
+                for answered in range(len(samples)):
+                    what = f"generate ({len(samples) - answered} of {len(samples)} samples are not answered)"
+                    yield self._next(finished, what).result()
             except RolloutError as error:
-                self.process.check()
-                raise error
+                self.client.explain(error)
+                raise
             finally:
                 left.set()
+                while wait(futures, POLL_S).not_done:
+                    self.guard.check("the end of its streams")
+
+    def _next(self, finished: queue.SimpleQueue[Future[Response]], what: str) -> Future[Response]:
+        while True:
+            try:
+                return finished.get(timeout=POLL_S)
+            except queue.Empty:
+                self.guard.check(what)
 
     def _one(self, sample: Sample, version: int, left: threading.Event) -> Response:
         if left.is_set() or self.aborted(sample):
@@ -228,3 +291,5 @@ class ServerRollout(CopyRollout):
 
     def close(self) -> None:
         self.process.stop()
+        if hasattr(self, "guard"):
+            self.guard.close()

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.rollout import WATCHDOG_S
 from verl.rollout.base import RolloutEngine
 from verl.rollout.vllm.version import require_vllm
 
 
-def build(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
+def build(source: Any, tokenizer: Any, config: Any, watchdog_s: float = WATCHDOG_S) -> RolloutEngine:
     """The engine `rollout.name=vllm` asks for, by `rollout.mode`."""
     require_vllm()
     if getattr(config, "mode", "inprocess") == "server":
         from verl.rollout.vllm.server import VLLMServerRollout
 
-        return VLLMServerRollout(source, tokenizer, config)
+        return VLLMServerRollout(source, tokenizer, config, watchdog_s=watchdog_s)
     from verl.rollout.vllm.engine import VLLMRollout
 
-    return VLLMRollout(source, tokenizer, config)
+    return VLLMRollout(source, tokenizer, config, watchdog_s=watchdog_s)

@@ -1,18 +1,18 @@
 """LoRA adapters as adapters: written as a PEFT folder, loaded by vLLM beside the base weights it keeps.
 
-What always holds: one adapter is loaded at a time; the one in use is the newest taken.
+What always holds: one adapter is loaded at a time; the one in use is the newest taken; what stands in the folder that
+vLLM reads is what was taken, by fingerprint.
 """
 
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from verl.models.lora import save_adapter
-from verl.rollout.source import causal_lm, whole_module
+from verl.rollout.handover.adapters import adapter_of, read_adapter, write_adapter
+from verl.rollout.handover.fingerprint import Manifest, compare
+from verl.rollout.handover.leftovers import new_path
 
 
 class Adapters:
@@ -20,17 +20,20 @@ class Adapters:
 
     def __init__(self, load: Callable[[str, int, str], Any], unload: Callable[[Any], None]) -> None:
         self._load, self._unload = load, unload
-        self._folder = Path(tempfile.mkdtemp(prefix="verl-adapter-"))
+        self._folder = new_path("adapter")
+        self._folder.mkdir(mode=0o700)
         self._count = 0
         self.current: Any = None
 
-    def take(self, source: Any) -> None:
-        """Load the source's adapter under a new number in place of the old one."""
+    def take(self, source: Any, version: int | None = None) -> None:
+        """Load the source's adapter (that of policy `version`) under a new number in place of the old one."""
         old_folder = self._folder / str(self._count)
         self._count += 1
         folder = self._folder / str(self._count)
-        with whole_module(source) as module:
-            save_adapter(causal_lm(module), folder)
+        sent = Manifest()
+        with adapter_of(source) as (pairs, config):
+            write_adapter(sent.watch(pairs), config, folder)
+        compare(sent, read_adapter(folder, sent), self._count - 1 if version is None else version, "vllm")
         if self.current is not None:
             self._unload(self.current)
         self.current = self._load(f"policy-{self._count}", self._count, str(folder))

@@ -2,25 +2,31 @@
 
 With one worker and no process group of several ranks the engine runs in this very process and takes the weights by
 reference; otherwise vLLM starts its own processes and the weights cross in buckets through shared memory.
+
+What always holds: nobody waits for vLLM's own processes longer than they live and give signs of life. vLLM itself
+leaves callers waiting for ever when its engine core is killed, so every call to it goes through the guard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from verl.errors import RolloutError
+from verl.errors import RESUME, EngineLost, RolloutError
+from verl.rollout import WATCHDOG_S
 from verl.rollout.base import Response
 from verl.rollout.handover import base_weights, weights_of
-from verl.rollout.handover.buckets import remove
 from verl.rollout.handover.copy_engine import CopyRollout, Sample
+from verl.rollout.handover.guard import Guard
+from verl.rollout.handover.leftovers import remember_segments, remove
 from verl.rollout.vllm.adapter import Adapters
 from verl.rollout.vllm.lifeline import named_host
-from verl.rollout.vllm.process import kept_random_state, leave_process_group, sockets_in
-from verl.rollout.vllm.sending import HANDOVER_TIMEOUT_S, by_buckets, hand_over
+from verl.rollout.vllm.process import EngineProcesses, kept_random_state, leave_process_group, sockets_in
+from verl.rollout.vllm.sending import by_buckets, hand_over, reader_patience
 from verl.rollout.vllm.settings import (
     engine_arguments,
     max_length,
@@ -36,7 +42,14 @@ class VLLMRollout(CopyRollout):
 
     name = "vllm"
 
-    def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any | None,
+        config: Any | None = None,
+        *,
+        watchdog_s: float = WATCHDOG_S,
+    ) -> None:
         self.facts = read_model(source, tokenizer)
         super().__init__(
             source,
@@ -55,6 +68,7 @@ class VLLMRollout(CopyRollout):
         set_environment(in_this_process=self.by_reference)
         self.facts.write()
         self.llm: Any = self._start(arguments)
+        self.guard: Guard | None = None if self.by_reference else self._guard(watchdog_s)
         self.adapters: Adapters | None = None
         if self.facts.lora_rank:
             hand_over(base_weights(source), self.facts.tied, 0, self._deliver)
@@ -78,6 +92,24 @@ class VLLMRollout(CopyRollout):
                     "actor_rollout_ref.rollout.* and actor_rollout_ref.rollout.engine_kwargs.vllm.*"
                 ) from error
 
+    def _guard(self, watchdog_s: float) -> Guard:
+        own = EngineProcesses(pid for pids in self.llm.collective_rpc("verl_processes") for pid in pids)
+        remember_segments(self.facts.folder, own.pids)
+        return Guard(own, watchdog_s)
+
+    def _ask(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call to vLLM, which may wait for its processes."""
+        if self.guard is None:
+            return call(*args, **kwargs)
+        try:
+            return self.guard.ask(what, partial(call, *args, **kwargs))
+        except Exception as error:
+            if type(error).__name__ != "EngineDeadError":  # its module is another from version to version
+                raise
+            raise EngineLost(
+                f"vLLM's engine died in {what}: {error} Its last words are above in this process's output; {RESUME}."
+            ) from error
+
     # -- generating ---------------------------------------------------------------------------------------------
 
     def _run(self, samples: list[Sample]) -> Iterator[Response]:
@@ -90,26 +122,22 @@ class VLLMRollout(CopyRollout):
             for sample in samples:
                 self._submit(engine, sample)
             while running:
-                for output in engine.step():
+                for output in self._ask("generate", engine.step):
                     taken = running.get(output.request_id)
                     response = None if taken is None else self._take(engine, taken, output, version)
                     if response is not None:
                         del running[output.request_id]
                         yield response
                 for sample in [sample for sample in running.values() if self.aborted(sample)]:
-                    engine.abort_request([sample.key])
+                    self._ask("abort", engine.abort_request, [sample.key])
                     del running[sample.key]
                     yield sample.response("abort", version)
-        except Exception as error:
-            if type(error).__name__ != "EngineDeadError":  # its module is another from version to version
-                raise
+        except EngineLost:
             running.clear()  # nobody is there to abort them
-            raise RolloutError(
-                f"vLLM's engine died while it generated: {error} Its last words are above in this process's output"
-            ) from error
+            raise
         finally:
             if running:
-                engine.abort_request(list(running))
+                self._ask("abort", engine.abort_request, list(running))
 
     def _submit(self, engine: Any, sample: Sample) -> None:
         from vllm import SamplingParams
@@ -120,7 +148,8 @@ class VLLMRollout(CopyRollout):
         )
         params = SamplingParams(**arguments, detokenize=False, output_kind=RequestOutputKind.DELTA)
         lora = self.adapters.current if self.adapters else None
-        engine.add_request(sample.key, {"prompt_token_ids": sample.prompt}, params, lora_request=lora)
+        prompt = {"prompt_token_ids": sample.prompt}
+        self._ask("generate", engine.add_request, sample.key, prompt, params, lora_request=lora)
 
     def _take(self, engine: Any, sample: Sample, output: Any, version: int) -> Response | None:
         new = output.outputs[0]
@@ -131,62 +160,72 @@ class VLLMRollout(CopyRollout):
         if reason is None:
             return None
         if not output.finished:
-            engine.abort_request([sample.key])
+            self._ask("abort", engine.abort_request, [sample.key])
         return sample.response(reason, version)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     def _take_weights(self, new_source: bool) -> None:
         if "weights" in self.asleep:
-            self.llm.wake_up(tags=["weights"])
+            self._ask("wake", self.llm.wake_up, tags=["weights"])
             self.asleep.discard("weights")
         if self.adapters is not None:
-            self.adapters.take(self.source)
+            self.adapters.take(self.source, self.version)
         elif new_source:
             hand_over(weights_of(self.source), self.facts.tied, self.version, self._deliver)
 
     def _deliver(self, pairs: Any) -> list[str]:
-        if self.by_reference:
+        if self.guard is None:
             return list(self.llm.collective_rpc("verl_receive", args=(pairs,)))
-        return by_buckets(pairs, self.workers, self._receive_buckets)
+        patience = str(reader_patience(self.guard))
 
-    def _receive_buckets(self, folder: str) -> list[str]:
-        return list(self.llm.collective_rpc("verl_receive_buckets", args=(folder, str(HANDOVER_TIMEOUT_S))))
+        def receive(folder: str) -> list[str]:
+            arguments = {"args": (folder, patience)}
+            return list(
+                self._ask("the hand-over", self.llm.collective_rpc, "verl_receive_buckets", **arguments)
+            )
+
+        return by_buckets(pairs, self.workers, receive, self.guard)
 
     def _forget_prefixes(self) -> None:
-        self.llm.reset_prefix_cache()
+        self._ask("the hand-over", self.llm.reset_prefix_cache)
 
     def _load_adapter(self, name: str, number: int, folder: str) -> Any:
         from vllm.lora.request import LoRARequest
 
         adapter = LoRARequest(name, number, folder)
-        if not self.llm.llm_engine.add_lora(adapter):
+        if not self._ask("the hand-over", self.llm.llm_engine.add_lora, adapter):
             raise RolloutError(
                 f"vLLM did not take the adapter of policy version {self.version} from {folder}"
             )
         return adapter
 
     def _unload_adapter(self, adapter: Any) -> None:
-        self.llm.llm_engine.remove_lora(adapter.lora_int_id)
+        self._ask("the hand-over", self.llm.llm_engine.remove_lora, adapter.lora_int_id)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Weights to host memory, the cache away. The CPU build has nothing to give back."""
         if self._can_sleep and not self.asleep:
-            self.llm.sleep(level=1)
+            self._ask("sleep", self.llm.sleep, level=1)
             self.asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
         if self.asleep:
-            self.llm.wake_up(tags=sorted(self.asleep, reverse=True))
+            self._ask("wake", self.llm.wake_up, tags=sorted(self.asleep, reverse=True))
         super().wake()
 
     def close(self) -> None:
         if self.llm is None:
             return
-        self.llm.llm_engine.engine_core.shutdown()
-        self.llm = None
+        llm, self.llm = self.llm, None
+        if self.guard is not None and self.guard.lost:
+            self.guard.processes.kill()  # nobody there would hear
+        llm.llm_engine.engine_core.shutdown()
+        if self.guard is not None:
+            self.guard.processes.kill()
+            self.guard.close()
         if self.by_reference and not self._had_group:
             leave_process_group()
         if self.adapters is not None:

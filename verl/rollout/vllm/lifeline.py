@@ -12,7 +12,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+from verl.rollout.handover.processes import is_alive, look
 
 HOST = "VERL_ENGINE_HOST"
 
@@ -20,7 +21,7 @@ HOST = "VERL_ENGINE_HOST"
 @contextmanager
 def named_host() -> Iterator[None]:
     """Processes started inside, and theirs, know this one as the host."""
-    os.environ[HOST] = f"{os.getpid()}:{_started(os.getpid())}"
+    os.environ[HOST] = f"{os.getpid()}:{_began(os.getpid())}"
     try:
         yield
     finally:
@@ -40,7 +41,7 @@ def end_with_host() -> None:
 def _watch(host: int, started: str, parent: int) -> None:
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(host)
-        if _started(host) == started:  # and not another process with the same number
+        if is_alive(host, int(started)):  # and not another process with the same number
             waiting = select.poll()
             waiting.register(handle, select.POLLIN)
             waiting.poll()
@@ -50,9 +51,7 @@ def _watch(host: int, started: str, parent: int) -> None:
     os._exit(1)
 
 
-def _started(pid: int) -> str:
-    """When a process began, in the system's ticks; empty when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    except OSError:
-        return ""
+def _began(pid: int) -> int:
+    """When a process began, in the system's ticks; 0 where that cannot be told."""
+    process = look(pid)
+    return process.started if process else 0

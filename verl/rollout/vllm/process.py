@@ -1,15 +1,19 @@
-"""What vLLM changes about the process it runs in, kept or put back."""
+"""What vLLM changes about the process it runs in, kept or put back; and the processes it starts itself."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from verl.errors import RESUME, EngineLost
+from verl.rollout.handover import processes
 
 SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 
@@ -41,6 +45,41 @@ def sockets_in(folder: Path) -> Iterator[None]:
             del os.environ[SOCKET_FOLDER]
         else:
             os.environ[SOCKET_FOLDER] = before
+
+
+class EngineProcesses:
+    """vLLM's engine core and workers, started by this process. What they write goes to this process's output."""
+
+    name = "vLLM's engine"
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        found = [processes.look(pid) for pid in sorted(set(pids) - {os.getpid()})]
+        self._known = [process for process in found if process is not None]
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._known]
+
+    def check(self) -> None:
+        gone = [str(known.pid) for known in self._known if not processes.is_alive(known.pid, known.started)]
+        if gone:
+            raise EngineLost(
+                f"{self.name} died: of its processes {', '.join(map(str, self.pids))} these are gone: "
+                f"{', '.join(gone)}. Their last words are above in this process's output; {RESUME}."
+            )
+
+    def describe(self) -> str:
+        found = [processes.look(pid) for pid in self.pids]
+        return ", ".join(process.describe() for process in found if process is not None)
+
+    def last_lines(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        for known in self._known:
+            if processes.is_alive(known.pid, known.started):
+                with suppress(ProcessLookupError):
+                    os.kill(known.pid, signal.SIGKILL)
 
 
 def leave_process_group() -> None:

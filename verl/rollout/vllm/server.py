@@ -11,13 +11,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from verl.rollout import WATCHDOG_S
 from verl.rollout.handover import base_weights, weights_of
-from verl.rollout.handover.buckets import remove
 from verl.rollout.handover.copy_engine import Sample
-from verl.rollout.handover.server import CALL_TIMEOUT_S, Chunk, Client, ServerProcess, ServerRollout
+from verl.rollout.handover.leftovers import remember_segments, remove
+from verl.rollout.handover.processes import members
+from verl.rollout.handover.server import Chunk, Client, ServerProcess, ServerRollout
 from verl.rollout.vllm.adapter import Adapters
 from verl.rollout.vllm.process import SOCKET_FOLDER
-from verl.rollout.vllm.sending import HANDOVER_TIMEOUT_S, by_buckets, hand_over
+from verl.rollout.vllm.sending import by_buckets, hand_over, reader_patience
 from verl.rollout.vllm.settings import (
     SERVER_ENVIRONMENT,
     engine_arguments,
@@ -36,7 +38,14 @@ class VLLMServerRollout(ServerRollout):
 
     name = "vllm"
 
-    def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any | None,
+        config: Any | None = None,
+        *,
+        watchdog_s: float = WATCHDOG_S,
+    ) -> None:
         self.facts = read_model(source, tokenizer)
         super().__init__(
             source,
@@ -64,7 +73,8 @@ class VLLMServerRollout(ServerRollout):
         self.process = ServerProcess(command, self.facts.folder / "server.txt", self.name, environment)
         self.adapters: Adapters | None = None
         try:
-            self.process.wait_until_ready(self.client, "/health")
+            self.open(watchdog_s)
+            remember_segments(self.facts.folder, [process.pid for process in members(self.process.pid)])
             if self.facts.lora_rank:
                 hand_over(base_weights(source), self.facts.tied, 0, self._deliver)
                 self.adapters = Adapters(self._load_adapter, self._unload_adapter)
@@ -100,11 +110,11 @@ class VLLMServerRollout(ServerRollout):
             hand_over(weights_of(self.source), self.facts.tied, self.version, self._deliver)
 
     def _deliver(self, pairs: Any) -> list[str]:
-        return by_buckets(pairs, self.workers, self._receive_buckets)
+        return by_buckets(pairs, self.workers, self._receive_buckets, self.guard)
 
     def _receive_buckets(self, folder: str) -> list[str]:
-        body = {"method": "verl_receive_buckets", "args": [folder, str(HANDOVER_TIMEOUT_S)]}
-        return list(self.client.call("POST", "/collective_rpc", body, timeout=CALL_TIMEOUT_S)["results"])
+        body = {"method": "verl_receive_buckets", "args": [folder, str(reader_patience(self.guard))]}
+        return list(self.client.call("POST", "/collective_rpc", body)["results"])
 
     def _forget_prefixes(self) -> None:
         self.client.call("POST", "/reset_prefix_cache")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from verl.errors import ConfigError
 from verl.models.lora import has_lora
 from verl.rollout.base import SamplingParams
+from verl.rollout.handover.leftovers import new_path, sweep
 from verl.rollout.handover.weights import TiedHead, module_of, tied_head
 from verl.rollout.requests import eos_token_ids
 from verl.rollout.source import causal_lm
@@ -57,7 +56,8 @@ class ModelFacts:
     max_positions: int | None
 
     def write(self) -> None:
-        """Make the folder, for this user alone."""
+        """Make the folder, for this user alone, and remove those of processes that were killed."""
+        sweep()
         self.folder.mkdir(mode=0o700)
         (self.folder / "config.json").write_text(self.config_json)
 
@@ -66,7 +66,7 @@ def read_model(source: Any, tokenizer: Any) -> ModelFacts:
     """The facts of a source's model. A source that is far from its model brings them along."""
     given: ModelFacts | None = getattr(source, "model_facts", None)
     if given is not None:
-        return replace(given, folder=_new_folder())
+        return replace(given, folder=new_path("rollout"))
     with module_of(source) as module:
         model = causal_lm(module)
         embeddings = model.get_input_embeddings()
@@ -79,7 +79,7 @@ def read_model(source: Any, tokenizer: Any) -> ModelFacts:
         device = getattr(source, "device", None)
         device = device if isinstance(device, torch.device) else weight.device
         return ModelFacts(
-            folder=_new_folder(),
+            folder=new_path("rollout"),
             config_json=_config_json(model),
             vocab_size=int(embeddings.num_embeddings),
             eos_ids=eos_token_ids(model, tokenizer),
@@ -89,10 +89,6 @@ def read_model(source: Any, tokenizer: Any) -> ModelFacts:
             lora_rank=int(model.verl_lora_config.r) if has_lora(model) else 0,
             max_positions=getattr(config, "max_position_embeddings", None),
         )
-
-
-def _new_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"verl-rollout-{secrets.token_hex(8)}"
 
 
 def _config_json(model: Any) -> str:

@@ -7,6 +7,7 @@ that no tensor reached.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,10 @@ class WeightReceiver:
     rank: int
     model_runner: Any
     reload_weights: Any
+
+    def verl_processes(self) -> list[int]:
+        """This worker and whoever started it: with one worker the engine core itself, and its host."""
+        return [os.getpid(), os.getppid()]
 
     def verl_receive(self, pairs: Pairs) -> str:
         """Weights of the same process, by reference."""

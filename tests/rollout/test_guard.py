@@ -1,0 +1,284 @@
+"""Engines in other processes that hang or die: noticed by their silence, not by how long they take; nothing stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.config.schema import RolloutConfig
+from verl.errors import EngineLost, RolloutError
+from verl.observe import life
+from verl.rollout import build_rollout, register_rollout
+from verl.rollout.base import Request, SamplingParams
+from verl.rollout.handover import leftovers, processes
+from verl.rollout.handover.guard import Guard
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
+
+FAKE = Path(__file__).parent / "fake_sglang"
+LONG = SamplingParams(max_tokens=100_000, ignore_eos=True)
+
+
+class Child:
+    """A process as an engine would start it."""
+
+    name = "the engine"
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100_000)"])
+        self.killed = False
+        self.checks = 0
+
+    def check(self) -> None:
+        self.checks += 1
+        if self.process.poll() is not None:
+            raise EngineLost(f"it ended with {self.process.returncode}")
+
+    def describe(self) -> str:
+        return "it sleeps"
+
+    def last_lines(self) -> str:
+        return "\nlast line"
+
+    def kill(self) -> None:
+        self.killed = True
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    made = Child()
+    yield made
+    made.kill()
+
+
+def looked_at(child: Child) -> None:
+    """Until the guard has looked from now on, and is done with it."""
+    seen = child.checks
+    while child.checks < seen + 2:
+        time.sleep(0.01)
+
+
+def test_silence_ends_the_wait_and_the_engine_and_every_later_wait(child: Child) -> None:
+    guard = Guard(child, 0.5)
+    with pytest.raises(
+        EngineLost, match=r"(?s)0.5 s \(trainer.watchdog_s\).*waited for it in the hand-over.*last line"
+    ):
+        guard.ask("the hand-over", threading.Event().wait)
+    assert child.killed and guard.lost
+    with pytest.raises(EngineLost, match="the hand-over"):
+        guard.ask("anything else", threading.Event().wait)
+
+
+def test_an_engine_that_dies_releases_whoever_waits(child: Child) -> None:
+    guard = Guard(child, 1000)
+    threading.Thread(target=child.process.kill).start()
+    with pytest.raises(EngineLost, match="ended with -9"):
+        guard.ask("generate", threading.Event().wait)
+
+
+def test_a_slow_engine_that_gives_signs_is_waited_for(child: Child) -> None:
+    """Four times the limit, with a sign in every part of it and a look between them."""
+    now = 0.0
+    guard, beats = Guard(child, 600, lambda: now), life.beats()
+
+    def slowly() -> str:
+        nonlocal now
+        for _ in range(4):
+            now += 590
+            looked_at(child)
+            guard.sign()
+        return "done"
+
+    assert guard.ask("generate", slowly) == "done"
+    assert not child.killed and life.beats() >= beats + 4, "whoever watches this process sees it move"
+
+
+def test_time_spent_on_this_side_is_not_the_engines_silence(child: Child) -> None:
+    now, made = 0.0, threading.Event()
+    taken: list[int] = []
+    guard = Guard(child, 600, lambda: now)
+
+    def make() -> Iterator[int]:
+        nonlocal now
+        now += 10_000
+        looked_at(child)
+        yield 1
+        made.set()
+
+    def trainer() -> None:
+        taken.extend(guard.while_taken(make()))
+
+    thread = threading.Thread(target=trainer)
+    thread.start()
+    assert guard.ask("the hand-over", made.wait)
+    thread.join()
+    assert taken == [1] and not child.killed
+
+
+def test_an_answer_that_is_an_error_is_given_on(child: Child) -> None:
+    def fail() -> None:
+        raise ValueError("the reason")
+
+    guard = Guard(child, 100)
+    with pytest.raises(ValueError, match="the reason"):
+        guard.ask("generate", fail)
+    assert guard.ask("generate", lambda: 5) == 5
+    guard.close()
+
+
+def test_factories_are_given_the_watchdog_where_they_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import verl.rollout as room
+
+    monkeypatch.setattr(room, "_registry", dict(room._registry))
+    register_rollout("three")(lambda source, tokenizer, config: (source, tokenizer, config))  # type: ignore[arg-type,return-value]
+    register_rollout("four")(lambda source, tokenizer, config, watchdog_s: watchdog_s)
+    assert build_rollout("three", 1, 2, 3, watchdog_s=7) == (1, 2, 3)
+    assert build_rollout("four", 1, 2, 3, watchdog_s=7) == 7
+
+
+# -- a server ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(FAKE))
+    monkeypatch.setenv("PYTHONPATH", f"{FAKE}:{Path(__file__).parents[2]}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    section = RolloutConfig(name="sglang", mode="server", max_model_len=100_100, max_num_seqs=8)
+    engine = build_rollout("sglang", tiny("llama_tied", max_position_embeddings=100_200), None, section)
+    yield engine
+    engine.close()
+
+
+def stop_when(engine: Any, reached: Callable[[], bool]) -> threading.Thread:
+    """Stops the server's processes at that moment, and from then on little patience is had with it."""
+
+    def watch() -> None:
+        while not reached():
+            time.sleep(0.01)
+        os.killpg(engine.process.pid, signal.SIGSTOP)
+        engine.guard.watchdog_s = 1.0
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("phase", ["generate", "the hand-over", "leaving"])
+def test_a_stopped_server_is_noticed_killed_and_said(
+    phase: str, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request(f"r{i}", [5, 9], LONG) for i in range(2)]
+    group, folder = server.process.pid, server.facts.folder
+    if phase == "generate":
+        tokens = life.beats() + 20
+        stopper = stop_when(server, lambda: life.beats() > tokens)
+        with pytest.raises(EngineLost) as caught:
+            list(server.generate(requests))
+        assert "2 of 2 samples are not answered" in str(caught.value)
+    elif phase == "the hand-over":
+        stopper = stop_when(server, lambda: True)
+        stopper.join()
+        with pytest.raises(EngineLost) as caught:
+            server.update_weights(server.source, 1)
+        assert "waited for it in /update_weights_from_disk" in str(caught.value)
+    else:
+        # Whoever loses interest does not wait for a server that does not notice it either.
+        stream, stopped = server._stream, threading.Event()
+
+        def ask_when_stopped(sample: Any) -> Iterator[Any]:
+            if sample.request.request_id != "short":
+                stopped.wait()
+            yield from stream(sample)
+
+        monkeypatch.setattr(server, "_stream", ask_when_stopped)
+        short = Request("short", [5], SamplingParams(max_tokens=1, ignore_eos=True))
+        answers = server.generate([short, *requests])
+        next(answers)
+        stopper = stop_when(server, lambda: True)
+        stopper.join()
+        stopped.set()
+        with pytest.raises(EngineLost) as caught:
+            answers.close()
+    stopper.join()
+    assert "sglang's server gave no sign of life for 1 s (trainer.watchdog_s)" in str(caught.value)
+    assert f"process {group} (sglang.launch_server) is stopped" in str(caught.value)
+    assert "trainer.resume_mode=auto" in str(caught.value)
+    assert not processes.members(group)
+    server.close()
+    assert not folder.exists()
+
+
+def test_a_refusal_is_no_loss_and_a_kill_is_one_in_every_call(server: Any) -> None:
+    with pytest.raises(RolloutError, match="404") as caught:
+        server.client.call("POST", "/no_such_thing", {})
+    assert not isinstance(caught.value, EngineLost)
+    (response,) = server.generate([Request("a", [5], SamplingParams(max_tokens=2, ignore_eos=True))])
+    assert len(response.token_ids) == 2
+    os.kill(server.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match="ended with status -9"):
+        server.update_weights(server.source, 1)
+    with pytest.raises(EngineLost, match="ended with status -9"):
+        list(server.generate([Request("a", [5], LONG)]))
+
+
+# -- leftovers --------------------------------------------------------------------------------------------------
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from verl.rollout.handover import leftovers
+for kind in ("rollout", "weights", "adapter"):
+    folder = leftovers.new_path(kind, Path(sys.argv[1]))
+    folder.mkdir(mode=0o700)
+    (folder / "file").write_text("a")
+print("made", flush=True)
+time.sleep(100_000)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    from multiprocessing import shared_memory
+
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None and owner.stdout.readline() == "made\n"
+        made = sorted(tmp_path.iterdir())
+        leftovers.remember_segments(made[1], [os.getpid()])
+        mine = leftovers.new_path("rollout", tmp_path)
+        elsewhere = mine.with_name(f"verl-rollout-0123abcd-{owner.pid:x}-1-00000000")
+        unknown = tmp_path / "verl-rollout-of-somebody"
+        number_again = mine.with_name(mine.name.replace(f"-{os.getpid():x}-", "-1-"))
+        for folder in (mine, elsewhere, unknown, number_again):
+            folder.mkdir()
+        assert len(made) == 3 and leftovers.sweep([tmp_path]) == [number_again], (
+            "all others are in use, or unknown"
+        )
+        owner.kill()
+        owner.wait()
+        assert sorted(leftovers.sweep([tmp_path])) == made
+        assert sorted(tmp_path.iterdir()) == sorted([mine, elsewhere, unknown])
+        assert not (leftovers.MEMORY / segment.name.lstrip("/")).exists(), "with the shared memory it lists"
+    finally:
+        owner.kill()
+        owner.wait()
+        segment.close()
+        (leftovers.MEMORY / segment.name.lstrip("/")).unlink(missing_ok=True)
+
+
+def test_a_process_that_took_the_number_of_a_dead_one_is_not_its_owner() -> None:
+    me = processes.look(os.getpid())
+    assert me is not None and processes.is_alive(me.pid, me.started)
+    assert not processes.is_alive(me.pid, me.started - 1)
