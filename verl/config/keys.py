@@ -9,6 +9,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
+from verl.config.synonyms import meant
+
 
 @dataclass(frozen=True)
 class Key:
@@ -96,13 +98,15 @@ def put(config: Any, name: str, value: Any) -> None:
 
 
 def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
-    """The known keys closest to an unknown one: spelt alike in its section, of its last name, of its whole name."""
+    """The known keys closest to an unknown one: spelt alike in its section, meant by another trainer's word, of its
+    last name, of its whole name."""
     keys = list(schema_keys(kind))
     section, _, last = name.rpartition(".")
     if name in sections(kind):
         return [other for other in keys if other.startswith(name + ".")][:limit]
     beside = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
     found = [beside[match] for match in difflib.get_close_matches(last, beside, limit, cutoff=0.7)]
+    found += meant(name, keys)
     same_last = [other for other in keys if other.rpartition(".")[2] == last]
     found += sorted(same_last, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
     if not found:

@@ -71,12 +71,21 @@ def parse_command_line(argv: list[str]) -> CommandLine:
         elif word.startswith("-"):
             raise ConfigError(
                 f"unknown option '{word}'. Options: {', '.join([*_VALUED, *_FLAGS])}; keys are given as key=value"
+                f"{_without_dashes(word, words)}"
             )
         elif line.help and not equals:
             line.help_about.append(word)
         else:
             line.overrides.append(word)
     return line
+
+
+def _without_dashes(word: str, rest: list[str]) -> str:
+    """How `--key=value` or `--key value` is written here."""
+    name, equals, value = word.lstrip("-").partition("=")
+    if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+        equals, value = "=", rest[0]
+    return f": write {name.replace('-', '_')}={value}" if equals else ""
 
 
 def _example(flag: str) -> str:
@@ -230,9 +239,9 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
 
     parser = OverridesParser.create()
     parsed: list[Override] = []
-    for text in overrides:
+    for number, text in enumerate(overrides):
         if "=" not in text and not text.startswith("~"):
-            raise ConfigError(f"'{text}' is not an override; write key=value, e.g. trainer.total_epochs=3")
+            raise ConfigError(f"'{text}' is not an override; {_as_override(overrides[number:])}")
         override = _parse(parser, text)
         name, value = override.key_or_group, override.value()
         if override.package is not None:
@@ -252,6 +261,18 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
         else:
             raise ConfigError(f"'{text}' extends a list, which is not supported; give the whole list")
     return parsed
+
+
+def _as_override(words: list[str]) -> str:
+    """How the first of these words was probably meant."""
+    if len(words) > 2 and words[1] == "=":
+        return f"write it without spaces: {words[0]}={words[2]}"
+    if len(words) > 1 and words[1].startswith("="):
+        return f"write it without spaces: {words[0]}{words[1]}"
+    if words[0].endswith((".yaml", ".yml")):
+        path = Path(words[0])
+        return f"give a file of keys as --config-path {path.parent} --config-name {path.stem}"
+    return "write key=value, e.g. trainer.total_epochs=3"
 
 
 def _parse(parser: Any, text: str) -> Any:

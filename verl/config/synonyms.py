@@ -1,0 +1,125 @@
+"""Words of other trainers for our keys. They are not accepted; they make the answer to an unknown key a useful one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+_RATE = (f"{_ACTOR}.optim.lr", "critic.optim.lr", "optim.lr")
+_MODEL_PATH = (f"{_MODEL}.path", "model.path")
+_STEPS = ("trainer.total_training_steps",)
+_EPOCHS = ("trainer.total_epochs",)
+_TRAIN, _VAL = ("data.train_files",), ("data.val_files",)
+_FOLDER = ("trainer.default_local_dir",)
+_N = (f"{_ROLLOUT}.n",)
+_RESPONSE = ("data.max_response_length", "data.max_length")
+_WHOLE = ("data.max_length", "data.max_prompt_length", "data.max_response_length")
+_MICRO = (
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "data.micro_batch_size_per_gpu",
+)
+_KL = (f"{_ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef")
+_REWARD = ("reward.custom_reward_function.path",)
+_CLIP = (f"{_ACTOR}.clip_ratio",)
+_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    "lr": _RATE,
+    "learning_rate": _RATE,
+    "actor_lr": _RATE[:1],
+    "critic_lr": _RATE[1:2],
+    "batch_size": ("data.train_batch_size",),
+    "rollout_batch_size": ("data.train_batch_size",),
+    "global_batch_size": ("data.train_batch_size",),
+    "mini_batch_size": (f"{_ACTOR}.ppo_mini_batch_size",),
+    "micro_batch_size": _MICRO,
+    "per_device_train_batch_size": _MICRO,
+    "gradient_accumulation_steps": _MICRO,
+    "epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "num_train_epochs": _EPOCHS,
+    "steps": _STEPS,
+    "max_steps": _STEPS,
+    "num_steps": _STEPS,
+    "total_steps": _STEPS,
+    "model": _MODEL_PATH,
+    "model_name": _MODEL_PATH,
+    "model_path": _MODEL_PATH,
+    "model_name_or_path": _MODEL_PATH,
+    "pretrained": _MODEL_PATH,
+    "tokenizer": (f"{_MODEL}.tokenizer_path", "model.tokenizer_path"),
+    "dataset": _TRAIN,
+    "train_file": _TRAIN,
+    "train_data": _TRAIN,
+    "data_path": _TRAIN,
+    "val_file": _VAL,
+    "test_files": _VAL,
+    "eval_files": _VAL,
+    "eval_dataset": _VAL,
+    "output_dir": _FOLDER,
+    "output": _FOLDER,
+    "save_dir": _FOLDER,
+    "save_path": _FOLDER,
+    "checkpoint_dir": _FOLDER,
+    "num_generations": _N,
+    "num_return_sequences": _N,
+    "num_samples": _N,
+    "group_size": _N,
+    "max_new_tokens": _RESPONSE,
+    "max_tokens": _RESPONSE,
+    "max_completion_length": _RESPONSE,
+    "max_length": _WHOLE,
+    "max_seq_length": _WHOLE,
+    "max_seq_len": _WHOLE,
+    "beta": _KL,
+    "kl_coef": _KL,
+    "kl_beta": _KL,
+    "reward_fn": _REWARD,
+    "reward_func": _REWARD,
+    "reward_funcs": _REWARD,
+    "reward_function": _REWARD,
+    "save_steps": ("trainer.save_freq",),
+    "save_interval": ("trainer.save_freq",),
+    "eval_steps": ("trainer.test_freq",),
+    "eval_interval": ("trainer.test_freq",),
+    "warmup_steps": (f"{_ACTOR}.optim.lr_warmup_steps", "optim.lr_warmup_steps"),
+    "warmup_ratio": (f"{_ACTOR}.optim.lr_warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
+    "max_grad_norm": (f"{_ACTOR}.grad_clip", "optim.grad_clip"),
+    "epsilon": _CLIP,
+    "clip_range": _CLIP,
+    "cliprange": _CLIP,
+    "lora_r": (f"{_MODEL}.lora_rank", "model.lora_rank"),
+    "gradient_checkpointing": (
+        f"{_MODEL}.enable_gradient_checkpointing",
+        "model.enable_gradient_checkpointing",
+    ),
+    "report_to": ("trainer.logger",),
+    "run_name": ("trainer.experiment_name",),
+    "algo": ("algorithm.adv_estimator",),
+    "estimator": ("algorithm.adv_estimator",),
+    "engine": (f"{_ROLLOUT}.name",),
+    "gpus": ("trainer.n_gpus_per_node",),
+    "num_gpus": ("trainer.n_gpus_per_node",),
+    "n_gpus": ("trainer.n_gpus_per_node",),
+    "nodes": ("trainer.nnodes",),
+    "num_nodes": ("trainer.nnodes",),
+    "resume": _RESUME,
+    "resume_from_checkpoint": _RESUME,
+}
+
+
+def meant(name: str, known: Iterable[str]) -> list[str]:
+    """Keys, of those known, that an unknown name probably means; those of its own section first."""
+    first = name.partition(".")[0]
+    allowed = set(known)
+    found = [key for key in _WORDS.get(name.rpartition(".")[2].lower(), ()) if key in allowed]
+    return sorted(found, key=lambda key: key.partition(".")[0] != first)
+
+
+def words() -> dict[str, tuple[str, ...]]:
+    """Every word and what it may mean in one config or the other."""
+    return dict(_WORDS)
