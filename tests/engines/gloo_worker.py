@@ -1,4 +1,4 @@
-"""One rank of the multi-process tests: run as `gloo_worker.py RANK WORLD PORT FOLDER SCENARIO...`.
+"""One rank of the multi-process tests: run as `gloo_worker.py RANK WORLD MEETING FOLDER SCENARIO...`.
 
 Each scenario trains on this rank's share of the batch and leaves its results in FOLDER for the test to compare
 with the same thing done by one process.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conftest
 
 STEPS = 3
+PATIENCE = timedelta(seconds=600)
 ROLE = {"ppo_micro_batch_size_per_gpu": 2, "optim.lr": 0.01, "grad_clip": 0.5}
 
 
@@ -168,11 +170,24 @@ SCENARIOS = {
 }
 
 
+def meet(rank: int, world: int, meeting: Path) -> Any:
+    """A port that was free a moment ago may be somebody else's now: the first rank takes one and says which."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=PATIENCE, wait_for_workers=False)
+        written = meeting.with_suffix(".new")
+        written.write_text(str(store.port))
+        written.rename(meeting)
+        return store
+    while not meeting.exists():  # the test ends us when it takes too long
+        time.sleep(0.02)
+    return dist.TCPStore("127.0.0.1", int(meeting.read_text()), world, is_master=False, timeout=PATIENCE)
+
+
 def main() -> None:
-    rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    rank, world, meeting, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", int(port), world, is_master=rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    store = meet(rank, world, meeting)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
     for name in sys.argv[5:]:
         torch.save(SCENARIOS[name](rank, world, folder), folder / f"{name}_{world}_{rank}.pt")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One rank of the loading tests: run as `loading_worker.py RANK WORLD PORT FOLDER SCENARIO...`.
+"""One rank of the loading tests: run as `loading_worker.py RANK WORLD MEETING FOLDER SCENARIO...`.
 
 FOLDER holds the models to load, as sub-folders. A scenario loads one rank's shards of them, from the files and, to
 compare, out of a whole model.

@@ -1,4 +1,4 @@
-"""One rank of the out-of-memory tests: run as `memory_worker.py RANK WORLD PORT FOLDER SCENARIO...`.
+"""One rank of the out-of-memory tests: run as `memory_worker.py RANK WORLD MEETING FOLDER SCENARIO...`.
 
 Each scenario does the same thing with two engines from one model: with plenty of memory, and with one rank whose
 memory runs out inside a layer. The second engine's answers, gradients and weights are left in FOLDER beside the

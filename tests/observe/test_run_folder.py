@@ -110,7 +110,7 @@ import sys, time
 from verl.observe.run_folder import RunFolder
 run = RunFolder(sys.argv[1])
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 FORK = """
 import os, sys, time
@@ -119,7 +119,7 @@ run = RunFolder(sys.argv[1])
 child = os.fork()
 if child:
     print("held", child, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

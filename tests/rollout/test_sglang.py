@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -150,7 +151,20 @@ def test_sampling_keys_are_passed_in_sglangs_names(engine: Any) -> None:
     assert params["min_p"] == 0.1 and params["top_k"] == -1 and body["return_logprob"] is True
 
 
-def test_abort_keeps_what_is_there(engine: Any) -> None:
+def test_abort_keeps_what_is_there(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, aborted = engine._stream, threading.Event()
+
+    def wait_for_the_abort(sample: Any) -> Iterator[Any]:
+        chunks = stream(sample)
+        try:
+            for chunk in chunks:
+                yield chunk
+                # However fast the server: a long answer is not read further before the short one was aborted on.
+                assert sample.request.request_id == "short" or aborted.wait(300)
+        finally:
+            chunks.close()
+
+    monkeypatch.setattr(engine, "_stream", wait_for_the_abort)
     long = SamplingParams(max_tokens=100, ignore_eos=True)
     requests = [Request("short", [5], SamplingParams(max_tokens=2, ignore_eos=True))]
     requests += [Request(f"long{i}", [6], long) for i in range(3)]
@@ -158,8 +172,9 @@ def test_abort_keeps_what_is_there(engine: Any) -> None:
     for response in engine.generate(requests):
         answers[response.request_id] = response
         engine.abort()
-    assert len(answers) == 4 and answers["long1"].finish_reason == "abort"
-    assert len(answers["long1"].token_ids) < 100
+        aborted.set()
+    assert len(answers) == 4 and next(iter(answers)) == "short"
+    assert answers["long1"].finish_reason == "abort" and len(answers["long1"].token_ids) < 100
 
 
 def test_the_server_wants_its_key_and_listens_on_loopback(engine: Any) -> None:

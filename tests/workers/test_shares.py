@@ -100,15 +100,17 @@ def test_no_exception_leaves_serve():
 
 def test_a_sign_shows_where_a_call_hangs():
     pulse = Pulse(3)
-    release = threading.Event()
+    inside, release = threading.Event(), threading.Event()
 
     def hang() -> None:
         with pulse.serving("log_probs"):
+            inside.set()
             release.wait()
 
     thread = threading.Thread(target=hang)
     thread.start()
-    deadline = time.monotonic() + 20
+    assert inside.wait(120)
+    deadline = time.monotonic() + 120
     while pulse.sign().still_s < 1 and time.monotonic() < deadline:
         time.sleep(0.05)
     sign = pulse.sign()
