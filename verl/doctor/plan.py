@@ -32,16 +32,16 @@ def probes_of_the_machine(folder: str, *, quick: bool = False) -> list[list[Prob
         Probe("gpu", "verl.doctor.devices:gpus", DEVICES, limit_s=90.0, advice="nvidia-smi hangs: reboot"),
         Probe("cpu cores", "verl.doctor.machine:cores", MACHINE),
         Probe("memory", "verl.doctor.machine:memory", MACHINE),
-        Probe("shared memory", "verl.doctor.machine:shared_memory", MACHINE),
+        Probe("shared memory", "verl.doctor.storage:shared_memory", MACHINE),
         Probe("limits", "verl.doctor.machine:limits", MACHINE),
         Probe(
             "hostname", "verl.doctor.machine:hostname", MACHINE, advice="mend /etc/hosts or the name server"
         ),
         Probe("clock", "verl.doctor.machine:clock", MACHINE, arguments={"folder": folder}),
-        Probe("leftovers", "verl.doctor.machine:leftovers", MACHINE),
+        Probe("leftovers", "verl.doctor.storage:leftovers", MACHINE),
         Probe(
             "disk",
-            "verl.doctor.machine:disk",
+            "verl.doctor.storage:disk",
             MACHINE,
             limit_s=60.0,
             when_broken="fatal",
@@ -120,7 +120,7 @@ def probes_of_a_config(arguments: list[str]) -> list[list[Probe]]:
         function = "data" if name.startswith("data.") else name
         return Probe(
             name,
-            f"verl.doctor.setup:{function}",
+            f"verl.doctor.config:{function}",
             CONFIG,
             limit_s=limit_s,
             when_broken="fatal",
@@ -140,4 +140,4 @@ def probes_of_a_config(arguments: list[str]) -> list[list[Probe]]:
 
 
 def probes_of_a_run(path: str) -> list[list[Probe]]:
-    return [[Probe("run", "verl.doctor.setup:run_folder", RUN, limit_s=60.0, arguments={"path": path})]]
+    return [[Probe("run", "verl.doctor.run:run_folder", RUN, limit_s=60.0, arguments={"path": path})]]
