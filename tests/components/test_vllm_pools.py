@@ -86,6 +86,61 @@ def test_vllm_in_a_process_of_its_own(model_dir: Path, digits_data: Path, tmp_pa
     agree(found)
 
 
+COUNTING = """
+from pathlib import Path
+from verl.models.lora import plain_name
+from verl.workers.rank import RankWorker
+from verl.rollout.handover.collective import Link
+
+_packed, _hand_over, crossed = Link._packed, RankWorker.do_hand_over, 0
+
+def packed(self, bucket):
+    global crossed
+    crossed += sum(tensor.numel() * tensor.element_size() for tensor in bucket.values())
+    return _packed(self, bucket)
+
+def hand_over(self, version):
+    global crossed
+    crossed = 0
+    sent = _hand_over(self, version)
+    held = self.group.actor_engine.model.state_dict()
+    sizes = [(plain_name(name) is None, t.numel() * t.element_size()) for name, t in held.items()]
+    adapter, everything = sum(size for own, size in sizes if own), sum(size for _, size in sizes)
+    with Path({note!r}).open("a") as file:
+        file.write(f"{{crossed}} {{adapter}} {{everything}}\\n")
+    return sent
+
+Link._packed, RankWorker.do_hand_over = packed, hand_over
+"""
+
+
+def test_an_adapter_to_vllm_in_a_process_of_its_own(
+    model_dir: Path, digits_data: Path, tmp_path: Path
+) -> None:
+    """Everything crosses once, then only the adapter; vLLM computes with the newest."""
+    note = tmp_path / "bytes"
+    (tmp_path / "counting_bytes.py").write_text(COUNTING.format(note=str(note)))
+    extra = [
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.model.lora_rank=4",
+        "trainer.plugins=[counting_bytes]",
+        f"trainer.total_training_steps={STEPS}",
+    ]
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    run = command(model_dir, digits_data, tmp_path / "run", *extra)
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = rows(tmp_path / "run")
+    assert len(found) == STEPS
+    agree(found)
+    counts = [[int(number) for number in line.split()] for line in note.read_text().splitlines()]
+    assert len(counts) == 1 + STEPS
+    adapter, everything = counts[0][1:]
+    assert [crossed for crossed, *_ in counts] == [everything] + [adapter] * STEPS
+    assert adapter < everything / 4
+
+
 def living(pids: set[int]) -> dict[int, str]:
     """Those that still run, by what they call themselves."""
     found = {}

@@ -21,11 +21,12 @@ from verl.errors import RolloutError, TrainingHalted
 from verl.models.lora import add_lora
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.handover.arriving import ArrivingWeights, load_into, probe
+from verl.rollout.handover.arriving import ArrivingWeights, probe
 from verl.rollout.handover.bystanders import Elsewhere, Follower
 from verl.rollout.handover.collective import Link
 from verl.rollout.handover.fingerprint import Manifest, compare
 from verl.rollout.handover.probe import check_probe, trainer_log_probs
+from verl.rollout.handover.receiving import load_into
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.vllm.settings import read_model
 from verl.workers.rank_group import _visible

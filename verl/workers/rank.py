@@ -23,6 +23,7 @@ from verl.checkpoint import CheckpointManager
 from verl.observe.metrics import Metric
 from verl.rollout.base import Request, Response
 from verl.rollout.handover.collective import SENDER, Link
+from verl.rollout.handover.fingerprint import Manifest
 from verl.workers.generating import Generating
 from verl.workers.process import patience, prepare
 from verl.workers.rank_group import RankGroup
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from verl.config.schema import PPOConfig
     from verl.data.proto import DataProto
-    from verl.rollout.handover.fingerprint import Manifest
     from verl.rollout.vllm.settings import ModelFacts
 
 
@@ -176,6 +176,9 @@ class RankWorker(CallServer):
     def do_model_facts(self) -> ModelFacts:
         return self.group.model_facts()
 
+    def do_adapter(self) -> Any:
+        return self.group.adapter()
+
     def do_link(self, size: int) -> None:
         """Rank 0 sends to all of them; the others only help it gather."""
         if self.rank == 0:
@@ -185,12 +188,15 @@ class RankWorker(CallServer):
     def do_hand_over(self, version: int) -> Manifest | None:
         """What was sent, on the rank that sends."""
         self.group.policy_version = version
-        with self.group.outgoing() as pairs:
-            if self._link is not None:
-                return self._link.send(pairs)
-            for _ in pairs:
-                pass
-        return None
+        sent = Manifest()
+        with self.group.outgoing() as parts:
+            for pairs in parts:
+                if self._link is not None:
+                    sent.update(self._link.send(pairs))
+                else:
+                    for _ in pairs:
+                        pass
+        return sent if self._link is not None else None
 
     def do_probe(self, prompt: tuple[int, ...], answers: list[tuple[int, ...]]) -> list[list[float]]:
         return self.group.probe(prompt, answers)

@@ -19,9 +19,10 @@ import torch
 
 from verl.config.pools import OWN_COPY, engine_size, rollout_pool
 from verl.engines.export import whole_weights
+from verl.rollout.handover.adapters import adapter_weights, carrier_weights
 from verl.rollout.handover.bystanders import Elsewhere, Follower
 from verl.rollout.handover.probe import trainer_log_probs
-from verl.rollout.handover.weights import Pairs
+from verl.rollout.handover.weights import Pairs, base_weights
 from verl.rollout.vllm.settings import ModelFacts, read_model
 from verl.workers.local import LocalGroup
 
@@ -78,6 +79,7 @@ class RankGroup(LocalGroup):
         self.held = HeldWeights(self.actor_engine)
         self.rollout.engine.update_weights(self.held, 0)
         self._generation: ExitStack | None = None
+        self._base_sent = False
 
     # -- generating ---------------------------------------------------------------------------------------------
 
@@ -125,20 +127,38 @@ class RankGroup(LocalGroup):
 
     # -- for processes that only generate -----------------------------------------------------------------------
 
+    @property
+    def _adapters_apart(self) -> bool:
+        """Whether such a process gets LoRA adapters as adapters. SGLang does not, and eight-bit products are made of
+        plain layers: there they arrive merged into the weights."""
+        arr = self.cfg.actor_rollout_ref
+        merged = arr.rollout.name == "sglang" or (arr.rollout.name == "native" and arr.rollout.dtype == "fp8")
+        return arr.model.lora_rank > 0 and not merged
+
     def model_facts(self) -> ModelFacts:
-        """What such a process has to know of the model. Adapters reach it merged."""
-        return replace(read_model(self.actor_engine, None), lora_rank=0)
+        """What such a process has to know of the model."""
+        facts = read_model(self.actor_engine, None)
+        return facts if self._adapters_apart else replace(facts, lora_rank=0)
+
+    def adapter(self) -> Any:
+        """peft's description of the adapter such a process gets; None where it gets whole weights."""
+        engine: Any = self.actor_engine
+        return engine.model.verl_lora_config if self._adapters_apart else None
 
     @contextmanager
-    def outgoing(self) -> Iterator[Pairs]:
-        """Every weight, gathered one at a time: all ranks go through them in step. Engines of other makers know the
+    def outgoing(self) -> Iterator[list[Pairs]]:
+        """Every weight, gathered one at a time: all ranks go through them in step. With adapters apart, what they sit
+        on (nothing, once it has been sent: it never changes), and then the adapter. Engines of other makers know the
         names of the model's files, our own those of the module."""
         engine: Any = self.actor_engine
+        own_names, dtype = self.cfg.actor_rollout_ref.rollout.name not in OWN_COPY, engine.settings.dtype
         with self._resident("actor", optimizer=False), engine.ranks.watching():
-            if self.cfg.actor_rollout_ref.rollout.name in OWN_COPY:
-                yield engine.export_parameters()
+            if self._adapters_apart:
+                base = carrier_weights(engine.model, dtype) if own_names else base_weights(engine)
+                yield [() if self._base_sent else base, adapter_weights(engine.model, dtype)]
+                self._base_sent = True
             else:
-                yield whole_weights(engine.model, engine.settings.dtype)
+                yield [whole_weights(engine.model, dtype) if own_names else engine.export_parameters()]
 
     def probe(self, prompt: tuple[int, ...], answers: list[tuple[int, ...]]) -> list[list[float]]:
         """The trainer's own log-probs of what engines elsewhere drew after `prompt`."""

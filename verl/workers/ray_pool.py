@@ -59,10 +59,10 @@ class RolloutPool:
 
     def build(self, trainer: RankCalls, setup: RankSetup) -> None:
         """Start the engines (the trainer's ranks have been built with `setup`) and connect both sides."""
-        facts = trainer.all("model_facts")[0]
+        facts, adapter = trainer.all("model_facts")[0], trainer.all("adapter")[0]
         own = copy.copy(setup)
         own.threads = None if setup.threads is None else self.cluster.threads()
-        self.calls.all("build", ray.put(own), facts)
+        self.calls.all("build", ray.put(own), facts, adapter)
         self._trainer = trainer
         self._everyone = RankCalls.together(trainer, self.calls)
         self._everyone.all("link", 1 + len(self.calls))

@@ -15,10 +15,13 @@ import torch.distributed as dist
 from verl.config.pools import OWN_COPY
 from verl.errors import ModelError
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm
+from verl.models.lora import add_lora
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, Response, RolloutEngine
-from verl.rollout.handover.arriving import Arrival, ArrivingWeights, load_into, probe
+from verl.rollout.handover.adapters import take_adapter
+from verl.rollout.handover.arriving import Arrival, ArrivingWeights, probe
 from verl.rollout.handover.collective import Link
+from verl.rollout.handover.receiving import load_into
 from verl.workers.generating import Generating
 from verl.workers.local import choose_device
 from verl.workers.process import patience, prepare
@@ -50,13 +53,14 @@ class RolloutRank(CallServer):
         assert self._engine is not None
         return self._engine
 
-    def do_build(self, setup: RankSetup, facts: ModelFacts) -> None:
-        """Start the engine; its weights come by the first hand-over."""
+    def do_build(self, setup: RankSetup, facts: ModelFacts, adapter: Any) -> None:
+        """Start the engine; its weights come by the first hand-over. `adapter` is peft's description of the LoRA
+        adapter where that comes apart from them."""
         from verl.trainer.setup import seed_everything
 
         prepare(setup, self._address)
         seed_everything(setup.cfg.trainer.seed)
-        self._setup, self._facts = setup, facts
+        self._setup, self._facts, self._adapter = setup, facts, adapter
         rollout = setup.cfg.actor_rollout_ref.rollout
         # The GPUs this process sees are its own: a server it starts has no others to look for, and nobody else wants
         # their memory while the trainer trains.
@@ -65,9 +69,9 @@ class RolloutRank(CallServer):
         self._device = choose_device(setup.cfg.trainer.device)
         source: Any
         if rollout.name in OWN_COPY:
-            source = self._arriving = ArrivingWeights(facts)
+            source = self._arriving = ArrivingWeights(facts, adapter)
         else:
-            source = self._module = self._load()
+            source = self._module = self._with_adapter(self._load())
         self._engine = build_rollout(rollout.name, source, setup.tokenizer, rollout)
 
     def _load(self) -> nn.Module:
@@ -82,19 +86,27 @@ class RolloutRank(CallServer):
             given = given.get_base_model() if hasattr(given, "get_base_model") else given  # type: ignore[operator]
             disable_dropout(given)
             cast_parameters(given, dtype)
-            return given.to(device=self._device).requires_grad_(False)
+            return given.to(device=self._device)
         if not model.path:
             raise ModelError(
                 "no model is given; set actor_rollout_ref.model.path to a Hugging Face folder or name"
             )
-        loaded = load_causal_lm(
+        return load_causal_lm(
             model.path,
             dtype=dtype,
             device=self._device,
             trust_remote_code=bool(model.trust_remote_code),
             override_config=dict(model.override_config),
         )
-        return loaded.requires_grad_(False)
+
+    def _with_adapter(self, module: nn.Module) -> nn.Module:
+        adapter = self._adapter
+        if adapter is not None:
+            dtype = next(module.parameters()).dtype
+            targets = sorted(adapter.target_modules)
+            add_lora(module, rank=adapter.r, alpha=adapter.lora_alpha, target_modules=targets)
+            cast_parameters(module, dtype)
+        return module.requires_grad_(False)
 
     def do_link(self, size: int) -> None:
         """Join the group of the trainer's sending rank and everybody who generates."""
@@ -110,12 +122,19 @@ class RolloutRank(CallServer):
         assert self._link is not None
         rollout = self._setup.cfg.actor_rollout_ref.rollout
         if self._module is not None:
-            received = load_into(self._module, self._link.receive())
+            apart = self._adapter is not None
+            received = (
+                take_adapter(self._module, self._link)
+                if apart
+                else load_into(self._module, self._link.receive())
+            )
             self.engine.update_weights(self._module, version)
         else:
             assert self._arriving is not None
+            self._arriving.version = version
             self.engine.update_weights(self._arriving, version)
             received = self._arriving.received
+        self._version = version
         return probe(
             self.engine,
             received,

@@ -1,22 +1,21 @@
 """The trainer's weights where the trainer is not: in a process that only generates.
 
-What always holds: what is fingerprinted is what the engine has, not what was meant to arrive; a weight that nothing
-reached stops the run.
+What always holds: until something has arrived nothing is generated; what was received is said with its fingerprint,
+and what is computed with it by a few log-probs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from verl.errors import TrainingHalted
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.rollout.handover.adapters import NotYet, unless_empty
 from verl.rollout.handover.collective import Link
-from verl.rollout.handover.fingerprint import Manifest, fingerprint
+from verl.rollout.handover.fingerprint import Manifest
 from verl.rollout.handover.probe import RESPONSE_TOKENS, probe_prompt
 from verl.rollout.handover.weights import Pairs
 
@@ -33,46 +32,42 @@ class Arrival:
 
 
 class ArrivingWeights:
-    """A source for engines that keep a copy: every `update_weights` takes what the trainer sends at that time."""
+    """A source for engines that keep a copy: every `update_weights` takes what the trainer sends at that time.
+
+    With an `adapter` (peft's description of it) that is the weights it sits on, the first time, and the adapter."""
 
     arrives_later = True
     """There is nothing to take when the engine is built."""
 
-    def __init__(self, model_facts: Any) -> None:
-        self.model_facts = model_facts
+    def __init__(self, model_facts: Any, adapter: Any = None) -> None:
+        self.model_facts, self.adapter = model_facts, adapter
         self.link: Link | None = None
+        self.version = 0
         self.received = Manifest()
+        self._take_base: Callable[[Pairs, int], None] | None = None
 
     def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._arriving(Manifest())
+
+    def base_parameters(self) -> NotYet:
+        def leave_word(take: Callable[[Pairs, int], None]) -> None:
+            self._take_base = take
+
+        return NotYet(leave_word)
+
+    def adapter_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapter; what it sits on has reached the engine before, where that came too."""
+        received = Manifest()
+        base = unless_empty(self._arriving(received))
+        if base is not None:
+            assert self._take_base is not None
+            self._take_base(base, self.version)
+        yield from self._arriving(received)
+
+    def _arriving(self, received: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
         assert self.link is not None
-        self.received = Manifest()
-        yield from self.received.watch(self.link.receive())
-
-
-def load_into(module: nn.Module, pairs: Pairs) -> Manifest:
-    """Write every pair into the module's own tensors (in their type) and fingerprint what then stands there.
-
-    Where the types differ, the fingerprint is of what arrived: there is nothing else the sender's could equal."""
-    held = module.state_dict(keep_vars=True)
-    manifest = Manifest()
-    with torch.no_grad():
-        for name, tensor in pairs:
-            if name not in held or held[name].shape != tensor.shape:
-                there = tuple(held[name].shape) if name in held else "nothing"
-                raise TrainingHalted(
-                    f"the trainer sent {name} of shape {tuple(tensor.shape)}; the model that generates has {there} of "
-                    "that name. Both are built from actor_rollout_ref.model: is its folder the same on every node?"
-                )
-            held[name].copy_(tensor)
-            manifest[name] = fingerprint(held[name] if held[name].dtype == tensor.dtype else tensor)
-    missing = [name for name in held if name not in manifest]
-    if missing:
-        raise TrainingHalted(
-            f"{len(missing)} weights of the model that generates were not among those the trainer sent, e.g. "
-            f"{', '.join(missing[:3])}. Both are built from actor_rollout_ref.model: is its folder the same on every "
-            "node?"
-        )
-    return manifest
+        self.received = received
+        yield from received.watch(self.link.receive())
 
 
 def probe(

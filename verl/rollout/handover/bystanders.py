@@ -7,16 +7,14 @@ part in everything the engine's host does with the trainer, and keeps none of it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from verl.errors import RolloutError
-from verl.models.lora import save_adapter
 from verl.rollout.base import Request, Response, RolloutEngine
+from verl.rollout.handover.adapters import adapter_of
 from verl.rollout.handover.copy_engine import CopyRollout, Sample
 from verl.rollout.handover.probe import RESPONSE_TOKENS, probe_prompt, trainer_log_probs
 from verl.rollout.handover.weights import base_weights, weights_of
-from verl.rollout.source import causal_lm, whole_module
 
 
 class Elsewhere(RolloutEngine):
@@ -63,8 +61,8 @@ class Follower(CopyRollout):
 
     def _take_weights(self, new_source: bool) -> None:
         if self._adapters:
-            with whole_module(self.source) as module:
-                save_adapter(causal_lm(module), Path(), write=False)
+            with adapter_of(self.source) as (pairs, _):
+                _take_part(pairs)
         elif new_source:
             _take_part(weights_of(self.source))
         if new_source or self.name == "vllm":

@@ -74,11 +74,37 @@ def weights_of(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from source
 
 
-def base_weights(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight as it was before adapters, for an engine that takes the adapters apart."""
-    with whole_module(source) as module:
-        for name, value in causal_lm(module).state_dict(keep_vars=True).items():
+def base_weights(source: Any) -> Pairs:
+    """Every weight as it was before adapters, under the names of the model's files, for an engine that takes the
+    adapters apart. A source that receives them says when they are there."""
+    if hasattr(source, "base_parameters"):
+        later: Pairs = source.base_parameters()
+        return later
+    return _base_weights(source)
+
+
+def _base_weights(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with module_of(source) as module:
+        model = causal_lm(module)
+        for name, value in model.state_dict(keep_vars=True).items():
             plain = plain_name(name)
             if plain is not None:
-                tensor = value.detach()
-                yield plain, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                # Where transformers joins tensors on loading (the experts of a mixture), they come apart again.
+                yield from revert_weight_conversion(
+                    model, {plain: whole(value, computed_type(source))}
+                ).items()
+
+
+def whole(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A weight gathered from its shards (all ranks in step), in `dtype` where it is a float."""
+    tensor = value.detach()
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def computed_type(source: Any) -> torch.dtype | None:
+    """The type a TrainEngine computes with: shards may be kept in a wider one."""
+    dtype = getattr(getattr(source, "settings", None), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
