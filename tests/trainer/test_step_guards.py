@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -117,12 +119,21 @@ def test_generalised_advantages_discount_by_gamma_and_smooth_by_lambda(watch):
     torch.testing.assert_close(t["advantages"], whitened.float(), atol=1e-4, rtol=1e-3)
 
 
-def shift_row_three(seen, batch: DataProto) -> None:
-    """As if the rollout engine had thought row 3 less likely than the trainer does."""
-    batch.batch["rollout_log_probs"][3] -= 1.0
+def disagreeing() -> tuple[list[int], Callable[[object, DataProto], None]]:
+    """As if the rollout engine had thought one response less likely than the trainer does: the first that was not cut
+    off. Its row, once there is one, and what to do with a batch."""
+    rows: list[int] = []
+
+    def change(_: object, batch: DataProto) -> None:
+        row = list(batch.non_tensor_batch["finish_reason"]).index("stop")
+        batch.batch["rollout_log_probs"][row] -= 1.0
+        rows.append(row)
+
+    return rows, change
 
 
 def test_rejected_responses_leave_the_loss_and_its_denominators(watch):
+    rows, change = disagreeing()
     seen = watch(
         "algorithm.rollout_correction.rollout_rs=token_k1",
         "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
@@ -130,13 +141,13 @@ def test_rejected_responses_leave_the_loss_and_its_denominators(watch):
         "algorithm.rollout_correction.rollout_is_threshold=5.0",
         "algorithm.filter_overlong_responses=True",
         "trainer.total_training_steps=1",
-        change=shift_row_three,
+        change=change,
     )
     batch, (update,) = seen.batches[1], seen.of("actor", 1)
     cut = [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]]
     written = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :]
     assert any(cut) and not all(cut)
-    left = [not (cut[row] or row == 3) for row in range(32)]
+    left = [not cut[row] and row not in rows for row in range(32)]
     expected = written * torch.tensor(left).unsqueeze(-1)
     assert torch.equal(update.mini.batch["response_mask"], expected)
     assert update.mini.meta_info["batch_num_tokens"] == int(expected.sum())
@@ -150,16 +161,17 @@ def test_rejected_responses_leave_the_loss_and_its_denominators(watch):
 
 
 def test_importance_weights_are_the_trainers_over_the_rollouts_probability(watch):
+    rows, change = disagreeing()
     seen = watch(
         "algorithm.rollout_correction.rollout_is=token",
         "algorithm.rollout_correction.rollout_is_threshold=5.0",
         "trainer.total_training_steps=1",
-        change=shift_row_three,
+        change=change,
     )
     (update,) = seen.of("actor", 1)
     t = update.mini.batch
     expected = torch.ones_like(t["rollout_is_weights"])
-    expected[3] = torch.e
+    expected[rows] = torch.e
     mask = t["response_mask"]
     torch.testing.assert_close(t["rollout_is_weights"] * mask, expected * mask, atol=1e-4, rtol=1e-4)
     # One update on fresh samples: the ratio is 1, and the loss the weighted mean of the negative advantages.
@@ -168,18 +180,19 @@ def test_importance_weights_are_the_trainers_over_the_rollouts_probability(watch
 
 
 def test_bypassing_takes_the_rollouts_log_probs_for_the_old_ones(watch):
+    rows, change = disagreeing()
     seen = watch(
         "algorithm.rollout_correction.bypass_mode=True",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "trainer.total_training_steps=1",
-        change=shift_row_three,
+        change=change,
     )
     t = seen.batches[1].batch
     assert torch.equal(t["old_log_probs"], t["rollout_log_probs"])
     first = seen.of("actor", 1)[0]
-    tokens = first.mini.batch["response_mask"].sum()
-    in_row = first.mini.batch["response_mask"][3].sum()
-    assert first.metrics["actor/ppo_kl"] == pytest.approx(-float(in_row / tokens), abs=1e-5)
+    mask = first.mini.batch["response_mask"]
+    share = mask[[row for row in rows if row < 16]].sum() / mask.sum()
+    assert first.metrics["actor/ppo_kl"] == pytest.approx(-float(share), abs=1e-5)
 
 
 def test_mini_batches_and_epochs_of_each_role(watch):

@@ -294,3 +294,15 @@ def test_the_version_counts_updates_of_the_actor_and_the_rollout_hears_of_each()
     again.policy_version = 1
     again.update_actor(batch)
     assert again.done[1][1] == orders[3], "a resumed run shuffles as the first one did"
+
+
+def test_a_loss_of_ones_own_sees_a_behaviour_policy_without_gradient():
+    def plain(old_log_prob, log_prob, advantages, response_mask, **_):
+        return -(advantages * (log_prob - old_log_prob).exp() * response_mask).sum(), {}
+
+    role = actor()
+    role._loss = plain
+    log_prob, advantages = numbers(0).requires_grad_(), numbers(2, -1, 1)
+    loss, _ = role._micro_batch_loss(ModelOutput(log_probs=log_prob), micro(advantages=advantages))
+    loss.backward()
+    torch.testing.assert_close(log_prob.grad, -advantages * MASK)
