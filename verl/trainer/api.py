@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -106,13 +107,14 @@ class PPOTrainer:
             )
         cfg = self.run_config()
         loader = GivenLoader(train_dataloader, cfg.data, self.tokenizer)
-        return run(
-            cfg,
-            reward_function=self.reward_function,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            train_loader=loader,
-        )
+        with handed_back(self.model):
+            return run(
+                cfg,
+                reward_function=self.reward_function,
+                model=self.model,
+                tokenizer=self.tokenizer,
+                train_loader=loader,
+            )
 
 
 class GRPOTrainer(PPOTrainer):
@@ -123,6 +125,22 @@ class GRPOTrainer(PPOTrainer):
 
     def _kl(self, coef: float) -> dict[str, Any]:
         return {"actor_rollout_ref.actor.use_kl_loss": coef > 0, "actor_rollout_ref.actor.kl_loss_coef": coef}
+
+
+@contextmanager
+def handed_back(model: nn.Module) -> Iterator[None]:
+    """Training puts its own attention into the model; afterwards the model has the attention and the mode it came
+    with, and generates and trains again like any other."""
+    attention, training = (
+        getattr(getattr(model, "config", None), "_attn_implementation", None),
+        model.training,
+    )
+    try:
+        yield
+    finally:
+        model.train(training)
+        if attention is not None and switch is not None:
+            switch(attention)
 
 
 def _name(model: Any) -> str:

@@ -58,7 +58,14 @@ def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
     """Write the config; where a run of other settings is about to go on, say which, before they are forgotten."""
     resuming = cfg.trainer.resume_mode == "auto" and any(folder.path.glob("global_step_*"))
     before = folder.previous_config() if resuming else None
-    changed = changes(before, jsonable(to_dict(cfg))) if before is not None else []
+    now = to_dict(cfg)
+    if cfg.trainer.default_local_dir == str(
+        default_run_path(cfg.trainer.project_name, cfg.trainer.experiment_name)
+    ):
+        now["trainer"]["default_local_dir"] = (
+            ""  # whoever repeats the run under another name gets another folder
+        )
+    changed = changes(before, jsonable(now)) if before is not None else []
     if changed:
         shown = ", ".join(f"{key} {old!r} -> {new!r}" for key, old, new in changed[:_SHOWN])
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
@@ -72,7 +79,7 @@ def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
             more,
             weights,
         )
-    folder.write_config(to_dict(cfg))
+    folder.write_config(now)
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
