@@ -135,6 +135,7 @@ def handed_back(model: nn.Module) -> Iterator[None]:
         getattr(getattr(model, "config", None), "_attn_implementation", None),
         model.training,
     )
+    switch: Callable[[str], None] | None = getattr(model, "set_attn_implementation", None)
     try:
         yield
     finally:
