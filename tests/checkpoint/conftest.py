@@ -74,7 +74,7 @@ class Children:
             assert self._news.wait_for(lambda: len(self._started) > count, timeout=120)
         return self._started[-1]
 
-    def wait(self, pid: int, timeout: float = 120) -> int:
+    def wait(self, pid: int, timeout: float = 500) -> int:
         """The child's wait status; 0 when it ended well."""
         with self._news:
             assert self._news.wait_for(lambda: pid in self._ended, timeout=timeout), "a child hangs"
@@ -86,7 +86,7 @@ class Children:
     def close(self) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(timeout=30)
+        self._server.wait(timeout=240)
 
 
 @pytest.fixture(scope="session")

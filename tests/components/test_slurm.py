@@ -167,12 +167,15 @@ def submit(
         f"--output={folder}/job.txt", f"--chdir={ROOT}", str(script), *overrides,
     ]  # fmt: skip
     settings = {"VERL_PYTHON": sys.executable, "VERL_RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env={**env, **settings}, cwd=ROOT, capture_output=True, text=True, timeout=900
-    )
+    output = folder / "job.txt"
+    try:
+        done = subprocess.run(
+            command, env={**env, **settings}, cwd=ROOT, capture_output=True, text=True, timeout=900
+        )
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the job does not end: {output.read_text()[-4000:] if output.exists() else 'no output'}")
     if not wait:
         return done.returncode, done.stdout.strip()
-    output = folder / "job.txt"
     text = output.read_text(errors="replace") if output.exists() else done.stdout + done.stderr
     return done.returncode, text
 

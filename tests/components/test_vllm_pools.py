@@ -65,8 +65,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
+    """Whole rows only: the last one may be in the middle of being written."""
     file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def agree(found: list[dict[str, Any]]) -> None:

@@ -162,7 +162,8 @@ def test_a_value_changed_in_shared_memory_is_caught(server: Any, model: Any, mon
 
 
 def test_no_weights_stay_in_shared_memory(server: Any) -> None:
-    assert not list(Path("/dev/shm").glob("verl-weights-*"))
+    """Of this process: others on this machine may be handing weights over right now."""
+    assert not list(Path("/dev/shm").glob(f"verl-weights-*-{os.getpid():x}-*"))
 
 
 def test_a_dead_server_is_said_with_its_log_and_leaves_nothing(server: Any, model: Any) -> None:
@@ -197,7 +198,7 @@ def test_the_server_does_not_outlive_a_killed_trainer(model: Any, tmp_path: Path
     assert processes_of(group)
     trainer.kill()
     trainer.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while processes_of(group) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not processes_of(group)

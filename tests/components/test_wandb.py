@@ -25,7 +25,7 @@ def nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.invalid")
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "60")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "240")
     wandb.teardown()
     yield
     wandb.teardown()
