@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import torch
 
 from verl.config.pools import OWN_COPY, engine_size, rollout_pool
 from verl.engines.export import whole_weights
+from verl.rollout import build_rollout
 from verl.rollout.handover.adapters import adapter_weights, carrier_weights
 from verl.rollout.handover.bystanders import Elsewhere, Follower
 from verl.rollout.handover.probe import trainer_log_probs
@@ -76,8 +77,6 @@ class RankGroup(LocalGroup):
             model=setup.model,
             bad_batch_dir=setup.run_folder / "bad_batches",
         )
-        self.held = HeldWeights(self.actor_engine)
-        self.rollout.engine.update_weights(self.held, 0)
         self._generation: ExitStack | None = None
         self._base_sent = False
 
@@ -86,19 +85,22 @@ class RankGroup(LocalGroup):
     def rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """This rank's engine, or what stands in its place."""
         rollout, size = self.cfg.actor_rollout_ref.rollout, engine_size(self.cfg)
+        self.held = HeldWeights(self.actor_engine)
         if rollout_pool(self.cfg):
             return Elsewhere()
-        if size == 1:
-            return super().rollout_engine(tokenizer)
         if self._rank % size:
-            return Follower(rollout.name, self.actor_engine, tokenizer, rollout)
+            return Follower(rollout.name, self.held, tokenizer, rollout)
         shared = self._devices[self._rank : self._rank + size]
-        with _visible(shared if self.device.type == "cuda" else ()):
-            return super().rollout_engine(tokenizer)
+        with _visible(shared if size > 1 and self.device.type == "cuda" else ()):
+            watchdog_s = self.cfg.trainer.watchdog_s
+            return build_rollout(rollout.name, self.held, tokenizer, rollout, watchdog_s=watchdog_s)
 
     def publish_weights(self) -> None:
-        self._make_room()
-        self.rollout.engine.update_weights(self.held, self.policy_version)
+        copied = self.cfg.actor_rollout_ref.rollout.name in OWN_COPY
+        # Where the config keeps weights in host memory they are brought for as long as copying takes, and no longer.
+        with self._resident("actor", optimizer=False) if copied else nullcontext():
+            self._make_room()
+            self.rollout.engine.update_weights(self.held, self.policy_version)
 
     def open_generation(self) -> None:
         with ExitStack() as stack:

@@ -72,7 +72,8 @@ class RolloutRank(CallServer):
             source = self._arriving = ArrivingWeights(facts, adapter)
         else:
             source = self._module = self._with_adapter(self._load())
-        self._engine = build_rollout(rollout.name, source, setup.tokenizer, rollout)
+        watchdog_s = setup.cfg.trainer.watchdog_s
+        self._engine = build_rollout(rollout.name, source, setup.tokenizer, rollout, watchdog_s=watchdog_s)
 
     def _load(self) -> nn.Module:
         """The module to generate from, in the rollout's type."""

@@ -36,8 +36,10 @@ class Link:
         named = dist.PrefixStore(_PREFIX, store)
         timeout = timedelta(seconds=timeout_s)
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
+            options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
+            # As torch names the groups it makes itself: in its own log and dumps this one is told from the others.
+            options.group_name, options.global_ranks_in_group = _PREFIX, list(range(size))
             self._group: Any = dist.ProcessGroupNCCL(named, place, size, options)
         else:
             self._group = dist.ProcessGroupGloo(named, place, size, timeout)
