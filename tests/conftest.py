@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,6 +44,19 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """What a command wrote before it failed, or before its time was up, is shown with the failure."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, subprocess.TimeoutExpired | subprocess.CalledProcessError):
+        for stream in ("stdout", "stderr"):
+            text = getattr(error, stream) or ""
+            text = text.decode(errors="replace") if isinstance(text, bytes) else text
+            report.sections.append((f"{stream} of the command", text[-4000:]))
+    return report
 
 
 @pytest.fixture(autouse=True)
