@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,10 @@ def generate_file(cfg: GenerationConfig) -> GenerationResult:
             )
         tokens, seconds = 0, 0.0
         if left:
-            with open_engine(cfg, choice.path, choice.adapter, tokenizer) as engine:
+            with (
+                _kept_rows_said(journal, len(dataset)),
+                open_engine(cfg, choice.path, choice.adapter, tokenizer) as engine,
+            ):
                 work = _Work(cfg, dataset, engine, tokenizer, journal)
                 tokens, seconds = work.run(left)
         extended.write(_columns(journal, map(dataset.row_number, range(len(dataset))), cfg.data.response_key))
@@ -97,6 +101,22 @@ def generate_file(cfg: GenerationConfig) -> GenerationResult:
     result = GenerationResult(output, len(dataset), continued, tokens, seconds)
     logger.info("%s", _summary(cfg, result))
     return result
+
+
+@contextmanager
+def _kept_rows_said(journal: Journal, total: int) -> Iterator[None]:
+    """Whatever ends the work early: what it leaves is not lost, and that is said."""
+    try:
+        yield
+    except BaseException:
+        if len(journal):
+            logger.warning(
+                "%d of %d rows are kept in %s; the same command goes on from there",
+                len(journal),
+                total,
+                journal.folder,
+            )
+        raise
 
 
 def prompt_section(cfg: GenerationConfig) -> DataConfig:
@@ -121,8 +141,11 @@ def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDat
     """Everything a response depends on: two generations that agree in it may share their rows."""
     settings = training_settings(rollout_section(cfg), cfg.data.max_response_length, step=0)
     return {
-        "model.path": choice.fingerprint(),
-        "data.path": dataset.rows.fingerprint(),
+        "model.path": choice.path,
+        "model.lora_path": str(choice.adapter) if choice.adapter else None,
+        "the model's files": choice.fingerprint(),
+        "data.path": dataset.rows.names,
+        "the data's files": dataset.rows.fingerprint(),
         **{f"data.{name}": getattr(cfg.data, name) for name in _DECIDES},
         **{f"rollout.{name}": value for name, value in asdict(settings.sampling).items()},
         "rollout.n": settings.n,

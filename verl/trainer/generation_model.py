@@ -6,6 +6,7 @@ a value model, whose output layer is no vocabulary, is never taken for a policy.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER
+from verl.checkpoint.megatron.folder import holds_megatron
 from verl.checkpoint.steps import list_steps, problems, step_of
 from verl.errors import ModelError
 
@@ -48,9 +50,8 @@ class ModelChoice:
             for file in folder.glob(pattern)
         }
         stats = [(file, file.stat()) for file in sorted(files)]
-        return " ".join(
-            [self.path, *(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file, stat in stats)]
-        )
+        seen = " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file, stat in stats)
+        return hashlib.sha256(seen.encode()).hexdigest()
 
 
 def choose_model(config: GenerationModelConfig) -> ModelChoice:
@@ -144,10 +145,11 @@ def _refuse_value_model(path: str) -> None:
 def _no_weights(folder: Path) -> str:
     inner = _inside(folder)
     part = inner.parent if inner.name == HF_FOLDER else inner
-    if (part / "model").is_dir():
+    backend = "megatron" if holds_megatron(part) else "fsdp" if (part / "model").is_dir() else None
+    if backend is not None:
         return (
-            f"{folder} was saved without whole weights. Make a Hugging Face folder of it with\n"
-            f"  python -m verl.model_merger merge --backend fsdp --local_dir {part} --target_dir OUT\n"
+            f"{folder} holds a checkpoint without whole weights. Make a Hugging Face folder of it with\n"
+            f"  python -m verl.model_merger merge --backend {backend} --local_dir {part} --target_dir OUT\n"
             "and set model.path=OUT"
         )
     steps = list_steps(folder)
