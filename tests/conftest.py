@@ -23,6 +23,9 @@ settings.load_profile("verl")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Servers of the tests are on this machine, whatever stands between it and the rest.
+for _name in ("no_proxy", "NO_PROXY"):
+    os.environ[_name] = ",".join(filter(None, [os.environ.get(_name), "127.0.0.1", "localhost"]))
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = [

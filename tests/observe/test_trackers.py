@@ -172,11 +172,11 @@ def test_prometheus_serves_the_newest_step() -> None:
         tracker.log(3, {"actor/pg_loss": 0.5, "val-core/x/acc/mean@1": float("nan")})
         url = f"http://127.0.0.1:{tracker.port}"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        text = opener.open(f"{url}/metrics", timeout=10).read().decode()
+        text = opener.open(f"{url}/metrics", timeout=120).read().decode()
         assert text == exposition(3, {"actor/pg_loss": 0.5, "val-core/x/acc/mean@1": float("nan")})
         assert "\nverl_actor_pg_loss 0.5\n" in text and "\nverl_val_core_x_acc_mean_1 NaN\n" in text
         with pytest.raises(urllib.error.HTTPError):
-            opener.open(f"{url}/etc/passwd", timeout=10)
+            opener.open(f"{url}/etc/passwd", timeout=120)
         with pytest.raises(ConfigError, match=r"trainer\.prometheus\.port"):
             PrometheusTracker("127.0.0.1", tracker.port)
     finally:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,10 @@ def act(response, extra_info):
         return 1.0
     if response == "until the alarm":
         return signal.getitimer(signal.ITIMER_REAL)[0]
+    if response == "when told":
+        while not os.path.exists(extra_info["pids"]):
+            time.sleep(0.01)
+        return 1.0
     if response == "slow":
         time.sleep(0.4)
         return 1.0
@@ -258,6 +264,31 @@ def test_the_deadline_is_of_the_call_not_of_the_wait_behind_others(faults, make_
         pool, make_sample, ["ok"] * 30 + ["slow"] * 16
     )  # quick calls: the slow ones are all sent ahead, and together they take longer than the deadline
     assert {result.score for result in results} == {1.0} and pool.restarts == 0
+
+
+def test_an_answer_in_time_counts_though_nobody_had_time_to_hear_it(
+    faults, make_sample, tmp_path, monkeypatch
+):
+    """The thread that listens is also the one that ends and starts workers, which may take long."""
+    pool, told = faults(timeout_s=2.5), tmp_path / "pids"
+    serve = pool._serve
+
+    def busy(key, events):
+        (worker,) = pool._workers
+        if key.data is None and worker.outstanding:
+            told.touch()
+            assert select.select([worker.channel], [], [], 120)[0]
+            time.sleep(max(0.0, pool._deadline(worker) - time.monotonic()))
+        serve(key, events)
+
+    monkeypatch.setattr(pool, "_serve", busy)
+    info = {"pids": str(told)}
+    pool.submit(0, 0, [make_sample(0, "when told", extra_info=info)])
+    while not pool._workers[0].outstanding:
+        time.sleep(0.01)
+    pool.submit(1, 0, [make_sample(1, "ok", extra_info=info)])
+    results = pool.drain()
+    assert [results[number][0].score for number in (0, 1)] == [1.0, 1.0] and pool.restarts == 0
 
 
 @pytest.mark.parametrize(

@@ -190,8 +190,8 @@ class WorkerHandle:
         lines = [line for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
         return f"; last output: {lines[-1].strip()[:200]}" if lines else ""
 
-    def exit_status(self, patience_s: float = 0.5) -> int | None:
-        """How it ended by itself; None where it is still there."""
+    def exit_status(self, patience_s: float = 3.0) -> int | None:
+        """How it ended by itself; None where it is still there. It closes its channel a moment before it is gone."""
         try:
             return self.process.wait(patience_s)
         except subprocess.TimeoutExpired:

@@ -209,11 +209,15 @@ class WorkerPool:
             if not worker.read_output():
                 self._selector.unregister(worker.output)
             return
+        if events & selectors.EVENT_READ:
+            self._listen(worker)
+
+    def _listen(self, worker: WorkerHandle) -> None:
+        """Take what it has said; it may turn out to be lost."""
         try:
-            if events & selectors.EVENT_READ:
-                worker.read_output()  # what a call printed is passed on before its result
-                for message in worker.messages():
-                    self._hear(worker, message)
+            worker.read_output()  # what a call printed is passed on before its result
+            for message in worker.messages():
+                self._hear(worker, message)
         except Broken as error:
             self._lost(worker, str(error))
 
@@ -277,6 +281,12 @@ class WorkerPool:
         now = time.monotonic()
         for worker in list(self._workers):
             deadline = self._deadline(worker)
+            if deadline is not None and now >= deadline:
+                # It may have answered in time, while this thread was busy with another one.
+                self._listen(worker)
+                if worker not in self._workers:
+                    continue
+                deadline = self._deadline(worker)
             if deadline is None or now < deadline:
                 if worker.retiring and not worker.outstanding:
                     self._replace(worker)
@@ -334,10 +344,9 @@ class WorkerPool:
 
     def _lost(self, worker: WorkerHandle, reason: str) -> None:
         """The channel broke: find out how the worker ended."""
-        status = worker.exit_status()
         if reason:
             what = reason + " and was killed"
-        elif status is None:
+        elif (status := worker.exit_status()) is None:
             what = "closed its result channel and was killed"
         else:
             what = processes.describe_end(status)
