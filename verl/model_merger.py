@@ -114,7 +114,10 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0].startswith("--") and given[0] != "--help":
+        given.insert(0, "merge")  # `verl merge --local_dir ...` says it already
+    args = build_parser().parse_args(given)
     from verl.trainer.command import run_command
 
     return run_command(lambda: {"merge": _merge, "test": _test}[args.word](args))

@@ -50,6 +50,17 @@ def test_the_merged_folder_is_what_the_engine_would_have_written(
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
+def test_the_word_merge_may_be_left_out_and_a_run_folder_names_its_newest_step(
+    tmp_path: Path, job: ModuleType, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = save(tmp_path / "run", job.make_engine(), tokenizer=tiny_tokenizer)
+    line = ["--backend", "fsdp", "--target_dir", str(tmp_path / "out"), "--local_dir"]
+    assert model_merger.main([*line, str(tmp_path / "run")]) == 2
+    assert f"is a run folder; give one of its steps, e.g. {part}" in capsys.readouterr().err
+    assert model_merger.main([*line, str(part)]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_greedy_answers_of_the_merged_model_are_the_trainers(tmp_path: Path, job: ModuleType) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -205,7 +216,7 @@ def test_the_folder_may_be_named_as_the_pages_name_it(tmp_path: Path, job: Modul
         assert merge(MergeOptions(tmp_path / "run" / name, tmp_path / f"out{index}", logits=False)).exists()
     for name, words in (
         ("global_step_5/critic", "not a folder"),
-        ("", "has no ckpt_contents.json|not a folder"),
+        ("", "is a run folder|not a folder"),
     ):
         with pytest.raises(CheckpointError, match=words):
             merge(MergeOptions(tmp_path / "run" / name, tmp_path / "no"))

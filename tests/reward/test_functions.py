@@ -12,7 +12,7 @@ from verl.errors import RewardError
 from verl.reward.base import RewardSample
 from verl.reward.evaluate import score
 from verl.reward.functions import RewardFunction, Signature, signature_of
-from verl.reward.loading import FunctionSpec, load_function, spec_of
+from verl.reward.loading import FunctionSpec, check_file, load_function, spec_of
 from verl.reward.results import interpret, interpret_batch, plain
 
 
@@ -174,6 +174,35 @@ def test_unknown_parameters_are_an_error_at_start():
         signature.check({}, ["level", "difficulty"])
     signature.check({}, None)  # columns not known yet: nothing can be said
     signature.check({"respnse": 1}, ["level"])
+
+
+@pytest.mark.parametrize("name", ["ground_truth", "ground_truths"])
+def test_a_function_that_must_have_the_truth_is_refused_where_no_row_has_one(name):
+    made: dict = {}
+    exec(f"def needs(completions, {name}): return 0\ndef can(completions, {name}=None): return 0", made)
+    needs, can = signature_of(made["needs"]), signature_of(made["can"])
+    with pytest.raises(
+        RewardError, match=rf"needs asks for '{name}'.*reward_model.ground_truth.*prompt, solution"
+    ):
+        needs.check({}, ["prompt", "solution"])
+    for column in ("reward_model", "ground_truth", "answer"):
+        needs.check({}, ["prompt", column])
+    needs.check({name: "42"}, ["prompt"])
+    needs.check({}, [])  # no columns known
+    can.check({}, ["prompt", "solution"])
+
+
+def test_a_folder_is_no_reward_file_unless_it_is_a_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rewards_x").mkdir()
+    (tmp_path / "rewards_x" / "mine.py").write_text("def compute_score(response): return 1.0\n")
+    for path in ("rewards_x", "./rewards_x", str(tmp_path / "rewards_x")):
+        with pytest.raises(RewardError, match=r"is a folder; give the file.*mine.py"):
+            check_file(FunctionSpec(path))
+    (tmp_path / "rewards_x" / "__init__.py").write_text("from rewards_x.mine import compute_score\n")
+    check_file(FunctionSpec("rewards_x"))
+    assert load_function(FunctionSpec("rewards_x"))("a") == 1.0
 
 
 def test_unknown_reward_kwargs_are_an_error_at_start():

@@ -33,7 +33,7 @@ from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from verl.checkpoint.megatron.folder import find_megatron, holds_megatron
 from verl.checkpoint.megatron.merge import merge_megatron
 from verl.checkpoint.source import LoraSettings, WeightSource
-from verl.checkpoint.steps import in_use
+from verl.checkpoint.steps import in_use, list_steps
 from verl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,12 @@ def find_part(local_dir: Path) -> PartFolder:
     if not path.is_dir():
         raise CheckpointError(f"--local_dir {local_dir} is not a folder; give .../global_step_N/actor")
     step_folder, name = (path, "actor") if (path / MANIFEST).exists() else (path.parent, path.name)
+    inside = [] if (step_folder / MANIFEST).exists() else list_steps(path)
+    if inside:
+        newest = max(inside, key=lambda entry: entry.step).path / "actor"
+        raise CheckpointError(
+            f"--local_dir {local_dir} is a run folder; give one of its steps, e.g. {newest}"
+        )
     manifest = read_manifest(step_folder)
     if name not in manifest.parts:
         raise CheckpointError(f"{step_folder} holds no '{name}'; it holds: {', '.join(manifest.parts)}")

@@ -45,6 +45,9 @@ BATCH_NAMES: dict[str, str] = {
     "data_sources": "data_source",
     "extra_infos": "extra_info",
 }
+# Where a row's truth can stand (`verl.data.rl_dataset.truth_of`), and the parameters that want it.
+TRUTH_COLUMNS = ("reward_model", "ground_truth", "answer")
+_TRUTHS = ("ground_truth", "ground_truths")
 _KEYWORD_SAMPLE = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt", "response")
 _KEYWORD_BATCH = ("prompts", "ground_truth", "data_source", "extra_info")
 
@@ -109,6 +112,19 @@ class Signature:
                 f"default, "
                 f"or set {key}.reward_kwargs.{unknown[0]}."
             )
+        self._require_truth(kwargs, set(columns), key)
+
+    def _require_truth(self, kwargs: Mapping[str, Any], columns: set[str], key: str) -> None:
+        """A function that must have the truth, and rows that cannot have one: every score would be wrong."""
+        wanted = [name for name in _TRUTHS if name in self.names and name not in self.optional]
+        if not wanted or not columns or wanted[0] in kwargs or columns & set(TRUTH_COLUMNS):
+            return
+        raise RewardError(
+            f"Reward function {self.name} asks for {wanted[0]!r}, but no row has a truth: it is looked for in the "
+            f"columns reward_model.ground_truth, ground_truth and answer, and the data has: "
+            f"{', '.join(sorted(columns))}. Name the column so, ask for it by its own name (a parameter "
+            f"of that name gets it), or give the parameter a default if the function needs no truth."
+        )
 
 
 def signature_of(function: Callable[..., Any], name: str = "") -> Signature:

@@ -53,6 +53,12 @@ def load_function(spec: FunctionSpec) -> Callable[..., Any]:
 def check_file(spec: FunctionSpec) -> None:
     """The part of finding that needs no import: a missing file is said before any process is started."""
     path, _ = _split_target(spec)
+    if Path(path).expanduser().is_dir() and not _importable(path):
+        files = sorted(file.name for file in Path(path).expanduser().glob("*.py"))
+        raise RewardError(
+            f"{spec.key}.path={path} is a folder; give the file with the function in it. Python files there: "
+            f"{', '.join(files) or 'none'}."
+        )
     if _is_file(path) and not Path(path).expanduser().is_file():
         raise _missing_file(path, spec)
 
@@ -69,6 +75,14 @@ def spec_of(function: Callable[..., Any], **fields: Any) -> FunctionSpec | None:
     if target is not function:
         return None
     return FunctionSpec(path=f"{module}:{qualname}", label=qualname, **fields)
+
+
+def _importable(path: str) -> bool:
+    """Whether a folder's name also stands for a package that holds code (and not only for the folder)."""
+    if "/" in path:
+        return False
+    spec = importlib.util.find_spec(path) if path.isidentifier() else None
+    return spec is not None and spec.origin is not None
 
 
 def _is_file(path: str) -> bool:
@@ -189,7 +203,8 @@ def _pick(module: ModuleType, name: str | None, spec: FunctionSpec) -> Callable[
         raise RewardError(
             f"{spec.path} has no function {' or '.join(DEFAULT_NAMES)}, and which of its functions is the "
             f"reward is "
-            f"not clear; functions there: {', '.join(own) or 'none'}. Set {spec.key}.name."
+            f"not clear; functions there: {', '.join(own) or 'none'}. Set {spec.key}.name, or write "
+            f"{spec.path}:{own[0] if own else 'FUNCTION'}."
         )
     target: Any = module
     for part in name.split("."):
