@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,8 +47,10 @@ def smollm2_dir() -> Path:
     half = CACHE.with_name(f"{CACHE.name}.{os.getpid()}")
     model.save_pretrained(half)
     tokenizer.save_pretrained(half)
-    if not CACHE.exists():
+    try:
         half.rename(CACHE)
+    except OSError:  # another process was quicker
+        shutil.rmtree(half)
     return CACHE
 
 
