@@ -6,6 +6,7 @@ import importlib
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
@@ -194,7 +195,7 @@ def hub_settings(variables: dict[str, str]) -> Iterator[Finding]:
     state = f"{offline[0]}=1" if offline else "online"
     if variables.get("HF_ENDPOINT"):
         state += f", HF_ENDPOINT={variables['HF_ENDPOINT']}"
-    if not os.access(folder, os.W_OK) and not offline:
+    if not offline and not _writable(folder):
         yield Finding(
             "hugging face",
             "warning",
@@ -212,6 +213,15 @@ def hub_settings(variables: dict[str, str]) -> Iterator[Finding]:
         )
     else:
         yield Finding("hugging face", "ok", f"{state}, cache {home}")
+
+
+def _writable(folder: str) -> bool:
+    """By writing: permissions alone do not tell of filesystems that are read-only."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def proxies(variables: dict[str, str]) -> Iterator[Finding]:

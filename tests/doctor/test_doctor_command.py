@@ -1,0 +1,189 @@
+"""`verl doctor` as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl import cli
+from verl.doctor.cli import as_the_config_needs, main, understand
+from verl.doctor.finding import Finding
+from verl.doctor.plan import probes_of_the_machine
+from verl.doctor.report import as_text, gathered, verdict
+from verl.doctor.runner import Answer, Probe
+from verl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def answer(*findings: Finding, section: str = "software") -> Answer:
+    return Answer(Probe("p", "m:f", section), list(findings))
+
+
+def typed(*words: str, **environment: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "doctor", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        cwd=ROOT,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_whole_command_on_this_machine_with_a_run(finished_run: Path) -> None:
+    code, out, err = typed("--quick", "--json", str(finished_run))
+    report: dict[str, Any] = json.loads(out)
+    statuses: dict[str, list[str]] = {}
+    for finding in report["findings"]:
+        statuses.setdefault(finding["subject"], []).append(finding["status"])
+    assert code == 0 and report["ok"], (out, err)
+    for subject in ("torch", "transformers", "compute on cpu", "disk", "run", "config", "weights", "reward"):
+        assert "ok" in statuses[subject], subject
+    assert {f["section"] for f in report["findings"]} >= {"software", "machine", "this config", "this run"}
+
+
+def test_something_fatal_is_told_by_the_exit_code(keys: list[str], tmp_path: Path) -> None:
+    code, out, _ = typed("--quick", *keys, "data.train_files=nowhere.jsonl")
+    assert code == 1
+    assert "nowhere.jsonl" in out and out.strip().splitlines()[-1].startswith("To mend first:")
+    assert "\x1b" not in out
+
+
+def test_a_question_nobody_understands_is_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no-such-place"]) == 2
+    assert "neither a run folder nor a YAML file" in capsys.readouterr().err
+    assert main(["--timeout", "0"]) == 2
+
+
+def test_without_any_package_it_still_says_what_to_install(tmp_path: Path) -> None:
+    """A bare Python: no torch, no rich, nothing."""
+    program = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from verl.cli import main; sys.exit(main(['doctor']))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 1, done.stderr
+    assert "torch" in done.stdout and "pip install 'torch>=2.11'" in done.stdout
+    assert "'numpy>=1.26'" in done.stdout and "not tried" in done.stdout
+
+
+def test_a_hung_package_does_not_hold_the_command_up(tmp_path: Path) -> None:
+    (tmp_path / "hydra").mkdir()
+    (tmp_path / "hydra" / "__init__.py").write_text("import threading; threading.Event().wait()\n")
+    code, out, err = typed("--quick", "--json", "--timeout", "5", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    found = {f["subject"]: f for f in json.loads(out)["findings"]}
+    assert code == 1 and "no answer within 5 s" in found["hydra-core"]["seen"], err
+    # Whatever else five seconds are too few for on this machine, it was asked and answered.
+    assert {"python", "omegaconf", "torch", "memory", "disk"} <= set(found)
+
+
+def test_the_command_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, verl.doctor.cli, verl.observe.view, verl.cli\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'ray', 'omegaconf', 'yaml', 'pyarrow'}\n"
+        "sys.exit(' '.join(sorted(heavy & set(sys.modules))) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_stands_in_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "  doctor" in out and "  view" in out
+
+
+# -- what was typed -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_brings_its_config(copied_run: Callable[[], Path]) -> None:
+    folder = copied_run()
+    assert understand([str(folder), "trainer.nnodes=2"]) == (
+        folder,
+        ["--config-path", str(folder), "--config-name", "config.yaml", "trainer.nnodes=2"],
+    )
+    (folder / "config.yaml").unlink()
+    assert understand([str(folder)]) == (folder, [])
+
+
+def test_a_yaml_file_and_keys_are_a_config(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("trainer: {nnodes: 1}\n")
+    assert understand(["a.b=c", str(file)])[1][-1] == "a.b=c"
+    assert understand([]) == (None, [])
+    with pytest.raises(ConfigError, match="one run folder"):
+        understand([str(file), str(tmp_path)])
+
+
+# -- the report ---------------------------------------------------------------------------------------------------
+
+
+def test_what_the_config_needs_is_taken_seriously() -> None:
+    answers = [
+        answer(Finding("config", "ok", "", data={"needs": ["ray", "peft"], "processes": 2})),
+        answer(Finding("ray", "note", "not installed", "", "pip install 'verl[ray]'", "missing extras")),
+        answer(Finding("peft", "warning", "0.1 is installed")),
+        answer(Finding("gloo", "warning", "no network")),
+        answer(Finding("vllm", "warning", "cannot be imported")),
+    ]
+    weighed = {a.findings[0].subject: a.findings[0] for a in as_the_config_needs(answers)}
+    assert [weighed[name].status for name in ("ray", "peft", "gloo")] == ["fatal"] * 3
+    assert weighed["vllm"].status == "warning" and weighed["ray"].means == "this config needs it"
+
+
+def test_what_is_in_order_shares_a_line_and_what_is_not_has_its_own() -> None:
+    lines = gathered(
+        [
+            Finding("rich", "ok", "13.7", together="packages"),
+            Finding("numpy", "fatal", "broken"),
+            Finding("pyarrow", "ok", "17", together="packages"),
+        ]
+    )
+    assert [(line.subject, line.seen) for line in lines] == [
+        ("packages", "rich 13.7, pyarrow 17"),
+        ("numpy", "broken"),
+    ]
+
+
+def test_a_line_says_what_was_seen_what_it_means_and_what_to_do() -> None:
+    text = as_text(
+        [answer(Finding("disk", "warning", "5 GiB free", "a checkpoint needs 8", "free some"))], 1.0
+    )
+    assert " !  disk               5 GiB free: a checkpoint needs 8\n" in text
+    assert "-> free some" in text and "1 warning (1 s)" in text
+    assert "\x1b[33m" in as_text([answer(Finding("disk", "warning", "x"))], 1.0, colour=True)
+
+
+def test_the_verdict_names_what_to_mend() -> None:
+    answers = [answer(Finding("torch", "fatal", "x"), Finding("disk", "warning", "y"))]
+    assert verdict(answers, 2.0) == "To mend first: torch; 1 warning (2 s)"
+    assert verdict([], 2.0).startswith("Ready")
+
+
+def test_the_report_of_a_machine_in_order_fits_a_screen() -> None:
+    """About forty lines: what is in order takes one, and extras and packages share theirs."""
+    probes = [probe for group in probes_of_the_machine(".") for probe in group]
+    findings = [
+        Answer(p, [Finding(p.name, "ok", "1.26.0", together="packages" if ":package" in p.target else "")])
+        for p in probes
+    ]
+    assert len(as_text(findings, 1.0).splitlines()) <= 40
+
+
+def test_every_probe_can_be_found_and_has_a_limit() -> None:
+    import importlib
+
+    for group in probes_of_the_machine("."):
+        for probe in group:
+            module, _, function = probe.target.partition(":")
+            assert callable(getattr(importlib.import_module(module), function)) and 0 < probe.limit_s <= 180

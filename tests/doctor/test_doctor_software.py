@@ -1,0 +1,195 @@
+"""Packages that are missing, too old, damaged, or hang: real ones and fakes on the path."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from verl.doctor import software
+from verl.doctor.finding import Finding
+from verl.doctor.plan import probes_of_the_machine
+from verl.doctor.ranges import Wanted, wanted_packages
+from verl.doctor.runner import run_groups
+from verl.rollout.vllm import version as vllm_version
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def only(findings: object) -> Finding:
+    (finding,) = list(findings)  # type: ignore[call-overload]
+    return finding
+
+
+def fake_package(folder: Path, name: str, version: str, code: str = "") -> Path:
+    """A package as pip leaves it: a module and its metadata."""
+    module = software.module_of(name).replace(".", "/")
+    (folder / module).mkdir(parents=True)
+    (folder / module / "__init__.py").write_text(code)
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+# -- ranges -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "versions, accepted, refused",
+    [
+        (">=2.11", ["2.11", "2.11.0", "2.13.0+cpu", "3.0"], ["2.10.9", "2.9", "1"]),
+        (">=0.24,<0.33", ["0.24.0", "0.32.5", "0.24.1.dev3"], ["0.33", "0.33.0", "0.23.9", "1.0"]),
+        (">=2.3,<2.4", ["2.3.1"], ["2.4.0", "2.2"]),
+        ("~=1.4.2", ["1.4.2", "1.4.9"], ["1.5.0", "1.4.1"]),
+        ("==1.2", ["1.2.0"], ["1.2.1"]),
+        ("", ["0.0.1"], []),
+    ],
+)
+def test_versions_are_compared_as_numbers(versions: str, accepted: list[str], refused: list[str]) -> None:
+    wanted = Wanted("x", versions)
+    assert [v for v in accepted if not wanted.accepts(v)] == []
+    assert [v for v in refused if wanted.accepts(v)] == []
+
+
+def test_what_is_wanted_is_what_the_project_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = wanted_packages()
+    core = [f"{each.name}{each.versions}" for each in wanted if not each.extra]
+    assert core == [line.replace(" ", "") for line in project["dependencies"]]
+    assert {each.extra for each in wanted} - {""} == set(project["optional-dependencies"]) - {"dev", "all"}
+
+
+def test_the_range_of_vllm_is_the_one_its_adapter_checks() -> None:
+    (wanted,) = [each for each in wanted_packages() if each.name == "vllm"]
+    for major, minor in ((0, 23), vllm_version.OLDEST, (0, 32), vllm_version.BEFORE):
+        text = f"{major}.{minor}.0"
+        assert wanted.accepts(text) == vllm_version.supported(text)
+
+
+def test_metadata_gives_the_same_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.doctor import ranges
+
+    lines = [
+        "torch>=2.11",
+        "vllm<0.33,>=0.24; extra == 'vllm'",
+        "pytest>=8; extra == 'dev'",
+        "verl[ray]; extra == 'all'",
+    ]
+    monkeypatch.setattr(ranges.Path, "is_file", lambda self: False)
+    monkeypatch.setattr(ranges.metadata, "requires", lambda name: lines)
+    found = wanted_packages()
+    assert [(each.name, each.extra) for each in found] == [("torch", ""), ("vllm", "vllm")]
+    assert found[1].accepts("0.30") and not found[1].accepts("0.33")
+
+
+# -- packages -----------------------------------------------------------------------------------------------------
+
+
+def test_an_old_python_is_fatal() -> None:
+    assert only(software.python((3, 10, 4))).status == "fatal"
+    assert only(software.python()).status == "ok"
+
+
+def test_a_missing_extra_is_worth_knowing_and_a_missing_core_package_fatal() -> None:
+    extra = only(software.package("verl-no-such-thing", ">=1", "peft"))
+    assert extra.status == "note" and "pip install 'verl[peft]'" in extra.do
+    core = only(software.package("verl-no-such-thing", ">=1", ""))
+    assert core.status == "fatal" and "pip install 'verl-no-such-thing>=1'" in core.do
+
+
+def test_a_real_package_in_its_range_is_in_order() -> None:
+    finding = only(software.package("numpy", ">=1.26", ""))
+    assert finding.status == "ok" and re.match(r"\d", finding.seen)
+
+
+@pytest.mark.parametrize("extra, status", [("", "fatal"), ("peft", "warning")])
+def test_a_version_outside_the_range_is_named_with_the_range(extra: str, status: str) -> None:
+    finding = only(software.package("numpy", ">=99.1", extra))
+    assert finding.status == status and ">=99.1" in finding.means and "numpy>=99.1" in finding.do
+
+
+@pytest.mark.parametrize(
+    "code, told",
+    [
+        ("raise ImportError('libfoo.so.12: cannot open shared object file')", "libfoo.so.12"),
+        ("import sys; sys.exit(3)", "SystemExit"),
+        ("import os; os.abort()", "SIGABRT"),
+        ("import threading; threading.Event().wait()", "no answer within"),
+    ],
+)
+def test_a_damaged_package_costs_its_own_line_only(
+    code: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raising, leaving, aborting, hanging: on the path of the command, as a broken installation is."""
+    monkeypatch.syspath_prepend(str(fake_package(tmp_path, "wandb", "0.19.0", code)))
+    wanted = ("wandb", "numpy")
+    groups = [
+        [probe for probe in group if probe.name in wanted] for group in probes_of_the_machine(str(tmp_path))
+    ]
+    hanging = "wait" in code
+    found = {
+        answer.probe.name: answer.findings[0]
+        for group in groups
+        # A limit that only the hanging one is held to: numpy is given its own.
+        for answer in run_groups(
+            [group], at_once=1, limit_s=3.0 if hanging and group and group[0].name == "wandb" else None
+        )
+    }
+    assert found["wandb"].status == "warning" and told in found["wandb"].seen and found["wandb"].do
+    assert found["numpy"].status == "ok"
+
+
+def test_a_damaged_torch_is_fatal_and_what_needs_it_is_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_package(
+        tmp_path, "torch", "2.12.0", "raise OSError('libcudart.so.13: cannot open shared object file')"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (group,) = [g for g in probes_of_the_machine(str(tmp_path)) if any(p.name == "torch" for p in g)]
+    found = {answer.probe.name: answer for answer in run_groups([group], at_once=1)}
+    assert found["torch"].fatal and "libcudart.so.13" in found["torch"].findings[0].seen
+    for name in ("compute", "triton", "gloo", "nccl", "transformers"):
+        assert found[name].findings[0].seen == "not tried: torch does not work"
+
+
+def test_torch_and_transformers_are_in_order_here() -> None:
+    versions = {each.name: each.versions for each in wanted_packages()}
+    assert only(software.torch(versions["torch"])).status == "ok"
+    assert only(software.torch(">=99")).status == "fatal"
+    assert only(software.transformers(versions["transformers"])).status == "ok"
+
+
+def test_a_transformers_that_lacks_what_we_build_on_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    empty = types.ModuleType("transformers")
+    monkeypatch.setitem(sys.modules, "transformers", empty)
+    findings = list(software.transformers(">=5.10"))
+    assert findings[-1].status == "fatal" and "AutoModelForCausalLM" in findings[-1].seen
+
+
+# -- variables ----------------------------------------------------------------------------------------------------
+
+
+def test_offline_is_worth_knowing() -> None:
+    finding = only(software.hub_settings({"HF_HUB_OFFLINE": "1"}))
+    assert finding.status == "note" and "unset HF_HUB_OFFLINE" in finding.do
+
+
+def test_a_cache_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
+    finding = only(software.hub_settings({"HF_HOME": "/proc/none"}))  # not even root writes there
+    assert finding.status == "warning" and "HF_HOME" in finding.do
+    assert only(software.hub_settings({"HF_HOME": str(tmp_path / "new")})).status == "ok"
+
+
+def test_a_proxy_that_takes_localhost_is_warned_of_without_its_password() -> None:
+    finding = only(software.proxies({"https_proxy": "http://me:secret@proxy:3128"}))
+    assert finding.status == "warning" and "proxy:3128" in finding.seen and "secret" not in finding.seen
+    spared = {"https_proxy": "http://proxy:3128", "no_proxy": "localhost, 127.0.0.1"}
+    assert only(software.proxies(spared)).status == "ok"
+    assert list(software.proxies({})) == []
