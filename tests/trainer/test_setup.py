@@ -15,10 +15,10 @@ import pytest
 
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig, SFTConfig
-from verl.errors import VerlError
+from verl.errors import CheckpointError, VerlError
 from verl.observe.run_folder import RunFolder
 from verl.trainer.command import run_command
-from verl.trainer.setup import changes, leave_report, record_config, resume_note
+from verl.trainer.setup import changes, leave_report, record_config, require_saved, resume_note
 
 BASE = {"actor_rollout_ref.model.path": "org/a", "data.train_files": ["x.parquet"]}
 
@@ -113,6 +113,19 @@ def test_a_full_disk_costs_samples_and_report_but_not_the_run(
         assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == [".lock"]
         folder.write_rollouts(1, rows)
         assert json.loads((tmp_path / "rollouts" / "1.jsonl").read_text()) == rows[0]
+
+
+def test_a_run_whose_last_checkpoint_is_missing_has_failed(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        with pytest.raises(
+            CheckpointError, match=r"after step 3.*there is none in .*trainer.default_local_dir"
+        ):
+            require_saved(folder, 3)
+        for step in (2, 10):
+            (tmp_path / f"global_step_{step}").mkdir()
+        with pytest.raises(CheckpointError, match="newest complete one is global_step_10"):
+            require_saved(folder, 3)
+        require_saved(folder, 10)
 
 
 def test_a_command_ends_on_a_full_disk_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

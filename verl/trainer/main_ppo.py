@@ -67,13 +67,15 @@ def run(
 def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, live: bool) -> RunResult:
     """One start of a run, from its last checkpoint (or afresh) to its end."""
     from verl.trainer.assembly import build_loop, open_run
-    from verl.trainer.setup import leave_report
+    from verl.trainer.setup import leave_report, require_saved
 
     with open_run(cfg, **given) as parts:
         loop = build_loop(cfg, parts, model=model, live=live)
         try:
             with stop_on_signal(loop):
                 metrics = loop.fit()
+            if metrics and not cfg.trainer.val_only:
+                require_saved(parts.folder, loop.step_number)
         finally:
             loop.tracker.close()
             loop.workers.close()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.config.load import to_dict
+from verl.errors import CheckpointError
 from verl.observe.jsonable import jsonable
 from verl.observe.run_folder import RunFolder, default_run_path
 
@@ -104,6 +105,18 @@ def resume_note(step: int, total: int) -> str:
         f"nothing is left to do: this run has done {step} of {total} steps. To train on, raise "
         f"trainer.total_training_steps or trainer.total_epochs; for a run of its own set trainer.experiment_name, "
         f"or trainer.resume_mode=disable to begin again here"
+    )
+
+
+def require_saved(folder: RunFolder, step: int) -> None:
+    """A checkpoint that fails in the middle is one of many; the last one holds what the run was made for."""
+    if (folder.path / f"global_step_{step}").is_dir():
+        return
+    steps = [int(path.name.rpartition("_")[2]) for path in folder.path.glob("global_step_*") if path.is_dir()]
+    left = f"the newest complete one is global_step_{max(steps)}" if steps else "there is none"
+    raise CheckpointError(
+        f"training ended after step {step}, but its checkpoint could not be saved (see the warning above); {left} in "
+        f"{folder.path}. Free some space, or set trainer.default_local_dir to another disk, and start again"
     )
 
 

@@ -78,6 +78,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
         prometheus_address,
         quiet_transformers,
         record_config,
+        require_saved,
         seed_everything,
     )
     from verl.workers.sft.group import build_sft_group
@@ -124,6 +125,8 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
                 )
                 with stop_on_signal(loop):  # type: ignore[arg-type]
                     metrics = loop.fit()
+                if metrics:
+                    require_saved(folder, loop.step_number)
         except Exception as error:
             folder.write_crash(error, likely_cure(cfg, error))
             raise
