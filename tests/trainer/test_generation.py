@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -331,6 +332,8 @@ def test_a_journal_gives_back_what_it_was_given(tmp_path) -> None:
         (["rollout.name=sglang"], "rollout.mode=server"),
         (["rollout.name=vllm", "rollout.tensor_model_parallel_size=2"], "trainer.n_gpus_per_node=2"),
         (["data.max_samples=0"], "'data.max_samples' is 0"),
+        (["rollout.name=vllm"], "pip install 'verl[vllm]'"),
+        (["trainer.n_gpus_per_node=2"], "pip install 'verl[ray]'"),
     ],
 )
 def test_what_cannot_work_is_refused_before_weights_are_loaded(
@@ -340,9 +343,18 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
         raise AssertionError("weights are loaded")
 
     monkeypatch.setattr("verl.workers.generation.load_causal_lm", load)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: (n not in ("vllm", "ray") and found(n, *a)) or None
+    )
     assert main(keys(*more)) == 2
     assert said in capfd.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_lengths_beyond_the_models_are_said(generate, capfd) -> None:
+    generate("data.max_prompt_length=300", "data.max_samples=1")
+    assert "at most 256 tokens" in capfd.readouterr().err
 
 
 def test_a_finished_output_is_not_overwritten_unasked(generate, keys, capfd, tmp_path) -> None:

@@ -8,6 +8,7 @@ wrong with config, rows and output is found before weights are loaded.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.generation import engines
+from verl.config.model_folder import context_length, folder_problem
+from verl.config.pools import OWN_COPY
 from verl.config.schema import DataConfig
 from verl.data.chat import load_tokenizer
-from verl.data.files import read_rows
+from verl.data.files import absent, read_rows
 from verl.data.rl_dataset import RLDataset
-from verl.errors import RolloutError
+from verl.errors import ConfigError, RolloutError, missing_package
 from verl.observe.progress import Counter, counting
 from verl.rollout.base import Request, Response, RolloutEngine
 from verl.trainer.generation_journal import Journal
@@ -69,6 +73,7 @@ def generate_file(cfg: GenerationConfig) -> GenerationResult:
     quiet_transformers()
     seed_everything(cfg.trainer.seed)
     choice = choose_model(cfg.model)
+    _preflight(cfg, choice)
     tokenizer = load_tokenizer(choice.tokenizer, cfg.model.trust_remote_code, cfg.data.chat_template)
     dataset = RLDataset(
         prompt_section(cfg),
@@ -101,6 +106,29 @@ def generate_file(cfg: GenerationConfig) -> GenerationResult:
     result = GenerationResult(output, len(dataset), continued, tokens, seconds)
     logger.info("%s", _summary(cfg, result))
     return result
+
+
+def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
+    """Refuse, with every reason at once, what can be seen to be wrong without loading anything."""
+    problems = [absent(entry, "data.path") for entry in cfg.data.path]
+    problems.append(folder_problem(choice.path, "model.path"))
+    packages = {cfg.rollout.name: f"rollout.name={cfg.rollout.name}"} if cfg.rollout.name in OWN_COPY else {}
+    if engines(cfg) > 1:
+        packages["ray"] = f"generating on {engines(cfg)} processes (trainer.n_gpus_per_node, trainer.nnodes)"
+    for name, why in packages.items():
+        if importlib.util.find_spec(name) is None:
+            problems.append(str(missing_package(name, name, why)))
+    found = [problem for problem in problems if problem]
+    if found:
+        raise ConfigError("\n".join(found))
+    known, longest = context_length(choice.path, cfg.model.override_config), cfg.rollout.max_model_len
+    if known is not None and longest is not None and longest > known:
+        logger.warning(
+            "data.max_prompt_length + data.max_response_length = %d, but the model was built for sequences of at most "
+            "%d tokens: what lies beyond will be bad. Lower the lengths, or choose another model",
+            longest,
+            known,
+        )
 
 
 @contextmanager

@@ -64,8 +64,7 @@ def _several(cfg: PPOConfig | SFTConfig | GenerationConfig) -> str:
     if world_size(cfg) == 1 and rollout is not None and rollout.n_gpus_per_node:
         key = "actor_rollout_ref.rollout"
         return f"generating in {rollout.nnodes * rollout.n_gpus_per_node} processes of its own ({key}.n_gpus_per_node)"
-    does = "training" if hasattr(cfg, "actor_rollout_ref") or hasattr(cfg, "optim") else "generating"
-    return f"{does} on {world_size(cfg)} processes {ranks}"
+    return f"training on {world_size(cfg)} processes {ranks}"
 
 
 def build_checkpoints(cfg: PPOConfig, group: LocalGroup | RayGroup, folder: Path) -> Any:
