@@ -80,3 +80,24 @@ def test_texts_end_where_the_response_ends(watch, digits_data, tiny_tokenizer):
         assert row["response"] == tiny_tokenizer.decode(ids[:length], skip_special_tokens=True)
     assert [row["prompt"] for row in rows] == list(batch.non_tensor_batch["prompt_text"])
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+
+
+def test_a_large_validation_is_generated_in_parts_and_says_the_same(watch, digits_data, monkeypatch):
+    from verl.trainer import validate
+
+    options = (
+        f"data.val_files={digits_data}/val.jsonl",
+        "trainer.val_only=True",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "actor_rollout_ref.rollout.val_kwargs.n=3",
+    )
+    whole = watch(*options, folder="whole")
+    monkeypatch.setattr(validate, "AT_ONCE", 32)
+    parts = watch(*options, folder="parts")
+    assert [len(g.batch) for g in whole.generated] == [96]
+    assert [len(g.batch) for g in parts.generated] == [30, 30, 30, 6], "prompts stay whole"
+    assert validation_rows(whole, 0) == validation_rows(parts, 0)
+    for name, value in whole.rows[0].items():
+        if name.startswith("val-"):
+            assert parts.rows[0][name] == pytest.approx(value)

@@ -18,6 +18,7 @@ from verl.rollout.base import Response
 from verl.workers.actor import ActorRole, RolloutGap
 from verl.workers.critic import CriticRole
 from verl.workers.group import WorkerGroup
+from verl.workers.mini_batches import mini_batches
 from verl.workers.needs import needs_critic, needs_old_log_probs, needs_reference
 from verl.workers.rollout import (
     RolloutRole,
@@ -306,3 +307,35 @@ def test_a_loss_of_ones_own_sees_a_behaviour_policy_without_gradient():
     loss, _ = role._micro_batch_loss(ModelOutput(log_probs=log_prob), micro(advantages=advantages))
     loss.backward()
     torch.testing.assert_close(log_prob.grad, -advantages * MASK)
+
+
+def test_no_two_passes_have_the_same_order():
+    orders: list[list[int]] = [[]]
+    for mini in mini_batches(rows_of(12), 4, 4, seed=3):
+        if len(orders[-1]) == 12:
+            orders.append([])
+        orders[-1] += mini.batch["row"].tolist()
+    assert len(orders) == len({tuple(order) for order in orders}) == 4
+
+
+def test_draws_of_a_loss_are_keyed_by_update_and_mini_batch(monkeypatch):
+    drawn: list[float] = []
+
+    def prepare(*, generator: torch.Generator, **_: Any) -> dict[str, torch.Tensor]:
+        drawn.append(float(torch.rand((), generator=generator)))
+        return {}
+
+    def old_log_probs(self: Any, mini: DataProto, **_: Any) -> DataProto:
+        return DataProto.from_dict(tensors={"old_log_probs": torch.zeros(len(mini), 3)})
+
+    monkeypatch.setattr("verl.workers.group.get_policy_loss_prepare", lambda name: prepare)
+    monkeypatch.setattr(Counting, "log_probs", old_log_probs)
+    batch = rows_of(8)
+    batch.batch["advantages"] = torch.zeros(8, 3)
+    for first in (0, 1):
+        group = Counting(config(**{"actor_rollout_ref.actor.ppo_mini_batch_size": 2}))
+        group.policy_version = first
+        group.update_actor(batch)
+        group.update_actor(batch)
+    assert len(set(drawn[:4])) == 4
+    assert drawn[4:6] == drawn[2:4], "a resumed run draws as the first one did"

@@ -219,7 +219,7 @@ class FSDPEngine(TrainEngine):
             self.optimizer.step_count = int(state["scheduler"]["step"])
         if state.get("extra"):
             self.guard.in_a_row = int(state["extra"]["skipped_in_a_row"])
-            self.optimizer.loss_scale = float(state["extra"]["loss_scale"])
+            self.optimizer.take_loss_scale(float(state["extra"]["loss_scale"]))
 
     # -- memory -------------------------------------------------------------------------------------------------
 

@@ -149,6 +149,7 @@ class MasterAdamW:
             self.masters[name] = param.detach().float() if half and not stochastic_rounding else param
             if half:
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._collector(name)))
+        self._scales_loss = scale_loss
         if scale_loss:
             self.loss_scale = FIRST_LOSS_SCALE
         self.rule: TorchAdamW | OnePassAdamW | LowMemoryAdamW
@@ -259,13 +260,18 @@ class MasterAdamW:
         return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
 
     def _adapt_loss_scale(self, finite: bool) -> None:
-        if type(self).loss_scale == self.loss_scale:
+        if not self._scales_loss:
             return
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
             self.loss_scale = max(self.loss_scale / 2, 1.0)
         elif self._good_steps % GROW_EVERY == 0:
             self.loss_scale *= 2
+
+    def take_loss_scale(self, scale: float) -> None:
+        """From a checkpoint. Where this run or the saved one scales nothing, its precision was another: search anew."""
+        if self._scales_loss and scale > 1:
+            self.loss_scale = scale
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -167,7 +167,8 @@ class SFTLoop:
         trainer = self.cfg.trainer
         self.resume()
         last: dict[str, float] = {}
-        while self.step_number < self.total_steps and not self.stop_requested:
+        ending = self.stop_requested or self.step_number >= self.total_steps
+        while not ending:
             for batch in self.train_loader:
                 self.step_number += 1
                 last = self.step(batch)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
 
 
+AT_ONCE = 8192
+"""Responses held as padded tensors at a time: enough to keep engines busy, whatever the size of the data."""
+
+
 def validate(
     cfg: PPOConfig, experience: Experience, batches: Iterable[DataProto]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -27,7 +31,8 @@ def validate(
     uids: list[str] = []
     columns: dict[str, list[Any]] = {"reward": []}
     rows: list[dict[str, Any]] = []
-    for prompts in batches:
+    size = max(1, AT_ONCE // settings.n)
+    for prompts in (part for batch in batches for part in batch.split(size)):
         # A response without a score gets a uid of its own in training; here it still answers its prompt.
         asked = [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
         batch = experience.score(prompts, settings, timer)
