@@ -38,12 +38,16 @@ def paper(width: int | None = None) -> Console:
     """Where the view is written: as wide as the terminal; plain text and a fixed width where output is piped."""
     from rich.console import Console
 
+    class Paper(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # whoever asked for the view decides what that means
+
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    console = Paper(highlight=False, markup=False, emoji=False, width=width)
     if console.is_terminal:
         return console
-    return Console(highlight=False, markup=False, emoji=False, width=width or PIPE_WIDTH, color_system=None)
+    return Paper(highlight=False, markup=False, emoji=False, width=width or PIPE_WIDTH, color_system=None)
 
 
 def write(console: Console, what: RenderableType) -> None:

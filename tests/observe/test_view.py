@@ -1,0 +1,463 @@
+"""`verl view` on a real run, on what a killed one leaves, and on two of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verl import cli
+from verl.observe.run_folder import RunFolder
+from verl.observe.view_files import open_run
+from verl.observe.view_follow import follow
+from verl.observe.view_samples import Question, choose
+from verl.observe.view_state import lock_holder, notices, state_of
+from verl.observe.view_text import paper
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def overrides(tiny_model_dir: Path, digits_data: Path) -> list[str]:
+    return [
+        f"data.train_files={digits_data}/train.jsonl",
+        f"data.val_files={digits_data}/val.jsonl",
+        "data.train_max_samples=32",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+        f"actor_rollout_ref.model.path={tiny_model_dir}",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
+        "reward.in_process=True",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        "trainer.test_freq=2",
+        "trainer.total_epochs=2",
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of two steps: every prompt is met twice."""
+    from verl.config.load import load_ppo_config
+    from verl.trainer.main_ppo import run
+
+    folder = tmp_path_factory.mktemp("view") / "project" / "first"
+    return run(load_ppo_config([*overrides, f"trainer.default_local_dir={folder}"])).folder
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Callable[[str], Path]:
+    def copy(name: str = "run") -> Path:
+        return Path(shutil.copytree(finished, tmp_path / "project" / name))
+
+    return copy
+
+
+@pytest.fixture
+def view(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def look(*words: object) -> tuple[int, str]:
+        code = cli.main(["view", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return look
+
+
+# -- the whole view -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_shown_whole(
+    finished: Path, tiny_model_dir: Path, view: Callable[..., tuple[int, str]]
+) -> None:
+    code, out = view(finished)
+    assert code == 0
+    for told in (str(tiny_model_dir), "grpo, 16 prompts x 4 responses", f"finished after step {STEPS}"):
+        assert told in out
+    for part in (
+        "reward/mean",
+        "val-core/digits",
+        "actor/entropy",
+        "response_length/mean",
+        "perf/throughput",
+    ):
+        assert part in out, part
+    for part in ("health", "time of a step", "gen", "update_actor", "best: step 4", "worst: step 4"):
+        assert part in out, part
+
+
+def test_the_numbers_shown_are_those_of_the_files(
+    finished: Path, view: Callable[..., tuple[int, str]]
+) -> None:
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    _, out = view(finished)
+    assert f"reward {rewards[0]:.4g} -> {rewards[-1]:.4g}" in out
+
+
+def test_a_pipe_gets_plain_text(finished: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "view", str(finished)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "TERM": "xterm-256color"},
+    )
+    assert done.returncode == 0 and "\x1b" not in done.stdout
+    assert any(0x2800 < ord(letter) < 0x2900 for letter in done.stdout)
+
+
+def test_a_terminal_without_unicode_gets_marks_it_has(finished: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "view", str(finished)],
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and b"*" in done.stdout and b"#" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(finished: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "view", str(finished)], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    os.close(writer)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+
+
+def test_metrics_of_ones_own_choice_are_plotted(finished: Path, view: Callable[..., tuple[int, str]]) -> None:
+    _, out = view(finished, "--metric", "critic/score/*")
+    assert "critic/score/max" in out and "actor/entropy" not in out.split("health")[0]
+    code, out = view(finished, "--metric", "no/such")
+    assert code == 2 and "reward/mean" in out
+
+
+def test_html_is_written_anew(copied: Callable[..., Path], view: Callable[..., tuple[int, str]]) -> None:
+    folder = copied()
+    (folder / "report.html").unlink()
+    code, out = view(folder, "--html")
+    assert code == 0 and str(folder / "report.html") in out
+    assert "reward/mean" in (folder / "report.html").read_text()
+
+
+# -- which run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_project_lists_its_runs_the_newest_first(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    copied("newer")
+    older = copied("older")
+    for name in ("metrics.jsonl", "config.yaml"):
+        os.utime(older / name, (1e9, 1e9))
+    code, out = view(older.parent)
+    assert code == 0 and out.index("project/newer") < out.index("project/older")
+    assert f"{STEPS}" in out and "finished" in out
+    above = view(older.parent.parent)[1]
+    assert above.index("project/newer") < above.index("project/older")
+
+
+def test_without_a_run_the_newest_below_checkpoints_is_shown(
+    copied: Callable[..., Path],
+    view: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out = view()
+    assert code == 2 and "there is no run below" in out
+    folder = copied()
+    shutil.copytree(folder, tmp_path / "checkpoints" / "verl" / "mine")
+    assert "verl/mine" in view()[1]
+
+
+@pytest.mark.parametrize(
+    "words, told", [(["nowhere"], "there is no folder"), (["a", "b", "c"], "at most two")]
+)
+def test_what_is_no_run_is_refused(words: list[str], told: str, view: Callable[..., tuple[int, str]]) -> None:
+    code, out = view(*words)
+    assert code == 2 and told in out
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path, view: Callable[..., tuple[int, str]]) -> None:
+    code, out = view(tmp_path)
+    assert code == 2 and "there is no run in or below" in out
+
+
+# -- states -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_holds_its_folder_is_running_and_looking_does_not_disturb_it(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from verl.observe.run_folder import RunFolder\n"
+        "with RunFolder(sys.argv[1]) as folder:\n"
+        "    folder.append_metrics(1, {'reward/mean': 0.5})\n"
+        "    sys.stdout.write('open\\n'); sys.stdout.flush()\n"
+        "    sys.stdin.readline()\n"
+    )
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    holder = lock_holder(folder)
+    assert holder is not None and f"process {process.pid}" in holder
+    assert state_of(open_run(folder)).word == "running"
+    assert lock_holder(folder) == holder  # still held after we looked
+    process.stdin.write("\n")
+    process.stdin.close()
+    assert process.wait() == 0
+    assert lock_holder(folder) is None
+    assert state_of(open_run(folder)).word == "killed"
+
+
+def test_looking_from_within_the_process_of_the_run_keeps_its_lock(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        assert state_of(open_run(folder.path)).word == "running"
+        ask = "import sys; from pathlib import Path; from verl.observe.view_state import lock_holder\n"
+        ask += "sys.exit(0 if lock_holder(Path(sys.argv[1])) else 1)"
+        assert subprocess.run([sys.executable, "-c", ask, str(folder.path)], cwd=ROOT).returncode == 0
+
+
+def test_finished_stopped_killed_and_crashed_are_told_apart(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    folder = copied()
+    assert state_of(open_run(folder)).word == "finished"
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("total_epochs: 2", "total_epochs: 9"))
+    state = state_of(open_run(folder))
+    assert state.word == "stopped" and f"goes on from step {STEPS}" in state.text
+    shutil.rmtree(folder / f"global_step_{STEPS}")
+    assert state_of(open_run(folder)).word == "killed"
+    with RunFolder(folder) as opened:
+        opened.write_crash(RuntimeError("CUDA out of memory"), "data.max_response_length=2")
+    assert state_of(open_run(folder)).word == "crashed"
+    out = view(folder)[1]
+    assert "crashed: RuntimeError: CUDA out of memory" in out and "data.max_response_length=2" in out
+
+
+def test_a_run_before_its_first_step_is_shown(tmp_path: Path, view: Callable[..., tuple[int, str]]) -> None:
+    RunFolder(tmp_path / "run").close()
+    code, out = view(tmp_path / "run")
+    assert code == 0 and "no step has finished" in out
+
+
+# -- damage and size ----------------------------------------------------------------------------------------------
+
+
+def test_a_half_written_line_waits_and_a_damaged_one_is_counted(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    folder = copied()
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'\xff\xfe no json\n[1, 2]\n{"step": 5, "reward/mean": 0.25}\n{"step": 6, "rew')
+    run = open_run(folder)
+    assert run.log.damaged == 2 and run.log.last()["step"] == 5
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'ard/mean": 0.75}\n')
+    assert [row["step"] for row in run.log.poll()] == [6] and run.log.poll() == []
+    assert "2 lines of metrics.jsonl could not be read" in view(folder)[1]
+
+
+def test_every_file_may_be_missing(copied: Callable[..., Path], view: Callable[..., tuple[int, str]]) -> None:
+    folder = copied()
+    for name in ("rollouts", "validation"):
+        shutil.rmtree(folder / name)
+    (folder / "config.yaml").unlink()
+    code, out = view(folder)
+    assert code == 0 and "there is no config.yaml" in out
+    (folder / "config.yaml").write_text("a: [1\n")
+    assert "config.yaml cannot be read" in view(folder)[1]
+    (folder / "metrics.jsonl").unlink()
+    code, out = view(folder)
+    assert code == 0 and "no step has finished" in out
+    code, out = view(folder, "--best", "1")
+    assert code == 2 and "there are no samples" in out
+
+
+def test_a_run_that_went_back_in_time_is_read_anew(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    run = open_run(folder)
+    assert run.log.last()["step"] == STEPS
+    with RunFolder(folder) as opened:
+        opened.rewind(2)
+        assert run.log.poll() and run.log.last()["step"] == 2
+        assert [step for step, _ in run.log.points("reward/mean")] == [1, 2]
+
+
+# -- health -------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_rules_say_is_shown_with_its_steps(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    folder = copied()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "reward/mean": 0.2, "actor/kl": 7.5}\n')
+        file.write('{"step": 6, "reward/mean": 0.2, "actor/kl": 8.5, "response_length/clip_ratio": 0.9}\n')
+        file.write('{"step": 7, "reward/mean": null, "actor/grad_norm": null}\n')
+    found = notices(open_run(folder))
+    kl = next(notice for notice in found if notice.line.startswith("actor/kl is 8.5"))
+    assert (kl.first, kl.last, kl.times, kl.now) == (5, 6, 2, False)
+    assert found[0].now and any("actor/grad_norm is nan" in notice.line for notice in found if notice.now)
+    out = view(folder)[1]
+    assert "now, step 7: the mean reward is nan" in out and "earlier, steps 5-6, 2 times: actor/kl" in out
+
+
+def test_the_samples_of_the_newest_step_are_judged_too(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    rows = [{"uid": f"0-{n // 2}", "score": 0.0, "length": 1, "response": ""} for n in range(16)]
+    (folder / "rollouts" / f"{STEPS}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert any("responses are empty" in notice.line for notice in notices(open_run(folder)))
+
+
+# -- following ----------------------------------------------------------------------------------------------------
+
+
+def test_following_shows_each_line_as_it_comes_and_ends_with_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run writes between two looks, as the pauses say: no clock is involved."""
+    folder = RunFolder(tmp_path / "run")
+    folder.append_metrics(1, {"reward/mean": 0.1})
+    run = open_run(folder.path)
+    steps = iter([2, 3])
+
+    def pause(seconds: float) -> None:
+        number = next(steps, None)
+        if number is None:
+            folder.close()
+        else:
+            folder.append_metrics(number, {"reward/mean": number / 10})
+
+    state = follow(run, paper(), lambda seen: "", pause=pause)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[:3]] == ["step 1", "step 2", "step 3"]
+    assert state.word == "killed" and "ended without a word after step 3" in lines[-1]
+
+
+def test_following_a_run_that_is_over_ends_at_once(
+    finished: Path, view: Callable[..., tuple[int, str]]
+) -> None:
+    code, out = view("--follow", finished)
+    assert code == 0 and f"finished after step {STEPS}" in out.splitlines()[-1]
+
+
+def test_ctrl_c_ends_the_following_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append_metrics(1, {"reward/mean": 0.1})
+
+        def pause(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        assert follow(open_run(folder.path), paper(), lambda seen: "", pause=pause).word == "running"
+
+
+def test_on_a_terminal_the_whole_view_is_drawn_anew(tmp_path: Path, finished: Path) -> None:
+    import io
+
+    from rich.console import Console
+
+    from verl.observe.view import whole
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=60)
+    run = open_run(finished)
+    follow(run, console, lambda seen: whole(seen, console, samples=False), pause=lambda seconds: None)
+    drawn = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[?1049h" in drawn and "\x1b[?1049l" in drawn  # the other screen is entered and left
+    assert "finished after step" in drawn.split("\x1b[?1049l")[1]
+
+
+def test_two_runs_are_not_followed(finished: Path, view: Callable[..., tuple[int, str]]) -> None:
+    assert view(finished, finished, "--follow")[0] == 2
+
+
+# -- two runs -----------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_stand_side_by_side(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    first, second = copied("a"), copied("b")
+    config = (second / "config.yaml").read_text()
+    (second / "config.yaml").write_text(config.replace("train_max_samples: 32", "train_max_samples: 48"))
+    rows = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if "reward/mean" in row:
+            row["reward/mean"] += 1
+    (second / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out = view(first, second)
+    assert code == 0 and "project/a" in out and "project/b" in out
+    changed = next(line for line in out.splitlines() if line.startswith("data.train_max_samples"))
+    assert changed.split()[1:] == ["32", "48"]
+    measured = next(line for line in out.splitlines() if line.startswith("reward/mean"))
+    assert measured.split()[-1] == "+1"
+    assert "A reward/mean" in out and "B reward/mean" in out
+
+
+def test_the_same_question_to_two_runs(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    code, out = view(copied("a"), copied("b"), "--best", "1")
+    assert code == 0 and out.count("best: step 4") == 2 and "project/b" in out
+
+
+# -- samples of a real run ----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_followed_through_the_epochs(
+    finished: Path, view: Callable[..., tuple[int, str]]
+) -> None:
+    run = open_run(finished)
+    uid = choose(run, Question(step=1))[0].row["uid"]
+    row_number = uid.split("-")[1]
+    found = choose(run, Question(uid=uid))
+    assert {sample.row["uid"] for sample in found} == {f"0-{row_number}", f"1-{row_number}"}
+    assert len(found) == 8 and len({sample.step for sample in found}) == 2
+    assert choose(run, Question(uid=row_number)) == found
+    out = view(finished, "--id", uid)[1]
+    assert out.count("4 responses, mean score") == 2
+    validated = choose(run, Question(uid="3", validation=True))
+    assert [sample.step for sample in validated] == [0, 2, 4]
+
+
+def test_threads_may_look_while_the_run_writes(tmp_path: Path) -> None:
+    """A reader beside a writer sees every line exactly once, whole."""
+    folder = RunFolder(tmp_path / "run")
+    done = threading.Event()
+
+    def write() -> None:
+        for step in range(300):
+            folder.append_metrics(step, {"reward/mean": step / 300, "text": "x" * 500})
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    run = open_run(folder.path)
+    seen = [row["step"] for row in run.log.rows]
+    while not done.is_set():
+        seen += [row["step"] for row in run.log.poll()]
+    seen += [row["step"] for row in run.log.poll()]
+    writer.join()
+    folder.close()
+    assert seen == list(range(300)) and run.log.damaged == 0
