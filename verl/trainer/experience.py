@@ -184,15 +184,6 @@ def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
     tensors["response_mask"] = mask * scored.repeat_interleave(n).unsqueeze(-1).to(mask.dtype)
 
 
-def with_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
-    """Give each of a prompt's `n` responses the score of its greedy one; where that got none there is nothing to
-    compare with, and they leave the loss."""
-    scores = greedy.batch["token_level_scores"].sum(-1)
-    scored = torch.tensor([error is None for error in greedy.non_tensor_batch["reward_error"]])
-    batch.batch["reward_baselines"] = scores.repeat_interleave(n)
-    batch.batch["response_mask"] = batch.batch["response_mask"] * scored.repeat_interleave(n).unsqueeze(-1)
-
-
 def reward_metrics(batch: DataProto) -> dict[str, float]:
     """Failures, and the mean of every number the reward functions gave beside the score."""
     errors = batch.non_tensor_batch["reward_error"]
