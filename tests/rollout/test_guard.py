@@ -282,3 +282,23 @@ def test_a_process_that_took_the_number_of_a_dead_one_is_not_its_owner() -> None
     me = processes.look(os.getpid())
     assert me is not None and processes.is_alive(me.pid, me.started)
     assert not processes.is_alive(me.pid, me.started - 1)
+
+
+def test_where_temporary_files_have_a_long_way_a_socket_still_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+    import tempfile
+
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = leftovers.new_path("rollout")
+    folder.mkdir()
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / ("s" * 36)))
+    finally:
+        leftovers.remove(folder)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    assert leftovers.new_path("rollout").parent == Path("/tmp")

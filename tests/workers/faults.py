@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from verl.observe.timing import Timer
 
 ACTIONS = {
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
@@ -97,6 +101,26 @@ def write(
     return name
 
 
+@contextmanager
+def before_phase(monkeypatch: Any, phase: str, action: Callable[[], None]) -> Iterator[None]:
+    """In this process, the controller's: `action` happens the first time that `phase` begins."""
+    original, happened = Timer.__call__, False
+
+    @contextmanager
+    def timed(self: Timer, name: str) -> Iterator[None]:
+        nonlocal happened
+        with original(self, name):
+            if name == phase and not happened:
+                happened = True
+                action()
+            yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Timer, "__call__", timed)
+        yield
+    assert happened, phase
+
+
 def rank_processes(session: str) -> list[int]:
     """Ranks that are alive in the Ray cluster with this session folder, whatever else runs on this machine."""
     found = []
@@ -110,6 +134,27 @@ def rank_processes(session: str) -> list[int]:
             if b"RankActor" in title and log.startswith(session):
                 found.append(int(entry.name))
     return found
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes that were started with `mark` (NAME=value) in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and lives(int(entry.name)):
+            try:
+                environment = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if mark.encode() in environment:
+                found.append(int(entry.name))
+    return found
+
+
+def lives(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def wait_for(reached: Callable[[], bool], seconds: float) -> bool:

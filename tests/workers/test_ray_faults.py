@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,6 @@ PHASES = [
     "publish",
     "save",
 ]
-
-LIKE_LOG_PROBS = ("ref_log_probs", "values")
-"""The same pass with another model: who hangs in it is found in the same way, and every such test takes its time."""
 
 
 @pytest.fixture
@@ -80,19 +76,11 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_after_it(phase, train, joine
 def test_a_rank_that_dies_while_the_controller_works_is_named(
     phase, train, joined, faulty, nobody_left, tmp_path, monkeypatch
 ):
-    from verl.observe.timing import Timer
-
-    original, note = Timer.__call__, tmp_path / "rank 1"
-
-    @contextmanager
-    def timed(self, name):
-        with original(self, name):
-            if name == phase:
-                os.kill(int(note.read_text()), signal.SIGKILL)
-            yield
-
-    monkeypatch.setattr(Timer, "__call__", timed)
-    with pytest.raises(WorkersLost) as caught:
+    note = tmp_path / "rank 1"
+    with (
+        faults.before_phase(monkeypatch, phase, lambda: os.kill(int(note.read_text()), signal.SIGKILL)),
+        pytest.raises(WorkersLost) as caught,
+    ):
         train(*PPO, *SMALL, *faulty("model_size", "note", note=note))
     message = str(caught.value)
     next_call = {"reward": "log_probs", "adv": "train_critic"}[phase]
@@ -100,7 +88,7 @@ def test_a_rank_that_dies_while_the_controller_works_is_named(
     assert nobody_left()
 
 
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in LIKE_LOG_PROBS])
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_hang_is_noticed_and_says_who_waits_for_whom(
     phase, train, joined, faulty, nobody_left, tmp_path, monkeypatch
 ):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +18,11 @@ assert _spec and _spec.loader
 faults = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(faults)
 
-PPO = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3"]
+PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
 TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.save_freq=1", "trainer.watchdog_s=60"]
+CALLS = ["generate", "log_probs", "ref_log_probs", "values", "train_critic", "train_actor", "publish", "save"]
+MISSED_IN = {"testing": "open_generation", "reward": "log_probs", "adv": "train_critic"}
+"""Phases in which the controller works itself, and the call in which it misses the rank of a node that died then."""
 
 
 @pytest.fixture
@@ -30,15 +34,20 @@ def second_node(joined):
 
 
 @pytest.fixture
-def node_dies(second_node, tmp_path, monkeypatch):
-    """A plugin that kills the second node's raylet from below, in a phase of the first step after a checkpoint."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (raylet,) = (info.process.pid for info in second_node.all_processes["raylet"])
+def raylet(second_node):
+    (process,) = (info.process.pid for info in second_node.all_processes["raylet"])
+    return process
 
-    def plan(phase: str) -> str:
-        saved: dict[str, Any] = {"after": tmp_path / "run" / "latest_checkpointed_iteration.txt"}
+
+@pytest.fixture
+def node_dies(raylet, tmp_path, monkeypatch):
+    """A plugin by which the second node's raylet is killed from below, by a rank in the middle of a call. `after`: not
+    before this file is there."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def plan(phase: str, after: Path | None = None) -> str:
         # Which rank sits on which node is Ray's choice.
-        name = faults.write(tmp_path, phase, "kill the node", rank=None, nth=None, node=raylet, **saved)
+        name = faults.write(tmp_path, phase, "kill the node", rank=None, nth=None, node=raylet, after=after)
         return f"trainer.plugins=[{name}]"
 
     return plan
@@ -56,24 +65,47 @@ def test_two_nodes_give_the_numbers_of_one_process(train, second_node, tmp_path)
     assert text.startswith("[") and "RankActor.serve" in text
 
 
-@pytest.mark.parametrize("phase", ["generate", "values", "train_actor", "save"])
-def test_a_lost_node_ends_the_run_and_the_rest_goes_on(
-    phase, train, joined, node_dies, session_folder, tmp_path
-):
+def test_a_lost_node_ends_the_run_and_the_rest_goes_on(train, node_dies, session_folder, tmp_path):
+    saved = tmp_path / "run" / "latest_checkpointed_iteration.txt"
     with pytest.raises(WorkersLost) as caught:
-        train(*PPO, "trainer.total_training_steps=3", *TWO_NODES, node_dies(phase))
+        train(*PPO, "trainer.total_training_steps=3", *TWO_NODES, node_dies("train_actor", after=saved))
     message = str(caught.value)
-    assert message.startswith("rank ") and "trainer.resume_mode=auto" in message, message
+    assert message.startswith("rank ") and "in train_actor" in message, message
+    assert "trainer.resume_mode=auto" in message, message
     assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
-    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
-    if phase == "train_actor":
-        one_node = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", *TWO_NODES[2:]]
-        rows, _ = train(*PPO, "trainer.total_training_steps=3", *one_node)
-        assert [row["training/global_step"] for row in rows] == [1, 2, 3]
+    assert saved.read_text().strip() == "1"
+    one_node = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", *TWO_NODES[2:]]
+    rows, _ = train(*PPO, "trainer.total_training_steps=3", *one_node)
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3]
 
 
-def test_a_restart_takes_the_nodes_that_are_left(train, joined, node_dies, caplog):
-    steps = "trainer.total_training_steps=4"
-    rows, _ = train(steps, *TWO_NODES, "trainer.max_restarts=1", node_dies("generate"))
+@pytest.mark.parametrize("phase", [call for call in CALLS if call != "train_actor"])
+def test_a_node_that_dies_in_a_call_is_missed(phase, train, node_dies, session_folder):
+    with pytest.raises(WorkersLost) as caught:
+        train(*PPO, "trainer.total_training_steps=1", *TWO_NODES, node_dies(phase))
+    message = str(caught.value)
+    assert message.startswith("rank ") and f"in {phase}" in message, message
+    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
+
+
+@pytest.mark.parametrize("phase", MISSED_IN)
+def test_a_node_that_dies_while_the_controller_works_is_missed(
+    phase, train, raylet, session_folder, digits_data, monkeypatch
+):
+    validation = [f"data.val_files={digits_data}/val.jsonl", "trainer.val_before_train=True"]
+    more = validation if phase == "testing" else []
+    with (
+        faults.before_phase(monkeypatch, phase, lambda: os.kill(raylet, signal.SIGKILL)),
+        pytest.raises(WorkersLost) as caught,
+    ):
+        train(*PPO, "trainer.total_training_steps=1", *TWO_NODES, *more)
+    message = str(caught.value)
+    assert message.startswith("rank ") and f"in {MISSED_IN[phase]}" in message, message
+    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
+
+
+def test_a_restart_takes_the_nodes_that_are_left(train, node_dies, caplog, tmp_path):
+    steps, saved = "trainer.total_training_steps=4", tmp_path / "run" / "latest_checkpointed_iteration.txt"
+    rows, _ = train(steps, *TWO_NODES, "trainer.max_restarts=1", node_dies("generate", after=saved))
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4]
     assert "restart 1 of 1 (trainer.max_restarts) on 1 x 1 processes" in caplog.text

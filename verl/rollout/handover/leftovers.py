@@ -10,6 +10,7 @@ process numbers of this container, and is dead.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -20,9 +21,14 @@ from pathlib import Path
 
 from verl.rollout.handover import processes
 
+log = logging.getLogger(__name__)
+
 MEMORY = Path("/dev/shm")
 _KINDS = ("rollout", "weights", "adapter")
 _NAME = re.compile(rf"verl-(?:{'|'.join(_KINDS)})-(\w+)-([0-9a-f]+)-([0-9a-f]+)-[0-9a-f]+")
+_SHORT = Path("/tmp")
+_LONGEST_SOCKET = 107  # Linux
+_SOCKET_NAME = 1 + 36  # vLLM's own are the longest
 _SEGMENTS = "shared_memory"
 _SEGMENT = re.compile(r"psm_[0-9a-f]+")
 
@@ -31,18 +37,24 @@ def new_path(kind: str, parent: Path | None = None) -> Path:
     """A path for a folder of this process, by default where temporary files are; nothing is made yet."""
     me = processes.look(os.getpid())
     owner = f"{_place()}-{os.getpid():x}-{me.started if me else 0:x}"
-    return (parent or Path(tempfile.gettempdir())) / f"verl-{kind}-{owner}-{secrets.token_hex(4)}"
+    name = f"verl-{kind}-{owner}-{secrets.token_hex(4)}"
+    path = (parent or Path(tempfile.gettempdir())) / name
+    # Where temporary files have a long way, a socket in the folder could not be opened.
+    fits = len(os.fsencode(path)) + _SOCKET_NAME <= _LONGEST_SOCKET
+    return path if fits or parent or not _SHORT.is_dir() else _SHORT / name
 
 
 def sweep(parents: Iterable[Path] | None = None) -> list[Path]:
     """Remove what dead processes left, and say what it was."""
     removed = []
-    for parent in parents if parents is not None else (Path(tempfile.gettempdir()), MEMORY):
+    for parent in parents if parents is not None else {Path(tempfile.gettempdir()), _SHORT, MEMORY}:
         for folder in parent.glob("verl-*"):
             named = _NAME.fullmatch(folder.name)
             if named and named[1] == _place() and _is_ours(folder) and not _lives(named[2], named[3]):
                 remove(folder)
                 removed.append(folder)
+    if removed:
+        log.info("removed what killed processes left: %s", ", ".join(map(str, removed)))
     return removed
 
 

@@ -1,7 +1,8 @@
 """The processes an engine starts end with the process that started the engine, however that one ends.
 
 vLLM's own processes notice that their parent asked them to stop, not that it was killed. Each worker therefore watches
-the process named in its environment, and takes its own parent (vLLM's engine core) along when that one is gone.
+the process named in its environment, and takes its own parent (vLLM's engine core, or a server that hangs) along when
+that one is gone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from verl.rollout.handover.processes import is_alive, look
 HOST = "VERL_ENGINE_HOST"
 
 
+def host_of_children() -> dict[str, str]:
+    """The environment by which processes know this one as the host."""
+    return {HOST: f"{os.getpid()}:{_began(os.getpid())}"}
+
+
 @contextmanager
 def named_host() -> Iterator[None]:
     """Processes started inside, and theirs, know this one as the host."""
-    os.environ[HOST] = f"{os.getpid()}:{_began(os.getpid())}"
+    os.environ.update(host_of_children())
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from verl.rollout.handover.leftovers import remember_segments, remove
 from verl.rollout.handover.processes import members
 from verl.rollout.handover.server import Chunk, Client, ServerProcess, ServerRollout
 from verl.rollout.vllm.adapter import Adapters
+from verl.rollout.vllm.lifeline import host_of_children
 from verl.rollout.vllm.process import SOCKET_FOLDER
 from verl.rollout.vllm.sending import by_buckets, hand_over, reader_patience
 from verl.rollout.vllm.settings import (
@@ -67,6 +68,7 @@ class VLLMServerRollout(ServerRollout):
         environment = {
             **SERVER_ENVIRONMENT,
             SOCKET_FOLDER: str(self.facts.folder),
+            **host_of_children(),
             **own_devices(config, self.facts),
         }
         self.facts.write()
