@@ -118,6 +118,7 @@ def test_a_resumed_run_generates_as_the_version_it_has_reached(watch, engine):
     seen = watch(name, "trainer.total_training_steps=3")
     assert sorted(seen.batches) == [3]
     assert set(seen.batches[3].non_tensor_batch["policy_version"]) == {2}
+    assert [step for step, _ in seen.loop.health.history.steps] == [1, 2, 3], "and remembers how it went"
     assert seen.loop.workers.policy_version == 3
 
 

@@ -19,7 +19,7 @@ from verl.workers.actor import ActorRole, RolloutGap
 from verl.workers.critic import CriticRole
 from verl.workers.group import WorkerGroup
 from verl.workers.mini_batches import mini_batches
-from verl.workers.needs import needs_critic, needs_old_log_probs, needs_reference
+from verl.workers.needs import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
 from verl.workers.rollout import (
     RolloutRole,
     greedy_settings,
@@ -156,6 +156,9 @@ def test_which_roles_a_config_asks_for():
     assert needs_reference(config(**{"actor_rollout_ref.actor.use_kl_loss": True}))
     assert needs_critic(config(**{"algorithm.adv_estimator": "gae"}))
     assert not needs_critic(config(**{"algorithm.adv_estimator": "gae", "critic.enable": False}))
+    weighted = {"algorithm.rollout_correction.rollout_is": "token"}
+    assert corrects_rollout(config(**weighted)) and not corrects_rollout(config())
+    assert not corrects_rollout(config(**weighted, **{"algorithm.rollout_correction.bypass_mode": True}))
 
 
 def test_settings_of_the_three_kinds_of_generation():
@@ -208,7 +211,8 @@ def prompts(*uids: str) -> DataProto:
 
 
 def settings(n: int) -> Any:
-    return training_settings(config(**{"actor_rollout_ref.rollout.n": n}).actor_rollout_ref.rollout, 4, 1)
+    rollout = config(**{"actor_rollout_ref.rollout.n": n, "actor_rollout_ref.rollout.seed": 1})
+    return training_settings(rollout.actor_rollout_ref.rollout, 4, 1)
 
 
 def test_rows_stand_prompt_by_prompt_whatever_finished_first():
@@ -221,6 +225,7 @@ def test_rows_stand_prompt_by_prompt_whatever_finished_first():
     assert list(batch.non_tensor_batch["uid"]) == ["2"] * 3 + ["1"] * 3
     assert heard == [(5, 12), (4, 11), (3, 10), (2, 22), (1, 21), (0, 20)]
     assert [(r.request_id, r.n, len(r.prompt_ids)) for r in engine.requests] == [("2", 3, 3), ("1", 3, 2)]
+    assert [r.seed for r in engine.requests] == [2, 2], "that of the step, not the default"
     assert set(batch.non_tensor_batch["policy_version"]) == {3}
 
 
@@ -321,7 +326,10 @@ def test_no_two_passes_have_the_same_order():
 def test_draws_of_a_loss_are_keyed_by_update_and_mini_batch(monkeypatch):
     drawn: list[float] = []
 
-    def prepare(*, generator: torch.Generator, **_: Any) -> dict[str, torch.Tensor]:
+    def prepare(
+        *, old_log_prob: torch.Tensor, log_prob: torch.Tensor, generator: torch.Generator, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        assert (old_log_prob == -1).all() and (log_prob == 0).all(), "before the step, and now"
         drawn.append(float(torch.rand((), generator=generator)))
         return {}
 
@@ -331,7 +339,7 @@ def test_draws_of_a_loss_are_keyed_by_update_and_mini_batch(monkeypatch):
     monkeypatch.setattr("verl.workers.group.get_policy_loss_prepare", lambda name: prepare)
     monkeypatch.setattr(Counting, "log_probs", old_log_probs)
     batch = rows_of(8)
-    batch.batch["advantages"] = torch.zeros(8, 3)
+    batch.batch |= {"advantages": torch.zeros(8, 3), "old_log_probs": torch.full((8, 3), -1.0)}
     for first in (0, 1):
         group = Counting(config(**{"actor_rollout_ref.actor.ppo_mini_batch_size": 2}))
         group.policy_version = first
