@@ -14,7 +14,7 @@ from verl.errors import DataError
 from verl.observe import view_files
 from verl.observe.view_compare import differing_keys, recent
 from verl.observe.view_files import MetricsLog, Run, SampleFiles, find_runs, whole_lines
-from verl.observe.view_plot import bar, figure, number, plot
+from verl.observe.view_plot import bar, figure, number, plot, thinned
 from verl.observe.view_samples import Question, choose, show
 from verl.observe.view_sections import chosen_curves, time_shares
 from verl.observe.view_state import ago, duration, read_crash, seconds_per_step
@@ -192,10 +192,8 @@ def test_a_flat_line_is_flat_and_bounds_hold() -> None:
 
 
 def test_braille_has_two_by_four_dots_in_a_letter() -> None:
-    assert (
-        plot([(0, 0.0), (1, 1.0)], 1, 1) == [chr(0x2800 + 0x40 + 0x04 + 0x10 + 0x08)]
-        or plot([(0, 0.0), (1, 1.0)], 1, 1)[0].strip()
-    )
+    rising = 0x40 + 0x04 + 0x10 + 0x08  # from the lowest dot on the left to the highest on the right
+    assert plot([(0, 0.0), (1, 1.0)], 1, 1) == [chr(0x2800 + rising)]
 
 
 def test_a_figure_has_its_name_its_range_and_its_newest_value() -> None:
@@ -203,6 +201,14 @@ def test_a_figure_has_its_name_its_range_and_its_newest_value() -> None:
     assert lines[0].startswith("reward/mean") and lines[0].endswith("0.5") and len(lines) == 5
     assert lines[1].startswith("0.75 ") and lines[4].startswith("0.25 ")
     assert all(len(line) <= 40 for line in lines)
+
+
+def test_many_points_are_drawn_as_means_of_neighbours() -> None:
+    noise = [(step, float(step % 2)) for step in range(1000)]
+    assert thinned(noise, 10) == [(99 + 100 * n, 0.5) for n in range(10)]
+    assert thinned(noise[:7], 10) == noise[:7]
+    assert len(thinned(noise, 999)) <= 999
+    assert figure("x", noise, 40, 3, braille=False)[0].endswith("1")  # the newest value is its own
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.observe.view_files import Run
-from verl.observe.view_plot import figure, number
+from verl.observe.view_plot import figure, number, thinned
 from verl.observe.view_sections import algorithm_of, chosen_curves, grid, model_of, time_shares
 from verl.observe.view_state import last_step, seconds_per_step, state_of, validations
 from verl.observe.view_text import draws_dots, styled
@@ -129,7 +129,7 @@ def _curves(first: Run, second: Run, console: Console, patterns: list[str] | Non
     width = (console.width - 3) // 2
     for name in names:
         both = [run.log.points(name) for run in (first, second)]
-        values = [value for points in both for _, value in points]
+        values = [value for points in both for _, value in thinned(points, width)]
         steps = [step for points in both for step, _ in points]
         for label, points in zip("AB", both, strict=True):
             if points:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,8 @@ class MetricsLog:
         self._inode = -1
 
     def poll(self) -> list[dict[str, Any]]:
-        """The rows that came since the last call. A run that went back in time (a resume) starts the log over."""
+        """The rows that came since the last call (of very many the newest). A run that went back in time (a resume)
+        starts the log over."""
         try:
             with open(self.path, "rb") as file:
                 known = os.fstat(file.fileno())
@@ -74,7 +76,7 @@ class MetricsLog:
                     self._start_over(known.st_ino)
                     self._skip_to_tail(file, known.st_size)
                 file.seek(self._offset)
-                return list(self._read(file))
+                return list(deque(self._read(file), maxlen=KEPT_ROWS))
         except FileNotFoundError:
             return []
         except OSError as error:

@@ -66,6 +66,15 @@ def _cell(lit: set[tuple[int, int]], column: int, row: int) -> str:
     return chr(0x2800 + bits) if bits else " "
 
 
+def thinned(points: Points, count: int) -> Points:
+    """At most `count` points: where there are more, the means of neighbours, or noise would fill the plot."""
+    if len(points) <= count:
+        return points
+    width = -(-len(points) // count)
+    groups = [points[start : start + width] for start in range(0, len(points), width)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+
+
 def figure(
     title: str,
     points: Points,
@@ -78,14 +87,16 @@ def figure(
     first: int | None = None,
     last: int | None = None,
 ) -> list[str]:
-    """A plot with its name, newest value and range: `height` lines of curve and one above them."""
+    """A plot with its name, newest value and range: `height` lines of curve and one above them. Of more points than
+    the plot has columns means are drawn."""
+    newest = number(points[-1][1])
+    points = thinned(points, width)
     low = min(v for _, v in points) if low is None else low
     high = max(v for _, v in points) if high is None else high
     labels = [number(high), *[""] * (height - 2), number(low)] if height > 1 else [number(high)]
     margin = max(len(label) for label in labels)
     inside = max(4, width - margin - 1)
     drawn = plot(points, inside, height, low=low, high=high, first=first, last=last, braille=braille)
-    newest = number(points[-1][1])
     name = title if len(title) + len(newest) + 2 <= width else title[: max(1, width - len(newest) - 3)] + "…"
     head = name + newest.rjust(max(1, width - len(name)))
     return [head, *(f"{label:>{margin}} {line}" for label, line in zip(labels, drawn, strict=True))]
