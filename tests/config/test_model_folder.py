@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from verl.config.model_folder import context_length, folder_problem
+from verl.config.model_folder import context_length, folder_problem, vocabulary_size
 
 KEY = "actor_rollout_ref.model.path"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 64}
@@ -45,9 +45,10 @@ def test_a_whole_folder_and_a_hub_id_are_no_problem(folder: Path) -> None:
     assert folder_problem("org/name", KEY) is None
 
 
-def test_a_real_saved_model_is_no_problem(tiny_model_dir: Path) -> None:
+def test_a_real_saved_model_is_no_problem(tiny_model_dir: Path, tiny_tokenizer: Any) -> None:
     assert folder_problem(str(tiny_model_dir), KEY) is None
     assert context_length(str(tiny_model_dir)) == 256
+    assert vocabulary_size(str(tiny_model_dir)) == len(tiny_tokenizer)
 
 
 def test_a_file_and_a_missing_folder(folder: Path) -> None:
@@ -146,7 +147,7 @@ def test_context_length_follows_overrides_and_names(folder: Path) -> None:
     assert context_length(str(folder)) == 16
     (folder / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 5}}))
     assert context_length(str(folder)) == 5
-    assert context_length("org/name") is None
+    assert context_length("org/name") is None and vocabulary_size("org/name") is None
 
 
 def test_looking_needs_no_torch() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.data.chat import ChatFormat, as_messages, load_tokenizer, plain_text, truncate
+from verl.data.chat import ChatFormat, as_messages, load_tokenizer, plain_text, truncate, warn_of_vocabulary
 from verl.errors import ConfigError, DataError, ModelError
 
 USER = [{"role": "user", "content": "hi"}]
@@ -150,7 +150,7 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{broken")
-    with pytest.raises(ModelError, match="No tokenizer could be loaded"):
+    with pytest.raises(ModelError, match="no tokenizer could be loaded"):
         load_tokenizer(tmp_path)
 
 
@@ -160,3 +160,32 @@ def test_neither_padding_nor_end_token_is_refused(new_tokenizer: Callable, tmp_p
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^model.path: no tokenizer.*'some/id'.*set model.path to a folder"):
+        load_tokenizer("some/id", key="model.path")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"Download its files again") as caught:
+        load_tokenizer(tmp_path)
+    assert ".." not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_larger_than_its_model_is_noticed(
+    tiny_tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_vocabulary(tiny_tokenizer, None)
+    warn_of_vocabulary(tiny_tokenizer, len(tiny_tokenizer))
+    assert not caplog.records
+    warn_of_vocabulary(tiny_tokenizer, len(tiny_tokenizer) - 1)
+    assert (
+        f"ids up to {len(tiny_tokenizer) - 1}, but the model's vocab_size is {len(tiny_tokenizer) - 1}"
+        in caplog.text
+    )
+
+
+def test_a_conversation_in_another_form_is_recognised(tiny_tokenizer) -> None:
+    with pytest.raises(DataError, match=r"ShareGPT conversation: write 'role' for 'from'"):
+        ChatFormat(tiny_tokenizer).prompt_text([{"from": "human", "value": "hi"}])
+    with pytest.raises(DataError, match=r"right column \(data.prompt_key\)"):
+        ChatFormat(tiny_tokenizer).prompt_text(5)

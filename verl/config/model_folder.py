@@ -60,17 +60,29 @@ def folder_problem(path: str, key: str, *, language_model: bool = True) -> str |
 
 def context_length(path: str, override: Mapping[str, Any] | None = None) -> int | None:
     """The longest sequence a local model was built for, by its config.json."""
-    file = Path(path).expanduser() / "config.json"
+    config = _config_of(path, override)
+    return _whole(config.get("max_position_embeddings", config.get("n_positions")))
+
+
+def vocabulary_size(path: str, override: Mapping[str, Any] | None = None) -> int | None:
+    """How many tokens a local model has rows for, by its config.json."""
+    return _whole(_config_of(path, override).get("vocab_size"))
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _config_of(path: str, override: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What config.json says of the language model; {} where there is none to read."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return {}
     if not isinstance(config, dict):
-        return None
+        return {}
     config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    config = {**config, **(override or {})}
-    length = config.get("max_position_embeddings", config.get("n_positions"))
-    return length if isinstance(length, int) and length > 0 else None
+    return {**config, **(override or {})}
 
 
 def _beside(folder: Path) -> str:

@@ -37,20 +37,25 @@ _OPTIONS = (
 
 
 def load_tokenizer(
-    path: str | Path, trust_remote_code: bool = False, chat_template: str | Path | None = None
+    path: str | Path,
+    trust_remote_code: bool = False,
+    chat_template: str | Path | None = None,
+    *,
+    key: str = "actor_rollout_ref.model.path",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id, with a padding token, and with the template file if one is given."""
+    """The tokenizer of a model folder or hub id, with a padding token, and with the template file if one is given.
+    `key` is the setting named in errors."""
     text = str(path)
     folder = Path(text).expanduser()
     if folder.is_dir():
         if not any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern)):
             raise ModelError(
                 f"The model folder {folder} has no tokenizer (looked for {', '.join(_VOCABULARIES)}). "
-                "Copy the tokenizer's files there, or set actor_rollout_ref.model.path to a complete folder."
+                f"Copy the tokenizer's files there, or set {key} to a complete folder."
             )
         text = str(folder)
     elif text.startswith(("/", ".", "~")) or text.count("/") > 1 or not text.strip():
-        raise ModelError(f"The model folder '{text}' does not exist (actor_rollout_ref.model.path).")
+        raise ModelError(f"The model folder '{text}' does not exist ({key}).")
 
     from transformers import AutoTokenizer
 
@@ -59,8 +64,7 @@ def load_tokenizer(
     except (
         Exception
     ) as error:  # damaged files raise anything, from KeyError to the Rust library's own Exception
-        hint = "" if trust_remote_code else " If it needs code of its own: trust_remote_code=True."
-        raise ModelError(f"No tokenizer could be loaded from '{text}': {error}.{hint}") from error
+        raise ModelError(_no_tokenizer(text, key, error, trust_remote_code)) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(
@@ -71,6 +75,33 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     return tokenizer
+
+
+def _no_tokenizer(text: str, key: str, error: Exception, trusted: bool) -> str:
+    why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    if not Path(text).is_dir():
+        todo = (
+            f"There is no folder of that name here, so it is taken for a model of the Hugging Face hub: set {key} to a "
+            f"folder, or download the model first where the hub cannot be reached."
+        )
+    elif "trust_remote_code" in str(error) and not trusted:
+        todo = f"If you trust the code that comes with it: {key.rpartition('.')[0]}.trust_remote_code=True."
+    else:
+        todo = f"Download its files again, or set {key} to another folder."
+    return f"{key}: no tokenizer could be loaded from '{text}': {why}. {todo}"
+
+
+def warn_of_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
+    """Say when a tokenizer knows tokens its model has no row for; such a prompt would be refused while generating."""
+    known = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if size is not None and known > size:
+        logger.warning(
+            "the tokenizer of '%s' has ids up to %d, but the model's vocab_size is %d: a prompt with one of the others "
+            "cannot be used. Is it this model's tokenizer?",
+            tokenizer.name_or_path,
+            known - 1,
+            size,
+        )
 
 
 def read_template(path: str | Path) -> str:
@@ -106,6 +137,17 @@ def as_messages(value: Any) -> Messages | None:
         kept.setdefault("content", "")
         messages.append(kept)
     return messages
+
+
+def _other_conversation(prompt: Any) -> str:
+    """What to do about conversations in another form."""
+    first = prompt[0] if isinstance(prompt, list | tuple | np.ndarray) and len(prompt) else None
+    if isinstance(first, Mapping) and {"from", "value"} <= set(first):
+        return (
+            " It looks like a ShareGPT conversation: write 'role' for 'from' and 'content' for 'value', "
+            "or let `verl prepare sft_chat` do it for fine-tuning."
+        )
+    return " Is it the right column (data.prompt_key)?"
 
 
 def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -186,7 +228,7 @@ class ChatFormat:
         if messages is None:
             raise DataError(
                 f"The prompt of {where} is neither a string nor a list of messages with 'role' and 'content': "
-                f"{str(prompt)[:200]!r}."
+                f"{str(prompt)[:200]!r}.{_other_conversation(prompt)}"
             )
         if messages[-1]["role"] == "assistant":
             self._warn_once(

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     rows = read_rows(args.files, key="FILE")
     chat = None
     if args.model:
-        tokenizer = load_tokenizer(args.model, args.trust_remote_code, args.chat_template)
+        tokenizer = load_tokenizer(args.model, args.trust_remote_code, args.chat_template, key="--model")
         chat = ChatFormat(tokenizer, system_prompt=args.system_prompt)
     keys = {"prompt": args.prompt_key, "response": args.response_key, "messages": args.messages_key}
     report, usable = inspect_rows(rows, chat, keys, args.max_length)

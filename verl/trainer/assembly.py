@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
 from verl.config.load import to_dict
-from verl.data.chat import load_tokenizer
+from verl.config.model_folder import vocabulary_size
+from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
 from verl.observe.causes import likely_fix
@@ -70,6 +71,7 @@ def open_run(
         tokenizer = load_tokenizer(
             model.tokenizer_path or model.path, model.trust_remote_code, cfg.data.chat_template
         )
+        warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
     if train_loader is None:
         train_loader = training_loader(cfg.data, tokenizer)
     val_loader = validation_loader(cfg.data, tokenizer)

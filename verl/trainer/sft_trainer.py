@@ -68,7 +68,8 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     """One start of a run, from its last checkpoint (or afresh) to its end."""
     from verl.config.batch_math import batch_plan, render
     from verl.config.load import to_dict
-    from verl.data.chat import load_tokenizer
+    from verl.config.model_folder import vocabulary_size
+    from verl.data.chat import load_tokenizer, warn_of_vocabulary
     from verl.data.sft_dataset import sft_loader
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
@@ -86,7 +87,8 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     seed_everything(cfg.trainer.seed)
     quiet_transformers()
     model, trainer = cfg.model, cfg.trainer
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, key="model.path")
+    warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
     train_loader = sft_loader(cfg.data, tokenizer)
     val_loader = sft_loader(cfg.data, tokenizer, training=False)
     assert train_loader is not None
