@@ -46,6 +46,10 @@ def generation_errors(config: GenerationConfig) -> list[str]:
             f"'rollout.name' is sglang, which runs as a server only, and 'rollout.mode' is {rollout.mode}; "
             "set rollout.mode=server"
         )
+    if rollout.name == "hf" and rollout.dtype == "fp8":
+        errors.append(
+            "'rollout.dtype' is fp8, which rollout.name=hf does not have; use rollout.name=native, or another dtype"
+        )
     if data.max_samples == 0:
         errors.append("'data.max_samples' is 0; set it to at least 1, or -1 for all rows")
     return errors
@@ -112,7 +116,10 @@ GENERATION_RULES: tuple[Rule, ...] = (
     Rule(("rollout.engine_kwargs.vllm",), lambda c: _engine_is(c, "vllm"), "rollout.name is not vllm"),
     Rule(("rollout.engine_kwargs.sglang",), lambda c: _engine_is(c, "sglang"), "rollout.name is not sglang"),
     Rule(
-        ("rollout.gpu_memory_utilization", "rollout.max_num_batched_tokens", "rollout.enforce_eager"),
+        tuple(
+            f"rollout.{name}"
+            for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_model_len", "enforce_eager")
+        ),
         lambda c: _engine_is(c, "native", *OWN_COPY),
         "rollout.name=hf has no paged cache and no CUDA graphs",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from verl.config.generation import engine_size, engines
 from verl.config.model_shape import read_shape
 from verl.config.schema import EvaluationConfig, GenerationConfig
@@ -25,10 +27,12 @@ def _generation(config: GenerationConfig) -> list[tuple[str, str]]:
     rows = [
         ("prompts", f"{limit} of {', '.join(data.path)}, column {data.prompt_key}"),
         ("responses per prompt", f"{rollout.n}, {greedy}, at most {data.max_response_length} tokens"),
-        ("engine", f"{rollout.name}, {engines(config)} of it on {engine_size(config)} device(s) each"),
+        ("engine", f"{rollout.name}: {engines(config)} x {engine_size(config)} device(s)"),
         ("output", f"{data.output_path}, column {data.response_key}"),
     ]
-    shape = read_shape(config.model.path, config.model.override_config)
+    folder = Path(config.model.path).expanduser()
+    inner = folder.is_dir() and not (folder / "config.json").is_file()  # of a run, or an adapter
+    shape = None if inner else read_shape(config.model.path, config.model.override_config)
     if shape is not None:
         known = _BYTES.get(rollout.dtype)
         size = f", {shape.parameters * known / 1e9:.2f} GB in {rollout.dtype}" if known else ""
