@@ -171,6 +171,22 @@ def test_whoever_leaves_leaves_an_engine_that_is_free(tiny_model_dir: Path) -> N
     assert len(list(engine.generate(requests))) == 2
 
 
+def test_what_was_called_off_is_not_held_back_by_what_runs_on() -> None:
+    """Whoever takes it over waits for it; the next response may be far off."""
+    generating = Generating()
+
+    def before(step: int) -> None:
+        if step == 2:
+            generating.abort(0, ["b", "c"])
+        assert step < 3 or waiting == [], "everything called off was there before the engine went on"
+
+    waiting = [("b", 0), ("b", 1), ("c", 0)]
+    for flush in generating.run(
+        Stepping(before), [request("a", 9), request("b", 9, n=2), request("c", 9)], 0, 3
+    ):
+        waiting = [key for key in waiting if key not in [(r.request_id, r.sample) for r in flush]]
+
+
 def test_a_response_goes_at_once_and_those_right_after_it_together() -> None:
     """The first of a piece is not held back until the next, and the last ones not at all."""
     given = []
@@ -183,3 +199,41 @@ def test_a_response_goes_at_once_and_those_right_after_it_together() -> None:
     flushes = in_flushes(responses())
     assert [response.sample for response in next(flushes)] == [0] == given
     assert [response.sample for flush in flushes for response in flush] == [1, 2, 3]
+
+
+def test_word_that_comes_while_another_is_answered_reaches_the_device_too(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is taken from the scheduler and not from the device would go on writing where others write now."""
+    from transformers import AutoModelForCausalLM
+
+    from verl.rollout.native.device_runner import DeviceRunner
+
+    engine = NativeRollout(AutoModelForCausalLM.from_pretrained(tiny_model_dir), None, on_device=True)
+    requests = [Request(name, (5, 6, 7), LONG, seed=2) for name in ("first", "second", "third")]
+    requests.append(Request("early", (5, 6, 7), SamplingParams(max_tokens=1, ignore_eos=True)))
+    whole = {response.request_id: response.token_ids for response in engine.generate(requests)}
+    take_out, taken = DeviceRunner.take_out, []
+
+    def naming_more(runner: DeviceRunner, sequences: list[Any]) -> None:
+        take_out(runner, sequences)
+        if sequences and not taken:
+            engine.abort(["second"])
+        taken.extend(sequence.request.request_id for sequence in sequences)
+
+    monkeypatch.setattr(DeviceRunner, "take_out", naming_more)
+    found = {}
+    for response in engine.generate(requests):
+        assert response.request_id not in found
+        found[response.request_id] = response
+        if response.request_id == "early":
+            engine.abort(["first"])
+    assert taken == ["first", "second"]
+    assert [found[name].finish_reason for name in ("first", "second", "third")] == [
+        "abort",
+        "abort",
+        "length",
+    ]
+    for name, response in found.items():
+        assert response.token_ids == whole[name][: len(response.token_ids)]
+    assert found["third"].token_ids == whole["third"]

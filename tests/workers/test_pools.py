@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from verl.errors import TrainingHalted
 from verl.workers.outcome import WorkersLost
 
-pytestmark = pytest.mark.components
+pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 
 STEPS = 3
 FEW = ["trainer.total_training_steps=3", "actor_rollout_ref.actor.ppo_mini_batch_size=5"]

@@ -15,7 +15,7 @@ import pytest
 from verl.errors import RolloutError
 from verl.rollout.base import Request, Response, SamplingParams
 
-pytestmark = pytest.mark.components
+pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 
 TOKENS = 60
 GATE = """

@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from verl.data.proto import DataProto
 
-pytestmark = pytest.mark.components
-
-_spec = importlib.util.spec_from_file_location("faults", Path(__file__).with_name("faults.py"))
-assert _spec and _spec.loader
-faults = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(faults)
+pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 
 PROMPTS, N = 13, 4
+SHARE = 7
+"""Prompts of the first rank; the second has the other six, and runs two of them at a time."""
+PLUGIN = """
+import threading, time
+from pathlib import Path
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.scheduler import Scheduler
+from verl.workers.rank import RankWorker
+
+_generate, _abort, _schedule = RankWorker.do_generate, NativeRollout.abort, Scheduler.schedule
+late, told = threading.Event(), threading.Event()
+
+def generate(self, *args):
+    if self.rank == 1:
+        late.set()
+    return _generate(self, *args)
+
+def abort(self, request_ids=None):
+    _abort(self, request_ids)
+    told.set()
+
+def schedule(self, *args, **kwargs):
+    while late.is_set() and not told.is_set() and not Path({gate!r}).exists():
+        time.sleep(0.01)
+    told.clear()
+    return _schedule(self, *args, **kwargs)
+
+RankWorker.do_generate, NativeRollout.abort, Scheduler.schedule = generate, abort, schedule
+"""
 
 
 @pytest.fixture
 def groups(overrides, tiny_tokenizer, tiny_model_dir, joined, tmp_path, monkeypatch):
-    """One process, and two ranks of which the second is slow to generate; the model by a path from here."""
+    """One process, and two ranks of which the second stands still in each step until something is taken from it or
+    the file `gate` is there; the model by a path from here."""
     from verl.config.load import load_ppo_config
     from verl.workers.local import LocalGroup
     from verl.workers.ray_group import RayGroup
 
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tiny_model_dir.parent)
-    plugin = faults.write(tmp_path, "generate", "slow", rank=1, nth=None)
+    (tmp_path / "late_rank.py").write_text(PLUGIN.format(gate=str(tmp_path / "gate")))
     settings = overrides(
         "actor_rollout_ref.rollout.max_num_seqs=8",
         "actor_rollout_ref.actor.use_kl_loss=True",
         f"actor_rollout_ref.model.path={tiny_model_dir.name}",
     )
     local = LocalGroup(load_ppo_config(settings), tiny_tokenizer, training_steps=1)
-    two = load_ppo_config([*settings, "trainer.n_gpus_per_node=2", f"trainer.plugins=[{plugin}]"])
+    two = load_ppo_config([*settings, "trainer.n_gpus_per_node=2", "trainer.plugins=[late_rank]"])
     spread = RayGroup(two, tiny_tokenizer, training_steps=1, run_folder=tmp_path)
     yield local, spread
     spread.close()
@@ -50,13 +72,19 @@ def prompts() -> DataProto:
     return DataProto.from_dict(non_tensors={"uid": [f"p{row}" for row in range(PROMPTS)], "prompt_ids": ids})
 
 
-def test_same_tokens_and_log_probs_and_early_ranks_take_more(groups):
+def test_same_tokens_and_log_probs_and_early_ranks_take_more(groups, tmp_path):
     from verl.workers.rollout import training_settings
 
     local, spread = groups
     settings = training_settings(local.cfg.actor_rollout_ref.rollout, 4, step=3)
     heard: list[int] = []
-    found = spread.generate(prompts(), settings, lambda row, response: heard.append(row))
+
+    def hear(row, response) -> None:
+        heard.append(row)
+        if len(heard) == (SHARE + 1) * N:
+            (tmp_path / "gate").touch()
+
+    found = spread.generate(prompts(), settings, hear)
     expected = local.generate(prompts(), settings)
 
     assert sorted(heard) == list(range(PROMPTS * N))
@@ -64,12 +92,11 @@ def test_same_tokens_and_log_probs_and_early_ranks_take_more(groups):
     torch.testing.assert_close(
         found.batch["rollout_log_probs"], expected.batch["rollout_log_probs"], rtol=1e-4, atol=1e-5
     )
-    # Eight sequences at a time are two prompts; the slow rank got no more than it could serve.
-    first, second = spread.rollout.engine.taken
-    assert first + second == PROMPTS and first > second > 0
-    # Responses come as they finish: those of the quick rank were not held back by the slow one's.
-    slow = [place for place, row in enumerate(heard) if row // N in (2, 3)]
-    assert min(slow) >= 2 * N
+    # The early rank took what the late one had not begun, and was not held back by it.
+    assert set(heard[: SHARE * N]) == set(range(SHARE * N))
+    answered = spread.rollout.engine.answered
+    assert sum(answered.values()) == PROMPTS * N
+    assert answered[0] >= (SHARE + 2) * N and answered[1] > 0
 
     for batch in (found, expected):
         batch.meta_info["temperature"] = 1.0

@@ -15,7 +15,7 @@ from verl.workers.outcome import Failure
 from verl.workers.process import interface_of
 from verl.workers.pulse import Pulse
 from verl.workers.rank import RankWorker
-from verl.workers.shares import deal, from_arrays, join, pad_rows, pieces, to_arrays
+from verl.workers.shares import deal, from_arrays, join, pad_rows, to_arrays
 
 
 def make(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -58,18 +58,6 @@ def test_work_is_balanced():
     mask[1:, :100] = 1
     shares = deal(mask, 2, balance=True, hidden_size=0)
     assert sorted(map(len, shares)) == [1, 8]
-
-
-@settings(max_examples=60, deadline=None)
-@given(count=st.integers(0, 500), ranks=st.integers(1, 8), capacity=st.integers(1, 100))
-def test_pieces_cover_everything_and_fill_the_engines(count, ranks, capacity):
-    cut = list(pieces(count, ranks, capacity))
-    assert [row for piece in cut for row in piece] == list(range(count))
-    assert all(len(piece) <= capacity for piece in cut)
-    if count <= ranks * capacity:
-        assert len(cut) <= ranks, "what fits at once is started at once"
-    elif count:
-        assert len(cut[0]) == capacity
 
 
 def test_parts_can_be_written_to():

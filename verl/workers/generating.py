@@ -1,10 +1,10 @@
 """What one process generates for the controller, piece by piece, and what of it was called off.
 
-The controller numbers its calls of `generate`; a call reaches a process in pieces, and word that some of it is no
-longer wanted comes on another lane, maybe before the piece it is about.
+The controller numbers the pieces it deals out; word that something of one is no longer wanted there comes on another
+lane, maybe before the piece itself.
 
 What always holds: every sample of a piece is answered exactly once, those called off before they began with no tokens;
-word that comes at any time is heeded, and word about another call is not; after a piece, finished or left, its engine
+word that comes at any time is heeded, and word about another piece is not; after a piece, finished or left, its engine
 generates nothing any more.
 """
 
@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from verl.rollout.base import Request, Response, RolloutEngine
@@ -30,7 +30,7 @@ def unstarted(request: Request, version: int) -> list[Response]:
 
 
 class CalledOff:
-    """Which requests of one call are no longer wanted."""
+    """Which requests are no longer wanted."""
 
     def __init__(self) -> None:
         self.everything = False
@@ -55,7 +55,7 @@ class CalledOff:
 
 
 class Generating:
-    """One process's part in the calls. `run` and `abort` are called from different threads."""
+    """One process's pieces. `run` and `abort` are called from different threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class Generating:
         self._open: Counter[str] = Counter()
 
     def abort(self, number: int, request_ids: Collection[str] | None) -> bool:
-        """Samples of call `number` are no longer wanted (None: all). False: the engine at work cannot stop early."""
+        """Samples of piece `number` are no longer wanted (None: all). False: the engine at work cannot stop early."""
         with self._lock:
             if number < self._number:
                 return True
@@ -84,7 +84,7 @@ class Generating:
         if unwanted:
             yield [response for request in unwanted for response in unstarted(request, version)]
         if wanted:
-            yield from in_flushes(self._watched(engine, wanted))
+            yield from in_flushes(self._watched(engine, wanted), self._last_called_off)
 
     def _watched(self, engine: RolloutEngine, requests: list[Request]) -> Iterator[Response]:
         stream: Any = engine.generate(requests)
@@ -105,6 +105,13 @@ class Generating:
             if hasattr(stream, "close"):
                 stream.close()
 
+    def _last_called_off(self, response: Response) -> bool:
+        """Whether this is the last of what was called off: somebody waits for it to go on elsewhere."""
+        if response.finish_reason != "abort":
+            return False
+        with self._lock:
+            return not any(left > 0 and name in self._off for name, left in self._open.items())
+
     def _reach(self, number: int) -> None:
         if number > self._number:
             self._number, self._off = number, CalledOff()
@@ -121,13 +128,15 @@ class Generating:
         return True
 
 
-def in_flushes(responses: Iterator[Response]) -> Iterator[list[Response]]:
-    """Responses in lists of those that came close together."""
+def in_flushes(
+    responses: Iterator[Response], urgent: Callable[[Response], bool] = lambda response: False
+) -> Iterator[list[Response]]:
+    """Responses in lists of those that came close together; what is `urgent` waits for nothing."""
     finished: list[Response] = []
     sent = -math.inf
     for response in responses:
         finished.append(response)
-        if time.monotonic() - sent > FLUSH_S:
+        if time.monotonic() - sent > FLUSH_S or urgent(response):
             yield finished
             finished, sent = [], time.monotonic()
     yield finished

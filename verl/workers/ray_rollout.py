@@ -1,17 +1,14 @@
-"""Generation over many processes as one rollout engine: a queue of prompts that ranks take from as they get free.
+"""Generation over many processes as one rollout engine: requests are dealt out, and change hands as ranks get free.
 
-What always holds: a prompt that no engine has room for waits in the queue until a rank is free for it, so a rank
-that finishes early takes what others have not started; the tokens do not depend on which rank drew them, because
-every draw is keyed by request; every sample is answered once, also when it is called off; whoever leaves `generate`
-early leaves no rank that still generates.
+What always holds: a rank that finishes early takes what others have not started (`dealing`); the tokens do not depend
+on which rank drew them, because every draw is keyed by request; every sample is answered once, also when it is called
+off; whoever leaves `generate` early leaves no rank that still generates.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -19,10 +16,9 @@ from ray.exceptions import RayError
 
 from verl.errors import RolloutError
 from verl.rollout.base import Request, Response, RolloutEngine
-from verl.workers.generating import CalledOff, unstarted
+from verl.workers.dealing import Deal
 from verl.workers.ray_actor import RankActor, ServingActor
 from verl.workers.ray_calls import RankCalls
-from verl.workers.shares import pieces
 
 ABORT_S = 5.0
 """How long a healthy rank takes at most to hear that something is called off; one that does not answer is noticed by
@@ -40,43 +36,6 @@ class GeneratingActor(ServingActor):
 
 class GeneratingRankActor(GeneratingActor, RankActor):
     """A rank of the trainer that generates too."""
-
-
-class _Call:
-    """One `generate`: what waits, and what was called off. Touched by the consumer and by whoever aborts."""
-
-    def __init__(self, number: int, requests: list[Request], cut: Iterable[range]) -> None:
-        self.number = number
-        self._lock = threading.Lock()
-        self._off = CalledOff()
-        self._waiting = deque(requests[piece.start : piece.stop] for piece in cut)
-        self._passed_over: list[Request] = []
-
-    def call_off(self, request_ids: Collection[str] | None) -> None:
-        with self._lock:
-            self._off.add(request_ids)
-
-    def next_piece(self) -> list[Request]:
-        """What a free rank takes; nothing when nothing waits that is still wanted."""
-        with self._lock:
-            while self._waiting:
-                wanted = self._parted(self._waiting.popleft())
-                if wanted:
-                    return wanted
-            return []
-
-    def unwanted(self) -> list[Request]:
-        """What waited and was called off; each is given out once."""
-        with self._lock:
-            if self._off:
-                self._waiting = deque(self._parted(piece) for piece in self._waiting)
-            found, self._passed_over = self._passed_over, []
-            return found
-
-    def _parted(self, piece: list[Request]) -> list[Request]:
-        """Those still wanted; the others are put aside."""
-        self._passed_over += [request for request in piece if request.request_id in self._off]
-        return [request for request in piece if request.request_id not in self._off]
 
 
 class SpreadRollout(RolloutEngine):
@@ -98,10 +57,9 @@ class SpreadRollout(RolloutEngine):
         self._max_num_seqs = max_num_seqs
         self._hosts, self._shared, self._publish = list(hosts), shared, publish
         self.version = 0
-        self.taken: list[int] = []
-        """Of the last `generate`: requests each host took."""
-        self._numbers = itertools.count()
-        self._call: _Call | None = None
+        self.answered: Counter[int] = Counter()
+        """Of the last `generate`: responses by the rank that finished them."""
+        self._deal: Deal | None = None
         self._busy = False
 
     # -- generating ---------------------------------------------------------------------------------------------
@@ -109,93 +67,102 @@ class SpreadRollout(RolloutEngine):
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
         requests = list(requests)
         self._refuse_a_second()
-        capacity = max(1, self._max_num_seqs // max((request.n for request in requests), default=1))
-        self._call = _Call(next(self._numbers), requests, pieces(len(requests), len(self._hosts), capacity))
-        return self._generate(self._call)
+        self._deal = Deal(requests, len(self._hosts), self._max_num_seqs, self.version)
+        return self._generate(self._deal)
 
     def _refuse_a_second(self) -> None:
         if self._busy:
             raise RolloutError("these ranks are generating already; finish or close that generate first")
 
-    def _generate(self, call: _Call) -> Iterator[Response]:
+    def _generate(self, deal: Deal) -> Iterator[Response]:
         self._refuse_a_second()
-        self._busy, self._call = True, call
+        self._busy, self._deal = True, deal
         try:
             if self._shared:
                 self._calls.all("open_generation")
-            yield from self._run(call)
+            yield from self._run(deal)
         finally:
-            self._busy, self._call = False, None
+            self._busy, self._deal = False, None
             if self._shared and not self._broken():
                 self._calls.all("close_generation")
 
-    def _run(self, call: _Call) -> Iterator[Response]:
-        self.taken = [0] * len(self._hosts)
+    def _run(self, deal: Deal) -> Iterator[Response]:
+        self.answered = Counter()
         running: dict[Any, int] = {}
         try:
-            for rank in self._hosts:
-                self._give(rank, call, running)
-            yield from self._unwanted(call)
+            self._employ(deal, running)
+            yield from deal.unwanted()
             while running:
                 for stream in self._calls.ready("generate", running):
-                    yield from self._next_of(stream, call, running)
-                yield from self._unwanted(call)
+                    yield from self._next_of(stream, deal, running)
+                self._employ(deal, running)
+                yield from deal.unwanted()
         finally:
             if running and not self._broken():
-                self._stop(call, running)
+                self._stop(deal, running)
 
-    def _next_of(self, stream: Any, call: _Call, running: dict[Any, int]) -> list[Response]:
-        """What a rank has answered; one that is through gets more to do."""
+    def _next_of(self, stream: Any, deal: Deal, running: dict[Any, int]) -> list[Response]:
+        """What a rank has answered."""
         rank = running[stream]
         try:
             outcome = ray.get(next(stream))
         except StopIteration:
             del running[stream]
-            self._give(rank, call, running)
+            deal.done(rank)
             return []
         except RayError as error:
             self._calls.fail("generate", rank, error, running)
-        found: list[Response] = self._calls.value_of("generate", rank, outcome, running)
+        found = deal.answered(rank, self._calls.value_of("generate", rank, outcome, running))
+        self.answered[rank] += len(found)
         return found
 
-    def _give(self, rank: int, call: _Call, running: dict[Any, int]) -> None:
-        piece = call.next_piece()
-        if piece:
-            actor = self._calls.actors[rank]
-            stream = actor.stream.options(num_returns="streaming").remote("generate", piece, call.number)
-            running[stream] = rank
-            self.taken[self._hosts.index(rank)] += len(piece)
-
-    def _unwanted(self, call: _Call) -> Iterator[Response]:
-        for request in call.unwanted():
-            yield from unstarted(request, self.version)
+    def _employ(self, deal: Deal, running: dict[Any, int]) -> None:
+        """Whoever is free takes what waits; when nothing does, others are asked for what they have not begun."""
+        busy = set(running.values())
+        idle = []
+        for rank in self._hosts:
+            part = None if rank in busy else deal.next_part(rank)
+            if part is not None:
+                actor, requests = self._calls.actors[rank], list(part.requests.values())
+                stream = actor.stream.options(num_returns="streaming").remote(
+                    "generate", requests, part.number
+                )
+                running[stream] = rank
+            elif rank not in busy:
+                idle.append(rank)
+        while running and (taken := deal.take_back(len(idle))) is not None:
+            rank, names = taken
+            self._calls.actors[rank].abort.remote(deal.numbers()[rank], names)
 
     # -- stopping -----------------------------------------------------------------------------------------------
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Also from another thread than the one that reads the responses."""
-        call = self._call
-        if call is None:
+        deal = self._deal
+        if deal is None:
             return
         named = None if request_ids is None else list(request_ids)
-        call.call_off(named)
-        if not all(self._tell(call, self._hosts, named)):
+        deal.call_off(named)
+        if not all(self._tell(deal, named)):
             raise NotImplementedError(
                 "the engine of these ranks cannot abort what it has begun; what waits is called off"
             )
 
-    def _stop(self, call: _Call, running: dict[Any, int]) -> None:
+    def _stop(self, deal: Deal, running: dict[Any, int]) -> None:
         """Nobody wants the rest: end what runs, and hear it out until every rank is free."""
-        call.call_off(None)
-        self._tell(call, sorted(set(running.values())), None)
+        deal.call_off(None)
+        self._tell(deal, None)
         while running:
             for stream in self._calls.ready("generate", running):
-                self._next_of(stream, call, running)
+                self._next_of(stream, deal, running)
 
-    def _tell(self, call: _Call, ranks: Sequence[int], request_ids: list[str] | None) -> list[bool]:
-        """What those ranks answer that hear it in time."""
-        asked = [self._calls.actors[rank].abort.remote(call.number, request_ids) for rank in ranks]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ABORT_S)
+    def _tell(self, deal: Deal, request_ids: list[str] | None) -> list[bool]:
+        """What those of the ranks at work answer that hear it in time."""
+        asked = [
+            self._calls.actors[rank].abort.remote(number, request_ids)
+            for rank, number in deal.numbers().items()
+        ]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ABORT_S) if asked else ([], [])
         found = []
         for ref in answered:
             try:

@@ -7,7 +7,7 @@ what travels is numpy, which moves between processes without being copied piece 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,19 +74,3 @@ def join(parts: Sequence[Arrays], dealt: Sequence[Sequence[int]], rows: int) -> 
         whole[order] = together
         tensors[name] = whole[:rows]
     return DataProto.from_dict(tensors=tensors)
-
-
-def pieces(count: int, ranks: int, capacity: int) -> Iterator[range]:
-    """Row numbers in the pieces ranks take one after the other, whoever is free first.
-
-    A piece is as much as an engine runs at once: smaller ones would leave it half empty. What is less than that for
-    each is shared out evenly, so that all end about together."""
-    at = 0
-    while count - at > ranks * capacity:
-        yield range(at, at + capacity)
-        at += capacity
-    size, larger = divmod(count - at, ranks)
-    for rank in range(min(ranks, count - at)):
-        end = at + size + (rank < larger)
-        yield range(at, end)
-        at = end

@@ -11,6 +11,7 @@ module is put back as it was; a request that could never fit is refused before a
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,7 @@ class NativeRollout(RolloutEngine):
         self._session: DeviceSession | None = None
         self._aborted: set[str] = set()
         self._abort_all = False
+        self._abort_lock = threading.Lock()
         self._busy = False
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
@@ -99,7 +101,7 @@ class NativeRollout(RolloutEngine):
         self._queue(scheduler, requests)
         while not scheduler.idle:
             if self._abort_all or self._aborted:
-                yield from self._end_aborted(scheduler)
+                yield from self._end(scheduler, self._named_by_abort(scheduler))
                 continue
             step = scheduler.schedule()
             scheduler.compact(step)
@@ -156,8 +158,9 @@ class NativeRollout(RolloutEngine):
         in_flight = 0
         while not scheduler.idle:
             if self._abort_all or self._aborted:
-                runner.take_out(self._named_by_abort(scheduler))
-                yield from self._end_aborted(scheduler)
+                named = self._named_by_abort(scheduler)
+                runner.take_out(named)
+                yield from self._end(scheduler, named)
                 continue
             # Tokens of the steps in flight are not known yet; new steps and their blocks come on top of them.
             left = max((r.sequence.max_length - r.sequence.length for r in runner.rows), default=0)
@@ -183,25 +186,27 @@ class NativeRollout(RolloutEngine):
             self._session_limits = replace(self.limits, enforce_eager=True)
 
     def _named_by_abort(self, scheduler: Scheduler) -> list[Sequence]:
-        everything = scheduler.everything()
-        return [s for s in everything if self._abort_all or s.request.request_id in self._aborted]
+        """What `abort` has named since the last look; another thread may name more at any time, for the next."""
+        with self._abort_lock:
+            everything, names = self._abort_all, self._aborted
+            self._abort_all, self._aborted = False, set()
+        return [s for s in scheduler.everything() if everything or s.request.request_id in names]
 
-    def _end_aborted(self, scheduler: Scheduler) -> list[Response]:
-        """Take out what `abort` named and answer with what there is."""
+    def _end(self, scheduler: Scheduler, sequences: list[Sequence]) -> list[Response]:
+        """Take them out and answer with what there is."""
         answers = []
-        for sequence in self._named_by_abort(scheduler):
+        for sequence in sequences:
             sequence.siblings = []
             scheduler.finish(sequence)
             answers.append(sequence.response("abort", self.version))
-        self._abort_all = False
-        self._aborted.clear()
         return answers
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        if request_ids is None:
-            self._abort_all = True
-        else:
-            self._aborted.update(request_ids)
+        with self._abort_lock:
+            if request_ids is None:
+                self._abort_all = True
+            else:
+                self._aborted.update(request_ids)
 
     def update_weights(self, source: Any, version: int) -> None:
         """The weights are the trainer's own: only the version is new (and the source, when one is given)."""
