@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -386,6 +387,39 @@ def test_on_a_terminal_the_whole_view_is_drawn_anew(tmp_path: Path, finished: Pa
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b[?1049h" in drawn and "\x1b[?1049l" in drawn  # the other screen is entered and left
     assert "finished after step" in drawn.split("\x1b[?1049l")[1]
+
+
+def test_an_interrupt_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    """The real command on a real terminal, while the run goes on."""
+    ours, theirs = os.openpty()
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append_metrics(1, {"reward/mean": 0.5})
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verl", "view", "--follow", str(folder.path)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=ROOT,
+            env={**os.environ, "TERM": "xterm-256color"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        shown = b""
+        while b"reward/mean" not in shown:
+            shown += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # the other side is closed
+                break
+            if not data:
+                break
+            shown += data
+        assert process.wait() == 0, shown
+    os.close(ours)
+    assert b"Traceback" not in shown, shown.decode()
+    assert b"\x1b[?1049h" in shown and b"\x1b[?1049l" in shown
 
 
 def test_two_runs_are_not_followed(finished: Path, view: Callable[..., tuple[int, str]]) -> None:

@@ -45,8 +45,12 @@ def _live(
 ) -> State:
     from rich.live import Live
 
-    with Live(draw(run), console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
+    live = Live(draw(run), console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
+    try:
+        live.start()  # not as a context: an interrupt while it starts must find the way out, too
         state = _until_over(run, lambda new: live.update(draw(run), refresh=True), pause)
+    finally:
+        live.stop()
     write(console, draw(run))
     return state
 
