@@ -203,5 +203,16 @@ def test_leftovers_are_counted_and_only_reported(tmp_path: Path) -> None:
     assert only(storage.leftovers([f"{tmp_path}/none-*"])).status == "ok"
 
 
+def test_what_a_living_process_owns_is_no_leftover(tmp_path: Path) -> None:
+    """By the names runs give."""
+    from verl.rollout.handover.leftovers import new_path
+
+    mine = new_path("weights", tmp_path)
+    mine.mkdir()
+    gone = tmp_path / mine.name.replace(f"-{os.getpid():x}-", "-ffffffff-")
+    gone.mkdir()
+    assert only(storage.leftovers([f"{tmp_path}/verl-*"])).data["paths"] == [str(gone)]
+
+
 def test_large_leftovers_are_warned_of() -> None:
     assert storage.judge_leftovers(["/dev/shm/verl-weights-a"], 3 * GIB, 60.0).status == "warning"

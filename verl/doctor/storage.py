@@ -21,6 +21,8 @@ _GIB, _MIB = 2**30, 2**20
 _HANDOVER = 512 * _MIB
 """Two buckets of 256 MiB: what a hand-over of weights keeps in shared memory."""
 _WRITTEN = 32 * _MIB
+_OWNED = re.compile(r"verl-[a-z]+-\w+-([0-9a-f]+)-[0-9a-f]+-[0-9a-f]+")
+"""`verl-<kind>-<place>-<process>-<start>-<random>`, as `verl.rollout.handover.leftovers` names its folders."""
 LEFTOVER_PATTERNS = ("/tmp/verl-*", "/dev/shm/verl-*")
 
 
@@ -146,15 +148,23 @@ def judge_disk(place: str, free: int, total: int, speed: float | None) -> Findin
 
 
 def leftovers(patterns: tuple[str, ...] | list[str] = LEFTOVER_PATTERNS) -> Iterator[Finding]:
-    """Files of runs that were killed. A run that is alive has some too, so they are only reported."""
-    found = [path for pattern in patterns for path in glob.glob(pattern) if "verl-doctor-" not in path]
-    total, oldest, newest = 0, time.time(), 0.0
+    """Files of runs that were killed; only reported. What a living process owns is none."""
+    found = [path for pattern in patterns for path in glob.glob(pattern) if not in_use(path)]
+    total, oldest = 0, time.time()
     for path in found:
         with contextlib.suppress(OSError):
-            changed = os.lstat(path).st_mtime
-            oldest, newest = min(oldest, changed), max(newest, changed)
+            oldest = min(oldest, os.lstat(path).st_mtime)
         total += folder_size(path)
     yield judge_leftovers(found, total, time.time() - oldest)
+
+
+def in_use(path: str) -> bool:
+    """Whether the name says whose it is, and that process is alive; our own probes' files are in use, too."""
+    name = os.path.basename(path)
+    owner = _OWNED.fullmatch(name)
+    return name.startswith("verl-doctor-") or (
+        owner is not None and os.path.exists(f"/proc/{int(owner[1], 16)}")
+    )
 
 
 def folder_size(path: str) -> int:
@@ -179,7 +189,8 @@ def judge_leftovers(paths: list[str], total: int, age_s: float) -> Finding:
         "leftovers",
         "warning" if total > _GIB else "note",
         seen,
-        "runs that were killed left them, or one is running now",
-        "when no run is alive: rm -r " + " ".join(kinds),
+        "runs that were killed left them, or one that is running now made them",
+        "the next run that makes such files removes those of dead ones; by hand, with no run alive: rm -r "
+        + " ".join(kinds),
         data={"paths": paths[:100], "bytes": total},
     )
