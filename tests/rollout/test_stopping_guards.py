@@ -95,3 +95,32 @@ def test_the_plain_engine_goes_on_with_the_rows_that_are_left(tiny: Any):
         assert len(got.token_ids) == request.sampling.max_tokens
         assert got.token_ids == alone.token_ids
         assert got.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+
+
+def test_both_engines_mind_what_a_response_has_said_already(tiny: Any):
+    """The penalty reads prompt and response: an engine that forgot one of them would draw other tokens."""
+    model = tiny("llama")
+    requests = [
+        Request(
+            str(at),
+            [3 + at, 9, 4, 40 + at],
+            SamplingParams(max_tokens=16, temperature=temperature, repetition_penalty=3.0, ignore_eos=True),
+            seed=5,
+        )
+        for at, temperature in enumerate((0.0, 0.0, 0.9, 0.9))
+    ]
+    plain = {r.request_id: r for r in HFRollout(model, None).generate(requests)}
+    ours = {r.request_id: r for r in NativeRollout(model, None).generate(requests)}
+    for request in requests:
+        got = plain[request.request_id]
+        assert got.token_ids == ours[request.request_id].token_ids
+        # By hand, from whole logits: seen tokens are penalised, greedy rows take the best of what is left.
+        if request.sampling.temperature == 0:
+            known = list(request.prompt_ids)
+            for token in got.token_ids:
+                with torch.no_grad():
+                    logits = model(torch.tensor([known]), use_cache=False).logits[0, -1]
+                for seen in set(known):
+                    logits[seen] = logits[seen] / 3 if logits[seen] > 0 else logits[seen] * 3
+                assert int(logits.argmax()) == token
+                known.append(token)
