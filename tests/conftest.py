@@ -49,6 +49,14 @@ TEMPLATE = (
 )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Clusters and servers start many processes; on a machine with other work to do they get the time they need."""
+    for item in items:
+        if item.get_closest_marker("components") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """What a command wrote before it failed, or before its time was up, is shown with the failure."""
