@@ -256,6 +256,8 @@ def test_a_generations_output_is_an_evaluations_input(
         ),
         ({}, ["reward.timout_s=3"], "'reward.timeout_s'"),
         ({}, ["data.max_samples=0"], "'data.max_samples' is 0"),
+        ({}, ["data.metrics_path=reward.py/x.json"], "data.metrics_path: nothing can be written"),
+        ({}, ["data.output_path=responses.jsonl"], "is the file that is read"),
     ],
 )
 def test_what_cannot_work_is_refused(

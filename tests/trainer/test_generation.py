@@ -156,6 +156,12 @@ def test_json_in_and_out(generate, prompts, tmp_path, kind: str) -> None:
     assert generate(f"data.path={given}", output=f"out.{kind}") == generate(output="same.parquet")
 
 
+def test_rows_with_longer_prompts_can_be_left_out(generate) -> None:
+    whole = generate(output="whole.parquet")
+    rows = generate("data.max_prompt_length=9", "data.filter_overlong_prompts=True")
+    assert 0 < len(rows) < ROWS and rows == whole[: len(rows)]
+
+
 def test_a_column_name_of_its_own(generate) -> None:
     rows = generate("data.response_key=answers", "rollout.n=1")
     assert {"answers", "answers_finish_reason", "answers_length"} < set(rows[0])

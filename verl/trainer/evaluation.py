@@ -25,7 +25,7 @@ from verl.reward.base import RewardManager, RewardResult, RewardSample
 from verl.reward.failures import causes
 from verl.reward.managers import build_reward_manager
 from verl.trainer.evaluation_report import SourceReport, source_report
-from verl.trainer.row_output import ExtendedRows
+from verl.trainer.row_output import ExtendedRows, check_place
 
 if TYPE_CHECKING:
     from verl.config.schema import EvaluationConfig, EvaluationDataConfig
@@ -63,6 +63,7 @@ def evaluate_file(cfg: EvaluationConfig) -> EvaluationResult:
     rows = read_rows(cfg.data.path, key="data.path", split="test")
     require_column(rows, cfg.data.response_key, "data.response_key", "response", "data.path")
     count = len(rows) if cfg.data.max_samples < 0 else min(cfg.data.max_samples, len(rows))
+    check_place(metrics_path(cfg.data), "data.metrics_path")
     output = _open_output(cfg.data, rows, count)
     manager = build_reward_manager(cfg.reward, max_response_length=1)
     try:
@@ -87,7 +88,14 @@ def _open_output(data: EvaluationDataConfig, rows: Rows, count: int) -> Extended
         return None
     key = data.response_key
     added = {f"{key}_score": "list<float64>", f"{key}_error": "list<string>", f"{key}_extra": "list<string>"}
-    return ExtendedRows(rows, range(count), Path(data.output_path), added, key="data.output_path")
+    return ExtendedRows(
+        rows,
+        range(count),
+        Path(data.output_path),
+        added,
+        key="data.output_path",
+        if_taken="leave data.output_path out, or score the file as it was before",
+    )
 
 
 def _check(manager: RewardManager, data: EvaluationDataConfig, rows: Rows, count: int) -> None:
@@ -185,16 +193,17 @@ def _result(data: EvaluationDataConfig, scored: Sequence[ScoredRow]) -> Evaluati
     if len(sources) > 1:
         sources[ALL] = _report(ALL, scored)
     failures = [result.error or "" for row in scored for result in row.results if result.score is None]
-    path = Path(data.metrics_path) if data.metrics_path else _default_metrics_path(data)
-    return EvaluationResult(sources, path, failures)
+    return EvaluationResult(sources, metrics_path(data), failures)
 
 
 def _report(name: str, rows: Sequence[ScoredRow]) -> SourceReport:
     return source_report(name, [row.results for row in rows])
 
 
-def _default_metrics_path(data: EvaluationDataConfig) -> Path:
-    """Beside the first file; for an id of the hub, here."""
+def metrics_path(data: EvaluationDataConfig) -> Path:
+    """Where the numbers go: as told, else beside the first file; for an id of the hub, here."""
+    if data.metrics_path:
+        return Path(data.metrics_path)
     first = Path(data.path[0])
     return first.with_name(f"{first.stem}.metrics.json") if first.exists() else Path("metrics.json")
 

@@ -84,7 +84,14 @@ def generate_file(cfg: GenerationConfig) -> GenerationResult:
     )
     output = Path(cfg.data.output_path)
     added = added_columns(cfg)
-    extended = ExtendedRows(dataset.rows, dataset.kept.tolist(), output, added, key="data.output_path")
+    extended = ExtendedRows(
+        dataset.rows,
+        dataset.kept.tolist(),
+        output,
+        added,
+        key="data.output_path",
+        if_taken="set data.response_key to another name",
+    )
     settings = decisive_settings(cfg, choice, dataset)
     with Journal(output, settings, overwrite=cfg.data.overwrite) as journal:
         left = [place for place in range(len(dataset)) if dataset.row_number(place) not in journal]

@@ -29,20 +29,28 @@ class ExtendedRows:
     `added` maps the new columns to their pyarrow types as text: `list<string>`, `list<double>` and so on."""
 
     def __init__(
-        self, rows: Rows, numbers: Sequence[int], path: Path, added: Mapping[str, str], *, key: str
+        self,
+        rows: Rows,
+        numbers: Sequence[int],
+        path: Path,
+        added: Mapping[str, str],
+        *,
+        key: str,
+        if_taken: str,
     ) -> None:
+        """`key` is the setting that names the path; `if_taken` is what to do when a column is there already."""
         self.rows, self.numbers, self.path, self.key = rows, list(numbers), path, key
         self.added = {name: _type(kind) for name, kind in added.items()}
         taken = [name for name in rows.column_names if name in self.added]
         if taken:
             raise DataError(
                 f"{key}: the data already has the column{'s' if len(taken) > 1 else ''} {', '.join(taken)}, which "
-                "would be written; set data.response_key to another name"
+                f"would be written; {if_taken}"
             )
         if any(path.resolve() == Path(name).resolve() for name in rows.names):
             raise DataError(f"{key}: {path} is the file that is read (data.path); give another name")
         self._table = self._checked_table() if path.suffix == ".parquet" else None
-        self._check_place()
+        check_place(path, key)
 
     def _checked_table(self) -> Any:
         import pyarrow as pa
@@ -64,16 +72,6 @@ class ExtendedRows:
 
         # What another program keeps about the columns (pandas' index, for one) does not know the new ones.
         return pa.schema([*table.schema, *(pa.field(name, kind) for name, kind in self.added.items())])
-
-    def _check_place(self) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path.parent):
-                pass
-        except OSError as error:
-            raise DataError(
-                f"{self.key}: nothing can be written to {self.path.parent}: {error.strerror or error}"
-            ) from error
 
     def write(self, columns: Iterable[Mapping[str, Any]]) -> None:
         """`columns` gives the new columns of each row, in order."""
@@ -119,6 +117,18 @@ class ExtendedRows:
             file.write((between if place else "").encode())
             file.write(dumps({**self.rows[number], **new}).encode("utf-8"))
         file.write(b"\n" if lines else b"\n]\n")
+
+
+def check_place(path: Path, key: str) -> None:
+    """Raise unless a file can be made there; the folder is made where it is not there yet."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise DataError(
+            f"{key}: nothing can be written to {path.parent}: {error.strerror or error}"
+        ) from error
 
 
 def _type(text: str) -> Any:
