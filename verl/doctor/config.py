@@ -75,8 +75,9 @@ def config(arguments: list[str]) -> Iterator[Finding]:
         if line not in said:
             yield Finding("plan", "warning", line)
     peak = max(result.memory.phases, key=lambda phase: phase.total, default=None) if result.memory else None
-    if peak is not None:
-        limit = f" of {size(result.device.memory)}" if result.device.memory else ""
+    room = result.device.memory
+    if peak is not None and (room is None or peak.total <= 0.9 * room):  # beyond, the plan has warned
+        limit = f" of {size(room)}" if room else ""
         yield Finding(
             "plan", "ok", f"'{peak.name}' needs most memory, about {size(peak.total)}{limit} (an estimate)"
         )

@@ -134,7 +134,10 @@ def ray_cluster(address: str | None = None) -> Iterator[Finding]:
         )
         return
     unreachable = "runs on several processes would join it, and cannot"
-    mend = "unset RAY_ADDRESS to start one here, or `ray start --head` there"
+    mend = (
+        "unset RAY_ADDRESS to start one here, `ray start --head` there, or give this process the cluster's token "
+        "(RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...) where it wants one"
+    )
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
         try:
