@@ -101,16 +101,16 @@ def failing(on: str) -> str:
 
 
 def test_without_a_baseline_the_responses_to_a_prompt_teach_nothing(watch, reward_file):
-    """Four words that are all alike are the greedy answer here or a rare sample: made to fail for odd prompts."""
-    body = "import json, os\n" + failing("greedy_of_odd(words, number)")
-    calls = reward_file(body + "return 1.0")
-    file = calls.partition("=")[2]
-    with open(file, "a") as out:
+    """Each prompt is scored for its four samples, then for the greedy one, which gets no score where it is odd."""
+    calls = reward_file(failing("fifth_call(number) and odd(number)") + "return 1.0")
+    with open(calls.partition("=")[2], "a") as out:
         out.write(
-            "\nseen = {}\n\n"
-            "def greedy_of_odd(words, number):\n"
-            "    seen[number] = seen.get(number, 0) + 1\n"
-            "    return number % 2 == 1 and seen[number] == 5\n"  # four samples, then the greedy one
+            "\ncalls = {}\n\n"
+            "def fifth_call(number):\n"
+            "    calls[number] = calls.get(number, 0) + 1\n"
+            "    return calls[number] == 5\n\n"
+            "def odd(number):\n"
+            "    return number % 2 == 1 and number > 3\n"  # the first rows are what a reward is tried on at start
         )
     seen = watch(
         calls,
@@ -119,7 +119,8 @@ def test_without_a_baseline_the_responses_to_a_prompt_teach_nothing(watch, rewar
         "trainer.total_training_steps=1",
     )
     batch = seen.batches[1]
-    odd = torch.tensor([extra["number"] % 2 == 1 for extra in batch.non_tensor_batch["extra_info"]])
+    numbers = [extra["number"] for extra in batch.non_tensor_batch["extra_info"]]
+    odd = torch.tensor([number % 2 == 1 and number > 3 for number in numbers])
     assert odd.any() and not odd.all()
     assert torch.equal(batch.batch["response_mask"].sum(-1) == 0, odd)
     (update,) = seen.of("actor", 1)
