@@ -6,6 +6,7 @@ reward function, run folder, in this order.
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from verl.config.schema import PPOConfig
     from verl.trainer.loop import RLLoop
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -93,6 +96,10 @@ def stop_on_signal(loop: RLLoop) -> Iterator[None]:
         if asked:
             raise KeyboardInterrupt
         asked = True
+        logger.warning(
+            "%s: the run ends after this step, with a checkpoint; once more ends it at once",
+            signal.Signals(number).name,
+        )
         loop.request_stop()
 
     before = {}
