@@ -211,8 +211,10 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(keys, generate, tmp_path, 
             stderr=log,
         )
     try:
-        # It cannot finish: after six responses it waits for a file. Two prompts at least are then answered whole.
-        while first.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 2):
+        # It cannot finish: after six responses it waits for a file. Of five prompts with two each, one is then whole.
+        deadline = time.monotonic() + 600
+        while first.poll() is None and (not journal.exists() or not journal.read_bytes()):
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.05)
         assert first.poll() is None, (tmp_path / "log").read_text()
     finally:
@@ -220,7 +222,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(keys, generate, tmp_path, 
         first.wait()
     assert not (tmp_path / "out.parquet").exists()
     kept = [json.loads(line)["row"] for line in journal.read_text().splitlines()]
-    assert 2 <= len(kept) <= 3
+    assert 1 <= len(kept) <= 3
 
     (tmp_path / "open").touch()
     (tmp_path / "asked").unlink()
