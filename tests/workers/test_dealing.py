@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.errors import RolloutError
 from verl.rollout.base import Request, Response, SamplingParams
 from verl.workers.dealing import Deal, Part
 
@@ -180,6 +182,11 @@ def test_shares_are_even_and_all_of_it_is_dealt_out_at_once() -> None:
         sizes.append(len(part.requests))
     assert sizes == [4, 4, 3]
     assert deal.next_part(3) is None
+
+
+def test_a_request_given_twice_is_refused() -> None:
+    with pytest.raises(RolloutError, match="request 'r1' was given twice"):
+        Deal([*some(3), some(2)[1]], 2, PLACES, 0)
 
 
 def test_a_request_that_was_resumed_keeps_its_first_tokens_when_it_changes_hands() -> None:

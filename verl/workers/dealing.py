@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from verl.errors import RolloutError
 from verl.rollout.base import FinishReason, Request, Response
 from verl.workers.generating import CalledOff
 
@@ -65,6 +66,9 @@ class Deal:
         ends = list(itertools.accumulate(size + (rank < larger) for rank in range(processes)))
         self._waiting = deque(requests[a:b] for a, b in zip([0, *ends], ends, strict=False) if a < b)
         self._asked = {request.request_id: request for request in requests}
+        if len(self._asked) != len(requests):
+            name = next(name for name, times in Counter(r.request_id for r in requests).items() if times > 1)
+            raise RolloutError(f"request {name!r} was given twice; request ids key the draws and must differ")
         self._set_aside: list[Request] = []
         self._parts: dict[int, Part] = {}
         self._moves: list[Move] = []
