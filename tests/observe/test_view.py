@@ -257,6 +257,40 @@ def test_finished_stopped_killed_and_crashed_are_told_apart(
     assert "crashed: RuntimeError: CUDA out of memory" in out and "data.max_response_length=2" in out
 
 
+def test_a_run_of_another_machine_may_well_be_running(copied: Callable[..., Path]) -> None:
+    """Its lock cannot always be seen from here; what it wrote, and when, can."""
+    folder = copied()
+    shutil.rmtree(folder / f"global_step_{STEPS}")
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("total_epochs: 2", "total_epochs: 9"))
+    (folder / ".lock").write_text("process 7 on another-machine\n")
+    state = state_of(open_run(folder))
+    assert state.word == "running" and "probably running (process 7 on another-machine)" in state.text
+    for name in ("metrics.jsonl", "config.yaml"):
+        os.utime(folder / name, (1e9, 1e9))
+    assert state_of(open_run(folder)).word == "killed"
+
+
+def test_a_run_that_writes_no_more_may_hang(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append_metrics(1, {"timing_s/step": 5.0})
+        assert "may hang" not in state_of(open_run(folder.path)).text
+        os.utime(folder.metrics_file, (1e9, 1e9))
+        assert "may hang" in state_of(open_run(folder.path)).text
+
+
+def test_earlier_crashes_and_bad_batches_are_mentioned(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    folder = copied()
+    (folder / "crash.previous.txt").write_text("OSError: the disk was full\n\nWhen: then\n")
+    (folder / "bad_batches").mkdir()
+    (folder / "bad_batches" / "3.pt").touch()
+    out = view(folder)[1]
+    assert "an earlier start crashed (crash.previous.txt): OSError: the disk was full" in out
+    assert "1 batches that gave no usable gradient" in out
+
+
 def test_a_run_before_its_first_step_is_shown(tmp_path: Path, view: Callable[..., tuple[int, str]]) -> None:
     RunFolder(tmp_path / "run").close()
     code, out = view(tmp_path / "run")

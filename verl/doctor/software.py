@@ -194,7 +194,7 @@ def hub_settings(variables: dict[str, str]) -> Iterator[Finding]:
         folder = os.path.dirname(folder)
     state = f"{offline[0]}=1" if offline else "online"
     if variables.get("HF_ENDPOINT"):
-        state += f", HF_ENDPOINT={variables['HF_ENDPOINT']}"
+        state += f", HF_ENDPOINT={_without_password(variables['HF_ENDPOINT'])}"
     if not offline and not _writable(folder):
         yield Finding(
             "hugging face",

@@ -158,6 +158,12 @@ def _results(run: Run) -> str:
 def _problems(run: Run) -> Iterator[str]:
     if run.config_problem:
         yield run.config_problem
+    before = read_crash(run.path, "crash.previous.txt")
+    if before is not None:
+        yield f"an earlier start crashed (crash.previous.txt): {before[0].splitlines()[0]}"
+    bad = len(list((run.path / "bad_batches").glob("*")))
+    if bad:
+        yield f"{bad} batches that gave no usable gradient are kept in {run.path / 'bad_batches'}"
     if run.log.cut:
         yield "metrics.jsonl is very large: only its end was read"
     if run.log.damaged:

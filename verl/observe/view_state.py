@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import socket
 import struct
 import sys
 import time
@@ -43,9 +44,12 @@ def state_of(run: Run) -> State:
     """What became of the run."""
     step, total = last_step(run), total_steps(run)
     holder = lock_holder(run.path)
+    quiet_s = time.time() - changed(run.path)
     if holder is not None:
-        quiet = ago(changed(run.path))
-        return State("running", f"running ({holder}); last wrote {quiet}")
+        late = (
+            "; that is long for its steps: it may hang" if too_quiet(quiet_s, seconds_per_step(run)) else ""
+        )
+        return State("running", f"running ({holder}); last wrote {duration(quiet_s)} ago{late}")
     crash = read_crash(run.path)
     checkpoints = checkpoint_steps(run.path)
     again = (
@@ -62,6 +66,10 @@ def state_of(run: Run) -> State:
     if checkpoints and checkpoints[-1] == step:
         of = f" of {total}" if total else ""
         return State("stopped", f"stopped at step {step}{of}, with a checkpoint; {again}")
+    elsewhere = last_holder_elsewhere(run.path)
+    if elsewhere and not too_quiet(quiet_s, seconds_per_step(run)):
+        # Its lock cannot be seen from here on every filesystem.
+        return State("running", f"probably running ({elsewhere}); last wrote {duration(quiet_s)} ago")
     return State(
         "killed", f"ended without a word after step {step} (killed, or the machine stopped); {again}"
     )
@@ -90,16 +98,16 @@ def total_steps(run: Run) -> int | None:
     return total if isinstance(total, int) and total > 0 else None
 
 
-def read_crash(path: Path) -> tuple[str, str] | None:
+def read_crash(path: Path, name: str = "crash.txt") -> tuple[str, str] | None:
     """(cause, what to do) of `crash.txt`; None where there is none."""
     try:
-        with open(path / "crash.txt", encoding="utf-8", errors="replace") as file:
+        with open(path / name, encoding="utf-8", errors="replace") as file:
             text = file.read(200_000)
     except OSError:
         return None
     parts = text.split("\n\n")
     fix = next((part for part in parts[1:3] if part.startswith("What to do: ")), "")
-    return parts[0].strip() or "crash.txt is empty", fix.removeprefix("What to do: ")
+    return parts[0].strip() or f"{name} is empty", fix.removeprefix("What to do: ")
 
 
 def lock_holder(path: Path) -> str | None:
@@ -119,6 +127,21 @@ def lock_holder(path: Path) -> str | None:
         return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "an unknown process"
     finally:
         os.close(descriptor)
+
+
+def last_holder_elsewhere(path: Path) -> str:
+    """Who held the folder last, when that was on another machine."""
+    try:
+        with open(path / ".lock", encoding="utf-8", errors="replace") as file:
+            holder = file.read(200).strip()
+    except OSError:
+        return ""
+    return holder if holder and holder.rpartition(" on ")[2] != socket.gethostname() else ""
+
+
+def too_quiet(seconds: float, each: float | None) -> bool:
+    """Whether a run that is well would have written in that time."""
+    return seconds > max(600.0, 10 * (each or 60.0))
 
 
 def _is_locked(descriptor: int) -> bool:
