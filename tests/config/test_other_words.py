@@ -73,3 +73,22 @@ def test_a_line_written_as_elsewhere_is_answered_with_how_it_is_written_here(
 ) -> None:
     with pytest.raises(ConfigError, match=answer):
         load_ppo_config([*NEEDED, *typed])
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("algorithm.adv_estimator=ppo", "Did you mean 'gae'"),
+        ("algorithm.adv_estimator=GRPO", "Did you mean 'grpo'"),
+        ("algorithm.adv_estimator=dapo", "Did you mean 'grpo' with .*clip_ratio_high=0.28"),
+        ("algorithm.adv_estimator=REINFORCE++", "Did you mean 'reinforce_plus_plus'"),
+        ("actor_rollout_ref.rollout.name=VLLM", "Did you mean 'vllm'"),
+        ("actor_rollout_ref.rollout.name=transformers", "Did you mean 'hf'"),
+        ("trainer.device=gpu", "Did you mean 'cuda'"),
+        ("trainer.device=cuda:0", "CUDA_VISIBLE_DEVICES"),
+        ("hydra.run.dir=x", "trainer.default_local_dir"),
+    ],
+)
+def test_values_by_other_names_are_answered_with_ours(typed: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        load_ppo_config([*NEEDED, typed])

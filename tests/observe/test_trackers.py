@@ -125,12 +125,6 @@ def test_a_missing_package_names_its_extra(
         build_trackers(name, "p", "e", {}, run)
 
 
-def test_a_proxy_without_wandb_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with RunFolder(tmp_path) as run, caplog.at_level(logging.WARNING):
-        build_trackers([], "p", "e", {}, run, wandb_proxy="http://proxy:1")
-    assert "trainer.wandb_proxy is set but has no effect" in caplog.text
-
-
 def test_tensorboard_files_hold_what_was_logged(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

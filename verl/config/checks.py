@@ -6,7 +6,6 @@ seen, what is allowed or would work, and the key to change. All errors are repor
 
 from __future__ import annotations
 
-import difflib
 import sys
 from typing import Any
 
@@ -17,6 +16,7 @@ from verl.config.known import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, ROLLOUT_RS
 from verl.config.pools import sharing_errors
 from verl.config.ranks import divisors, dp_size, model_parallel_size, some_near, world_size
 from verl.config.schema import AnyConfig, GenerationConfig, OptimConfig, PPOConfig, SFTConfig
+from verl.config.synonyms import value_meant
 from verl.config.unused import unused_keys
 from verl.errors import ConfigError
 
@@ -75,8 +75,8 @@ def _allowed(key: Key, value: Any) -> list[str]:
     names = [*known, *(name for name in _registered(key.metadata["plugin"]) if name not in known)]
     if value in names:
         return []
-    close = difflib.get_close_matches(str(value), names, 1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
+    close = value_meant(key.name, str(value), names)
+    hint = f" Did you mean {close}?" if close else ""
     own = " Your own are registered in a module named in trainer.plugins" if key.metadata["plugin"] else ""
     return [f"'{key.name}' is '{value}', which is not known. Allowed: {', '.join(names)}.{hint}{own}"]
 

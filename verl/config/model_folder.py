@@ -89,7 +89,7 @@ def _beside(folder: Path) -> str:
     """What the nearest folder above holds, where the path goes wrong in its last part only."""
     if not folder.parent.is_dir():
         return ""
-    there = sorted(each.name for each in folder.parent.iterdir() if each.is_dir())[:8]
+    there = sorted(p.name for p in folder.parent.iterdir() if p.is_dir() and not p.name.startswith("."))[:8]
     return f". '{folder.parent}' holds: {', '.join(there)}" if there else ""
 
 

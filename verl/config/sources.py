@@ -244,6 +244,11 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
             raise ConfigError(f"'{text}' is not an override; {_as_override(overrides[number:])}")
         override = _parse(parser, text)
         name, value = override.key_or_group, override.value()
+        if name.partition(".")[0] == "hydra":
+            raise ConfigError(
+                f"'{text}' sets Hydra itself, of which only the grammar of overrides is used here. The run folder is "
+                f"trainer.default_local_dir"
+            )
         if override.package is not None:
             raise ConfigError(f"'{text}' names a package (@), which config keys do not have; write key=value")
         if override.type is OverrideType.DEL:

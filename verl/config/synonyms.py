@@ -1,7 +1,8 @@
-"""Words of other trainers for our keys. They are not accepted; they make the answer to an unknown key a useful one."""
+"""Words of other trainers for our keys and values: not accepted, but the answer to an unknown one is then useful."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -98,6 +99,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
         "model.enable_gradient_checkpointing",
     ),
     "report_to": ("trainer.logger",),
+    "use_wandb": ("trainer.logger",),
+    "wandb": ("trainer.logger",),
     "run_name": ("trainer.experiment_name",),
     "algo": ("algorithm.adv_estimator",),
     "estimator": ("algorithm.adv_estimator",),
@@ -110,6 +113,32 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "resume": _RESUME,
     "resume_from_checkpoint": _RESUME,
 }
+
+_VALUES: dict[tuple[str, str], str] = {
+    ("adv_estimator", "ppo"): "'gae', which is PPO with a critic",
+    ("adv_estimator", "dapo"): (
+        "'grpo' with actor_rollout_ref.actor.clip_ratio_high=0.28 algorithm.filter_groups.enable=True"
+    ),
+    ("adv_estimator", "drgrpo"): "'grpo' with algorithm.norm_adv_by_std_in_grpo=False",
+    ("adv_estimator", "reinforce++"): "'reinforce_plus_plus'",
+    ("adv_estimator", "reinforce"): "'reinforce_plus_plus'",
+    ("device", "gpu"): "'cuda'",
+    ("device", "cuda:0"): "'cuda' (CUDA_VISIBLE_DEVICES=0 chooses the GPU)",
+    ("name", "transformers"): "'hf'",
+    ("name", "huggingface"): "'hf'",
+}
+"""What a value of a key (by its last name) probably means."""
+
+
+def value_meant(key: str, value: str, allowed: Iterable[str]) -> str:
+    """The value a user probably meant, with what else belongs to it; empty where nothing is near."""
+    lowered = value.lower().replace("-", "_")
+    said = _VALUES.get((key.rpartition(".")[2], lowered))
+    if said:
+        return said
+    names = {name.lower(): name for name in allowed}
+    close = difflib.get_close_matches(lowered, names, 1)
+    return f"'{names[close[0]]}'" if close else ""
 
 
 def meant(name: str, known: Iterable[str]) -> list[str]:

@@ -263,7 +263,8 @@ def _not_found(path: Path, key: str) -> str:
         parent = parent.parent
     if parent != path.parent:
         return f"{key}: {path} does not exist (nor does its folder; the nearest that does is {parent})."
-    beside = sorted(p.name for p in parent.iterdir() if is_data_file(p) or p.is_dir())[:8]
+    shown = [p for p in parent.iterdir() if not p.name.startswith(".") and (is_data_file(p) or p.is_dir())]
+    beside = [p.name for p in sorted(shown, key=lambda p: (p.is_dir(), p.name))][:8]
     return f"{key}: {path} does not exist. The folder {parent.resolve()} holds: {', '.join(beside) or 'no data files'}."
 
 

@@ -82,10 +82,6 @@ def build_trackers(
             f"unknown logger {unknown[0]!r} in trainer.logger={wanted}. Known: {', '.join(known)}. "
             f"Set trainer.logger to a list of these, for example trainer.logger=['console','tensorboard']."
         )
-    if wandb_proxy and "wandb" not in wanted:
-        logger.warning(
-            "trainer.wandb_proxy is set but has no effect: 'wandb' is not in trainer.logger=%s", wanted
-        )
     makers: dict[str, Callable[[], Tracker]] = {
         "console": lambda: ConsoleTracker(
             StepConsole(total_steps, live=live, title=f"{project}/{experiment}")

@@ -1,0 +1,59 @@
+"""A run as a newcomer meets it: started twice, with other settings, on a disk too small for its model."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from verl.trainer.main_ppo import main
+
+
+def test_the_same_command_with_another_model_says_whose_weights_go_on(
+    overrides, tiny_model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(overrides("trainer.total_training_steps=1", "trainer.logger=[console]")) == 0
+    other = tmp_path / "other model é"
+    other.symlink_to(tiny_model_dir)
+    capfd.readouterr()
+    line = overrides("trainer.total_training_steps=1", "trainer.logger=[console]")
+    assert main([*line, f"actor_rollout_ref.model.path={other}"]) == 0
+    out, said = capfd.readouterr()
+    assert f"begun from '{tiny_model_dir}'" in said and str(other) in said
+    assert "nothing is left to do: this run has done 1 of 1 steps" in out and "step 1/1" not in out
+
+
+def test_a_disk_without_room_for_the_model_fails_the_run_at_its_end_only(
+    overrides, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (128 * 1024, before[1]))  # the weights alone take 300 kB
+    try:
+        code = main(overrides("trainer.total_training_steps=2", "trainer.save_freq=1"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capfd.readouterr().err
+    assert code == 2 and "Traceback" not in said
+    assert "the checkpoint of step 1 could not be saved" in said
+    assert "error: training ended after step 2, but its checkpoint could not be saved" in said
+    assert "trainer.default_local_dir" in said
+    run = tmp_path / "run"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    assert not list(run.glob("global_step_*")) and (run / "crash.txt").is_file()
+
+
+def test_everything_missing_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "from verl.trainer.main_ppo import main\n"
+        "code = main(sys.argv[1:])\n"
+        "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)\n"
+    )
+    line = ["actor_rollout_ref.model.path=/nowhere/m", f"data.train_files={tmp_path}/no.jsonl"]
+    out = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["2", "False", "False"], out.stderr
+    assert "no.jsonl does not exist" in out.stderr and "'/nowhere/m'" in out.stderr
