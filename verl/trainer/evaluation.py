@@ -103,7 +103,10 @@ def _check(manager: RewardManager, data: EvaluationDataConfig, rows: Rows, count
     sources = {
         _source(value) for value, _ in zip(rows.column(data.data_source_key), range(count), strict=False)
     }
-    manager.check(sources, _data_columns(rows.column_names, data))
+    columns = _data_columns(rows.column_names, data)
+    if data.reward_model_key in columns:
+        columns.append("ground_truth")  # a truth there is, whatever its column is called
+    manager.check(sources, columns)
 
 
 def _data_columns(names: Sequence[str], data: EvaluationDataConfig) -> list[str]:

@@ -266,11 +266,10 @@ def _columns(journal: Journal, rows: Iterator[int], key: str) -> Iterator[Mappin
 
 
 def _summary(cfg: GenerationConfig, result: GenerationResult) -> str:
-    responses = (result.rows - result.continued) * cfg.rollout.n
-    speed = (
-        f"; {responses} responses, {result.tokens:,} tokens in {result.seconds:.1f} s "
-        f"({result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s)"
-        if responses
-        else ""
-    )
-    return f"{result.output}: {result.rows} prompts with {cfg.rollout.n} responses each{speed}"
+    text = f"{result.output}: {result.rows} prompts with {cfg.rollout.n} responses each"
+    rows = result.rows - result.continued
+    if not rows:
+        return text
+    now = f"{rows * cfg.rollout.n} of them now, " if result.continued else ""
+    rate = result.tokens / max(result.seconds, 1e-9)
+    return f"{text}; {now}{result.tokens:,} tokens in {result.seconds:.1f} s ({rate:,.0f} tokens/s)"
