@@ -155,6 +155,14 @@ def test_what_is_in_order_shares_a_line_and_what_is_not_has_its_own() -> None:
     ]
 
 
+def test_missing_extras_are_named_as_pip_wants_them() -> None:
+    from verl.doctor.software import package
+
+    found = [*package("verl-no-gym", ">=1", "gym"), *package("verl-no-math", ">=1", "math")]
+    (line,) = gathered(found)
+    assert line.seen == "gym, math" and "pip install 'verl[NAME]'" in line.do
+
+
 def test_a_line_says_what_was_seen_what_it_means_and_what_to_do() -> None:
     text = as_text(
         [answer(Finding("disk", "warning", "5 GiB free", "a checkpoint needs 8", "free some"))], 1.0

@@ -64,7 +64,8 @@ def package(name: str, versions: str, extra: str, load: bool = True) -> Iterator
     version = installed_version(name)
     if version is None and not _importable(name):
         if extra:
-            yield Finding(name, "note", "not installed", "", install_command(wanted), "missing extras")
+            do = install_command(wanted)
+            yield Finding(name, "note", "not installed", "", do, "missing extras", {"extra": extra})
         else:
             means = "verl does not run without it"
             yield Finding(name, "fatal", "not installed", means, install_command(wanted), "missing packages")
