@@ -269,3 +269,27 @@ def test_losses_that_choose_tokens_choose_anew_in_each_update(watch):
         chosen.append(values.bool().nonzero().tolist())
     assert len(chosen) == 4 and all(chosen)
     assert len({str(places) for places in chosen}) == 4
+
+
+def test_several_rewards_are_normalised_each_on_its_own(watch, reward_file):
+    seen = watch(
+        reward_file(
+            "first, second = float(words[:1] > ['4']), 10.0 * len(set(words))\n"
+            "return {'score': first, 'first': first, 'second': second}"
+        ),
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_reward_keys=[first,second]",
+        "algorithm.gdpo_reward_weights=[1.0,0.25]",
+        "trainer.total_training_steps=1",
+    )
+    batch = seen.batches[1]
+    total = torch.zeros(8, 4, dtype=torch.float64)
+    for key, weight in (("first", 1.0), ("second", 0.25)):
+        rewards = torch.tensor([extra[key] for extra in batch.non_tensor_batch["reward_extra"]]).double()
+        rewards = rewards.view(8, 4)
+        spread = rewards.std(-1, keepdim=True) + 1e-6
+        total += weight * (rewards - rewards.mean(-1, keepdim=True)) / spread
+    mask = batch.batch["response_mask"].bool()
+    each = total.view(32, 1).expand(mask.shape)[mask]
+    expected = (each - each.mean()) / each.std()
+    torch.testing.assert_close(batch.batch["advantages"][mask].double(), expected, atol=1e-4, rtol=1e-3)
