@@ -146,6 +146,13 @@ def test_wrong_results_are_fatal(wrong: str) -> None:
         assert finding.status == "fatal" and wrong in finding.seen
 
 
+def test_a_gpu_without_bf16_is_warned_of_and_a_cpu_is_not() -> None:
+    slow = {"errors": {"float32 product": 0.0}, "gflops": {"float32": 9000.0, "bfloat16": 900.0}}
+    finding = devices.judge_calculation("compute on cuda:0", slow)
+    assert finding.status == "warning" and "model.dtype=float32" in finding.do
+    assert devices.judge_calculation("compute on cpu", slow).status == "ok"
+
+
 def test_triton_runs_a_kernel_where_it_can_and_says_why_where_it_cannot() -> None:
     """In its interpreter it works on a CPU; compiled it does not."""
     pytest.importorskip("triton")

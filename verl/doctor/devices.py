@@ -273,6 +273,15 @@ def judge_calculation(name: str, found: dict[str, Any]) -> Finding:
     full, half = found["gflops"]["float32"], found["gflops"]["bfloat16"]
     each = " with one thread" if name.endswith("cpu") else ""
     seen = f"product and attention right; float32 {full:,.0f} GFLOP/s{each}, bf16 {half:,.1f}"
+    if half < 0.5 * full and each == "":
+        return Finding(
+            name,
+            "warning",
+            seen,
+            "this GPU has no hardware for bf16, the usual precision of runs",
+            "actor_rollout_ref.model.dtype=float32",
+            data=found,
+        )
     if half < 0.5 * full:
         return Finding(name, "ok", f"{seen}: bf16 has no hardware here, float32 is used", data=found)
     return Finding(name, "ok", seen, data=found)
