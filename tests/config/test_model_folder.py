@@ -105,6 +105,23 @@ def test_other_kinds_of_models_are_refused_as_policy_only(folder: Path, config: 
     assert folder_problem(str(folder), KEY, language_model=False) is None
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+        {"architectures": ["GPT2Model"], "model_type": "gpt2"},
+        {"architectures": ["Qwen2Model"], "model_type": "qwen2", "tie_word_embeddings": True},
+        {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"},
+        {"architectures": ["BertLMHeadModel"], "model_type": "bert", "is_decoder": True},
+        {"model_type": "llama"},
+        {},
+    ],
+)
+def test_language_models_by_other_names_are_not_refused(folder: Path, config: dict) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    assert folder_problem(str(folder), KEY) is None
+
+
 def test_damaged_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     assert "config.json' cannot be read as JSON" in problem(folder)

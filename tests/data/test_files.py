@@ -242,6 +242,16 @@ def test_the_likely_column(wanted: str, columns: list[str], expected: str | None
     )
 
 
+def test_a_prompt_is_not_proposed_as_the_response(tmp_path: Path) -> None:
+    row = {"prompt": "a long prompt", "data_source": "s"}
+    assert likely_column("response", "response", list(row), row) == "data_source"
+    assert likely_column("response", "response", ["prompt"], {"prompt": "a"}) is None
+    assert (
+        likely_column("response", "response", ["prompt", "Answer"], {"prompt": "a", "Answer": "b"})
+        == "Answer"
+    )
+
+
 def test_a_missing_column_names_file_columns_and_setting(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl")
     write(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])

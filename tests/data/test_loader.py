@@ -200,3 +200,12 @@ def test_mixtures_that_cannot_be_drawn_from() -> None:
         EpochOrder(2, mixture=[MixturePart("empty", 1.0, np.arange(0))])
     with pytest.raises(DataError, match="weight of 'a' must be above 0"):
         EpochOrder(2, mixture=[MixturePart("a", 0.0, np.arange(2))])
+
+
+def test_restarting_gives_the_same_draws_by_the_same_names() -> None:
+    numbers = loader(10, 3, drop_last=False, shuffle=True, seed=5)
+    first = [(list(b.non_tensor_batch["n"]), list(b.non_tensor_batch["uid"])) for b in numbers]
+    assert numbers.epoch == 1
+    next(iter(numbers))
+    numbers.restart()
+    assert [(list(b.non_tensor_batch["n"]), list(b.non_tensor_batch["uid"])) for b in numbers] == first

@@ -24,6 +24,33 @@ def test_the_same_command_with_another_model_says_whose_weights_go_on(
     assert "nothing is left to do: this run has done 1 of 1 steps" in out and "step 1/1" not in out
 
 
+def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_in_the_next(train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 0, "x": 1}\n{"step": 1, "x": 1}\n{"step": 2, "x": 1}\n')
+    assert [row["step"] for row in train("trainer.total_training_steps=1")] == [1]
+    assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) == 3
+
+
+def test_sampled_validation_after_resuming_draws_what_it_would_have_drawn(
+    train, digits_data: Path, tmp_path: Path
+) -> None:
+    line = [
+        f"data.val_files={digits_data}/val.jsonl",
+        "data.val_max_samples=4",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "actor_rollout_ref.rollout.val_kwargs.n=2",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+    ]
+    train(*line, "trainer.total_training_steps=2", folder="whole")
+    train(*line, "trainer.total_training_steps=1", folder="cut")
+    train(*line, "trainer.total_training_steps=2", folder="cut")
+    whole, cut = ((tmp_path / name / "validation" / "2.jsonl").read_text() for name in ("whole", "cut"))
+    assert whole == cut and whole.count("\n") == 8
+
+
 def test_a_disk_without_room_for_the_model_fails_the_run_at_its_end_only(
     overrides, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,21 @@ def test_rewinding_forgets_later_steps_only(tmp_path: Path) -> None:
         assert sorted(f.name for f in run.rollout_dir.iterdir()) == ["1.jsonl", "2.jsonl", "3.jsonl"]
 
 
+def test_a_fresh_start_keeps_nothing_of_an_earlier_run_among_its_own(tmp_path: Path) -> None:
+    shared = tmp_path / "elsewhere" / "validation"
+    with RunFolder(tmp_path / "run", validation_dir=shared) as run:
+        run.restart()  # nothing there
+        run.append_metrics(1, {"a": 1.0})
+        run.write_rollouts(1, [{"a": 1}])
+        run.write_validation(1, [{"a": 1}])
+        run.restart()
+        assert run.read_metrics() == [] and not list(run.rollout_dir.iterdir())
+        assert json.loads((run.path / "metrics.previous.jsonl").read_text())["a"] == 1.0
+        assert [file.name for file in shared.iterdir()] == ["1.jsonl"]  # a folder of the user's own choice
+        run.append_metrics(1, {"a": 2.0})
+        assert [row["a"] for row in run.read_metrics()] == [2.0]
+
+
 def test_a_crash_leaves_cause_and_fix_and_the_next_run_moves_it_aside(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as run:
         try:

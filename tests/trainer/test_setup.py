@@ -59,7 +59,8 @@ def test_a_run_that_goes_on_with_other_settings_says_which(
         assert "The weights" not in said
         caplog.clear()
         record_config(config(actor_rollout_ref__model__path="org/b", trainer__resume_mode="disable"), folder)
-        assert not caplog.records
+        assert "other settings" not in caplog.text
+        assert "holds checkpoints of an earlier run, up to step 1" in caplog.text
         record_config(config(actor_rollout_ref__model__path="org/c"), folder)
         assert "The weights are those of its checkpoint, begun from 'org/b'" in caplog.text
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.model_shape import FAMILIES, Family
+
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _OTHER_HEADS = {
@@ -129,13 +131,16 @@ def _adapter(folder: Path) -> str:
 def _other_kind(config: Mapping[str, Any]) -> str:
     """What kind of model this is, where it is no causal language model."""
     named = next(iter(config.get("architectures") or []), "")
+    if config.get("model_type") in _ENCODERS and not config.get("is_decoder"):
+        return f"an encoder ({named or config.get('model_type')})"
     for ending, what in _OTHER_HEADS.items():
         if str(named).endswith(ending):
             return f"{what} ({named})"
+    tied = config.get("tie_word_embeddings", FAMILIES.get(str(config.get("model_type")), Family()).tied)
+    if str(named).endswith("Model") and not str(named).endswith("LMHeadModel") and not tied:
+        return f"a model without its output matrix, which would be random ({named})"
     if config.get("is_encoder_decoder"):
         return f"a model of encoder and decoder ({named or config.get('model_type')})"
-    if config.get("model_type") in _ENCODERS and not config.get("is_decoder"):
-        return f"an encoder ({named or config.get('model_type')})"
     return ""
 
 

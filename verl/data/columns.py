@@ -35,7 +35,12 @@ def likely_column(wanted: str, role: str, columns: Sequence[str], sample: Mappin
     for usual in _USUAL.get(role, ()):
         if usual in lowered and usual != wanted:
             return lowered[usual]
-    texts = {name: value for name, value in sample.items() if isinstance(value, str) or as_messages(value)}
+    others = set() if role == "prompt" else set(_USUAL["prompt"])
+    texts = {
+        name: value
+        for name, value in sample.items()
+        if name.lower() not in others and (isinstance(value, str) or as_messages(value))
+    }
     return max(texts, key=lambda name: len(str(texts[name])), default=None)
 
 

@@ -126,6 +126,10 @@ class Loader:
         done = self._batches_after(end) == 0
         self.epoch, self.position = (epoch + 1, 0) if done else (epoch, end)
 
+    def restart(self) -> None:
+        """Back to the first row of the first epoch, with the names its draws had then."""
+        self.epoch, self.position = 0, 0
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch starts; plain values only."""
         return {

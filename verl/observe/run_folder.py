@@ -119,6 +119,18 @@ class RunFolder:
                     file.unlink()
         return any(row.get("step", 0) == step for row in kept)
 
+    def restart(self) -> None:
+        """A run that begins at its beginning: metrics of an earlier one here go to metrics.previous.jsonl, and its
+        samples go, so that nothing of both stands side by side."""
+        if self.metrics_file.exists() and self.metrics_file.stat().st_size:
+            self.metrics_file.replace(self.path / "metrics.previous.jsonl")
+        for folder in (self.rollout_dir, self.validation_dir):
+            if folder.parent != self.path:
+                continue  # a folder the user chose may be others' as well
+            for file in folder.glob("*.jsonl"):
+                if file.stem.isdigit():
+                    file.unlink()
+
     def write_crash(self, error: BaseException, fix: str = "") -> None:
         """Cause first, fix second, traceback last."""
         parts = [f"{type(error).__name__}: {error}".rstrip()]

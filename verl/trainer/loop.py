@@ -205,6 +205,7 @@ class RLLoop:
         if self.val_loader is None:
             return {}
         timer = Timer()
+        self.val_loader.restart()  # the same draws every time, and after resuming too
         with timer("testing"):
             metrics, rows = validate(self.cfg, self.experience, self.val_loader)
         self.run_folder.write_validation(self.step_number, rows)
@@ -226,6 +227,8 @@ class RLLoop:
 
     def resume(self) -> None:
         state = self.checkpoints.resume(self.workers.checkpoint_parts())
+        if state is None and not self.cfg.trainer.val_only:
+            self.run_folder.restart()
         if state is not None:
             self.load_state_dict(state)
             if self.cfg.trainer.val_only:

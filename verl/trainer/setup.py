@@ -57,7 +57,15 @@ def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:
 
 def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
     """Write the config; where a run of other settings is about to go on, say which, before they are forgotten."""
-    resuming = cfg.trainer.resume_mode == "auto" and any(folder.path.glob("global_step_*"))
+    steps = _saved_steps(folder)
+    resuming = cfg.trainer.resume_mode == "auto" and bool(steps)
+    if cfg.trainer.resume_mode == "disable" and steps:
+        logger.warning(
+            "%s holds checkpoints of an earlier run, up to step %d: this one begins anew beside them, and "
+            "trainer.resume_mode=auto would later take the highest. Delete them, or set trainer.experiment_name",
+            folder.path,
+            max(steps),
+        )
     before = folder.previous_config() if resuming else None
     now = to_dict(cfg)
     if cfg.trainer.default_local_dir == str(
@@ -81,6 +89,11 @@ def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
             weights,
         )
     folder.write_config(now)
+
+
+def _saved_steps(folder: RunFolder) -> list[int]:
+    names = (path.name.rpartition("_")[2] for path in folder.path.glob("global_step_*") if path.is_dir())
+    return [int(name) for name in names if name.isdigit()]
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -112,7 +125,7 @@ def require_saved(folder: RunFolder, step: int) -> None:
     """A checkpoint that fails in the middle is one of many; the last one holds what the run was made for."""
     if (folder.path / f"global_step_{step}").is_dir():
         return
-    steps = [int(path.name.rpartition("_")[2]) for path in folder.path.glob("global_step_*") if path.is_dir()]
+    steps = _saved_steps(folder)
     left = f"the newest complete one is global_step_{max(steps)}" if steps else "there is none"
     raise CheckpointError(
         f"training ended after step {step}, but its checkpoint could not be saved (see the warning above); {left} in "

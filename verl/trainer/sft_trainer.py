@@ -244,7 +244,9 @@ class SFTLoop:
         from verl.trainer.setup import resume_note
 
         state = self.checkpoints.resume(self.group.checkpoint_parts())
-        if state is not None:
+        if state is None:
+            self.run_folder.restart()
+        else:
             self.step_number = state["step"]
             self.train_loader.load_state_dict(state["loader"])
             if not self.run_folder.rewind(self.step_number) and "metrics" in state:
