@@ -25,6 +25,8 @@ from verl.rollout.handover.guard import Guard
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 
 FAKE = Path(__file__).parent / "fake_sglang"
+HERE = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+"""The environment of a process that finds this very package."""
 LONG = SamplingParams(max_tokens=100_000, ignore_eos=True)
 
 
@@ -252,7 +254,8 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
     from multiprocessing import shared_memory
 
     segment = shared_memory.SharedMemory(create=True, size=4096)
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=HERE)
     try:
         assert owner.stdout is not None and owner.stdout.readline() == "made\n"
         made = sorted(tmp_path.iterdir())
@@ -302,3 +305,29 @@ def test_where_temporary_files_have_a_long_way_a_socket_still_has_room(
         leftovers.remove(folder)
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     assert leftovers.new_path("rollout").parent == Path("/tmp")
+
+
+LINE = """
+import subprocess, sys
+from verl.rollout.handover.processes import between
+host, generation = int(sys.argv[1]), int(sys.argv[2])
+if generation:
+    command = [sys.executable, sys.argv[0], str(host), str(generation - 1)]
+    raise SystemExit(subprocess.run(command).returncode)
+print(*(process.pid for process in between(host)), flush=True)
+"""
+
+
+def test_who_stands_between_a_worker_and_its_host(tmp_path: Path) -> None:
+    script = tmp_path / "line.py"
+    script.write_text(LINE)
+
+    def line(host: int) -> tuple[int, list[int]]:
+        command = [sys.executable, str(script), str(host), "2"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=HERE) as first:
+            return first.pid, [int(pid) for pid in first.communicate()[0].split()]
+
+    first, found = line(os.getpid())
+    assert len(found) == 2 and found[1] == first, "from the parent up to whoever the host started"
+    _, found = line(2**22 + 1)
+    assert len(found) == 1, "a host that is gone: the parent alone"

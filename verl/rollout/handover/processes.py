@@ -27,6 +27,7 @@ class Process:
 
     pid: int
     state: str
+    parent: int
     group: int
     started: int
     """In the system's ticks since it began: with the number it names a process for ever."""
@@ -44,7 +45,22 @@ def look(pid: int) -> Process | None:
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return Process(pid, fields[0], int(fields[2]), int(fields[19]))
+    return Process(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
+
+
+def between(host: int) -> list[Process]:
+    """Who stands between this process and `host`, which started the first of them. Where `host` is gone from the line:
+    the parent, unless that is somebody who only takes in orphans."""
+    line: list[Process] = []
+    process = look(os.getppid())
+    while process is not None and process.pid != host:
+        line.append(process)
+        process = look(process.parent)
+    if process is not None:
+        return line
+    return [
+        parent for parent in line[:1] if parent.pid != 1 and _program(parent.pid) == _program(os.getpid())
+    ]
 
 
 def members(group: int) -> list[Process]:
@@ -71,6 +87,13 @@ def segments(pids: Iterable[int]) -> list[str]:
         paths = [line.rpartition(" ")[2] for line in lines if "/dev/shm/psm_" in line]
         found |= {Path(path).name for path in paths if path.startswith("/dev/shm/")}
     return sorted(found)
+
+
+def _program(pid: int) -> str:
+    try:
+        return os.readlink(_PROC / str(pid) / "exe")
+    except OSError:
+        return ""
 
 
 def _title(pid: int) -> str:

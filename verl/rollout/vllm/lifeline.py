@@ -1,7 +1,7 @@
 """The processes an engine starts end with the process that started the engine, however that one ends.
 
 vLLM's own processes notice that their parent asked them to stop, not that it was killed. Each worker therefore watches
-the process named in its environment, and takes its own parent (vLLM's engine core, or a server that hangs) along when
+the process named in its environment, and takes everybody between along (vLLM's engine core, a server that hangs) when
 that one is gone.
 """
 
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from verl.rollout.handover.processes import is_alive, look
+from verl.rollout.handover.processes import Process, between, is_alive, look
 
 HOST = "VERL_ENGINE_HOST"
 
@@ -39,21 +39,21 @@ def end_with_host() -> None:
     named = os.environ.get(HOST, "")
     if not named or not hasattr(os, "pidfd_open") or named.startswith(f"{os.getpid()}:"):
         return
-    pid, started = named.split(":")
-    watch = threading.Thread(target=_watch, args=(int(pid), started, os.getppid()), daemon=True)
-    watch.start()
+    host, started = map(int, named.split(":"))
+    threading.Thread(target=_watch, args=(host, started, between(host)), daemon=True).start()
 
 
-def _watch(host: int, started: str, parent: int) -> None:
+def _watch(host: int, started: int, line: list[Process]) -> None:
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(host)
-        if is_alive(host, int(started)):  # and not another process with the same number
+        if is_alive(host, started):  # and not another process with the same number
             waiting = select.poll()
             waiting.register(handle, select.POLLIN)
             waiting.poll()
-    if parent not in (host, 1) and os.getppid() == parent:
-        with suppress(ProcessLookupError):
-            os.kill(parent, signal.SIGKILL)
+    for process in reversed(line):
+        if is_alive(process.pid, process.started):
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
     os._exit(1)
 
 

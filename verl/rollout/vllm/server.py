@@ -63,7 +63,8 @@ class VLLMServerRollout(ServerRollout):
         address = str(self.facts.folder / "socket")
         # The module and not the `vllm` command: the builds for CPU have another package name, which that looks up.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(arguments)]
-        command += ["--served-model-name", _MODEL, "--uds", address]
+        # A line for every sample would drown the last lines that matter.
+        command += ["--served-model-name", _MODEL, "--uds", address, "--disable-uvicorn-access-log"]
         self.client = Client(address, self.name)
         environment = {
             **SERVER_ENVIRONMENT,
