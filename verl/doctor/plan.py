@@ -53,11 +53,7 @@ def probes_of_the_machine(folder: str, *, quick: bool = False) -> list[list[Prob
     computing = [
         _core("torch", core, limit_s=120.0),
         # Before anything is calculated: its processes are forked, which threads and GPUs do not survive.
-        *(
-            []
-            if quick
-            else [Probe("gloo", "verl.doctor.together:gloo", TOGETHER, limit_s=60.0, needs="torch")]
-        ),
+        Probe("gloo", "verl.doctor.together:gloo", TOGETHER, limit_s=60.0, needs="torch"),
         Probe(
             "torch and gpu",
             "verl.doctor.devices:driver_fits_torch",
@@ -74,13 +70,11 @@ def probes_of_the_machine(folder: str, *, quick: bool = False) -> list[list[Prob
             needs="torch",
         ),
         Probe("triton", "verl.doctor.devices:triton", DEVICES, limit_s=120.0, needs="torch"),
-        *(
-            []
-            if quick
-            else [Probe("nccl", "verl.doctor.together:nccl", TOGETHER, limit_s=60.0, needs="torch")]
-        ),
+        Probe("nccl", "verl.doctor.together:nccl", TOGETHER, limit_s=60.0, needs="torch"),
         _core("transformers", core, limit_s=120.0, needs="torch"),
     ]
+    if quick:
+        computing = [probe for probe in computing if probe.section != TOGETHER]
     extras = [[_package(package, load=not quick)] for package in wanted if package.extra]
     ray = [Probe("ray cluster", "verl.doctor.together:ray_cluster", TOGETHER, limit_s=60.0)]
     return [system, computing, ray, *extras]
