@@ -126,10 +126,13 @@ def test_warnings_are_logged_when_loading(caplog: pytest.LogCaptureFixture) -> N
     ] == ["WARNING"]
 
 
-def test_a_users_own_loss_may_read_any_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.algorithms.registry import register_policy_loss
+def test_a_users_own_loss_may_read_any_key() -> None:
+    from verl.algorithms.registry import _policy_losses, register_policy_loss
 
     register_policy_loss("mine_for_unused")(lambda **kwargs: None)
     given = {"actor_rollout_ref.actor.policy_loss.loss_mode": "mine_for_unused"}
     given["actor_rollout_ref.actor.policy_loss.tau_pos"] = 2.0  # type: ignore[assignment]
-    assert check(from_dict(PPOConfig, {**BASE, **given}, checked=False)) == []
+    try:
+        assert check(from_dict(PPOConfig, {**BASE, **given}, checked=False)) == []
+    finally:
+        del _policy_losses["mine_for_unused"]

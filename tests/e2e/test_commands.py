@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
     )

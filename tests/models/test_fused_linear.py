@@ -176,6 +176,7 @@ for softcap in (None, 4.0):
 """
 
 
+@pytest.mark.timeout(900)
 def test_triton_kernels_equal_torch_in_the_interpreter():
     pytest.importorskip("triton")
     import os

@@ -171,6 +171,8 @@ def test_version_follows_update_weights(tiny: Callable[..., Any]) -> None:
 
 
 def test_engines_by_name(tiny: Callable[..., Any]) -> None:
+    import verl.rollout as room
+
     model = tiny("llama")
     assert isinstance(build_rollout("hf", model, None, None), HFRollout)
     with pytest.raises(ConfigError, match=r"known engines: .*hf"):
@@ -178,5 +180,8 @@ def test_engines_by_name(tiny: Callable[..., Any]) -> None:
     for name in ("vllm", "sglang"):  # neither package is part of this environment
         with pytest.raises((ConfigError, MissingPackage), match=f"rollout.name={name}"):
             build_rollout(name, model, None, None)
-    register_rollout("mine")(lambda source, tokenizer, config: HFRollout(source, tokenizer))
-    assert isinstance(build_rollout("mine", model, None, None), HFRollout)
+    try:
+        register_rollout("mine")(lambda source, tokenizer, config: HFRollout(source, tokenizer))
+        assert isinstance(build_rollout("mine", model, None, None), HFRollout)
+    finally:
+        del room._registry["mine"]
