@@ -158,6 +158,18 @@ def test_validation_only_looks_at_the_checkpoint_and_leaves_the_rest(watch, digi
     assert (trained.folder / "rollouts" / "4.jsonl").exists() and saved(trained.folder) == [2, 4]
 
 
+def test_validation_only_needs_no_training_data(watch, digits_data):
+    """Neither for the model as it is loaded nor for a checkpoint of a run that had some."""
+    val = f"data.val_files={digits_data}/val.jsonl"
+    fresh = watch("~data.train_files", val, "trainer.val_only=True", folder="fresh")
+    assert steps_with(fresh, "val-core/") == [0]
+    trained = watch(val, folder="trained")
+    seen = watch("~data.train_files", val, "trainer.val_only=True", folder="trained")
+    assert steps_with(seen, "val-core/") == [0, 2, 2]
+    name = "val-core/digits/reward/mean@1"
+    assert seen.rows[-1][name] == trained.rows[-1][name]
+
+
 def test_every_step_writes_the_responses_it_learned_from(watch):
     seen = watch()
     for step, batch in seen.batches.items():

@@ -72,9 +72,10 @@ def open_run(
             model.tokenizer_path or model.path, model.trust_remote_code, cfg.data.chat_template
         )
         warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
-    if train_loader is None:
-        train_loader = training_loader(cfg.data, tokenizer)
     val_loader = validation_loader(cfg.data, tokenizer)
+    if train_loader is None:
+        # Who only validates draws nothing for training: data.train_files need not be there.
+        train_loader = val_loader if cfg.trainer.val_only else training_loader(cfg.data, tokenizer)
     rewards = build_reward_manager(
         cfg.reward,
         tokenizer=tokenizer,

@@ -254,7 +254,8 @@ class RLLoop:
         self.step_number = state["step"]
         self.workers.policy_version = state["policy_version"]
         self.workers.publish_weights()
-        self.train_loader.load_state_dict(state["loader"])
+        if not self.cfg.trainer.val_only:  # which has no use for it, and may have no training data
+            self.train_loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.health.load_state_dict(state["health"])
         self.generator.set_state(state["generator"])
