@@ -142,3 +142,36 @@ def test_a_rollout_worker_says_which_distribution_its_log_probs_are_of(
     )
     out = worker.generate(["repeat 1", "repeat 2"])
     assert out.meta_info["temperature"] == kept
+
+
+@pytest.mark.parametrize(("trainer", "n"), [(PPOTrainer, 1), (GRPOTrainer, 8)])
+def test_the_few_numbers_reach_the_config(tiny_model_dir, tiny_tokenizer, trainer, n):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    given = TrainingConfig(
+        total_epochs=3,
+        batch_size=6,
+        learning_rate=2e-5,
+        ppo_epochs=4,
+        clip_range=0.3,
+        kl_coef=0.0,
+        mini_batch_size=3,
+        max_prompt_length=33,
+        max_response_length=44,
+        temperature=0.6,
+        seed=9,
+        device="cpu",
+        output_dir="somewhere",
+        overrides={"algorithm.gamma": 0.9, "actor_rollout_ref.rollout.temperature": 0.7},
+    )
+    cfg = trainer(model, tiny_tokenizer, given).run_config()
+    actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
+    assert (cfg.data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_epochs) == (6, 3, 4)
+    assert (actor.optim.lr, actor.clip_ratio) == (2e-5, 0.3)
+    assert (cfg.data.max_prompt_length, cfg.data.max_response_length) == (33, 44)
+    assert (cfg.trainer.total_epochs, cfg.trainer.seed, cfg.trainer.device) == (3, 9, "cpu")
+    assert cfg.trainer.default_local_dir == "somewhere" and cfg.trainer.resume_mode == "disable"
+    assert (rollout.n, rollout.temperature, cfg.algorithm.gamma) == (n, 0.7, 0.9), "overrides win"
+    assert not cfg.algorithm.use_kl_in_reward and not actor.use_kl_loss, "a weight of 0 needs no reference"
+    plain = trainer(model, tiny_tokenizer, TrainingConfig(batch_size=6, n=4, device="cpu")).run_config()
+    assert plain.actor_rollout_ref.actor.ppo_mini_batch_size == 6, "the whole batch"
+    assert plain.actor_rollout_ref.rollout.n == 4

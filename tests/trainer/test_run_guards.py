@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,3 +187,22 @@ def test_health_rules_watch_numbers_that_a_run_gives(watch):
 
     seen = watch("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
     assert WATCHED - {"train/loss"} <= set(seen.rows[-1]), "train/loss is that of fine-tuning"
+
+
+def test_the_first_signal_asks_the_second_insists():
+    from verl.trainer.main_ppo import stop_on_signal
+
+    class Loop:
+        asked = 0
+
+        def request_stop(self) -> None:
+            self.asked += 1
+
+    loop: Any = Loop()
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), stop_on_signal(loop):
+        signal.raise_signal(signal.SIGTERM)
+        assert loop.asked == 1
+        signal.raise_signal(signal.SIGINT)
+    assert loop.asked == 1
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
