@@ -30,7 +30,6 @@ _SHORT = Path("/tmp")
 _LONGEST_SOCKET = 107  # Linux
 _SOCKET_NAME = 1 + 36  # vLLM's own are the longest
 _SEGMENTS = "shared_memory"
-_SEGMENT = re.compile(r"psm_[0-9a-f]+")
 
 
 def new_path(kind: str, parent: Path | None = None) -> Path:
@@ -70,7 +69,7 @@ def remove(folder: Path) -> None:
     listed = folder / _SEGMENTS
     if listed.is_file():
         for name in listed.read_text().splitlines():
-            if _SEGMENT.fullmatch(name):
+            if processes.SEGMENT.fullmatch(name):
                 (MEMORY / name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -6,6 +6,7 @@ What always holds: nothing here waits or signals; elsewhere than on Linux nobody
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ _STATES = {
     "t": "is stopped by a debugger",
 }
 _GONE = ("Z", "X")
+SEGMENT = re.compile(r"psm_[0-9a-f]+|vllm_dist_[^/ ]+")
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,15 @@ def is_alive(pid: int, started: int) -> bool:
 
 
 def segments(pids: Iterable[int]) -> list[str]:
-    """Names of the shared memory of Python's making that these processes use."""
+    """Names of the shared memory that these processes use, of Python's making or of vLLM's."""
     found: set[str] = set()
     for pid in pids:
         try:
             lines = (_PROC / str(pid) / "maps").read_text().splitlines()
         except OSError:
             continue
-        paths = [line.rpartition(" ")[2] for line in lines if "/dev/shm/psm_" in line]
-        found |= {Path(path).name for path in paths if path.startswith("/dev/shm/")}
+        names = [name for line in lines if (name := line.rpartition(" /dev/shm/")[2]) != line]
+        found |= {name for name in names if SEGMENT.fullmatch(name)}
     return sorted(found)
 
 
