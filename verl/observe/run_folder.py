@@ -5,6 +5,7 @@
     rollouts/{step}.jsonl    samples of training
     validation/{step}.jsonl  samples of validation
     crash.txt                cause and fix, when a run ended badly
+    metrics.previous.jsonl   of an earlier run, where a new one began in its folder
 
 What always holds: one process at a time uses a folder; every file written whole is replaced atomically; a line
 of `metrics.jsonl` is written with one call and flushed, so a killed run leaves at most one torn last line,

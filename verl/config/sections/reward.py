@@ -41,11 +41,16 @@ class RewardManagerConfig:
 
 @dataclass
 class RewardModelRolloutConfig:
-    """Placement of a reward model served by an inference engine."""
+    """How other systems serve a reward model; here it runs through transformers, and these keys say so when given."""
 
-    name: str = key("hf", "engine that runs the reward model", known=known.ROLLOUT_ENGINES, plugin="rollout")
-    tensor_model_parallel_size: int = key(1, "GPUs that share one copy", ge=1)
-    gpu_memory_utilization: float = key(0.5, "share of GPU memory", gt=0, le=1)
+    name: str = key(
+        "hf",
+        "no effect: a reward model runs through transformers",
+        known=known.ROLLOUT_ENGINES,
+        plugin="rollout",
+    )
+    tensor_model_parallel_size: int = key(1, "no effect, as above", ge=1)
+    gpu_memory_utilization: float = key(0.5, "no effect, as above", gt=0, le=1)
 
 
 @dataclass
@@ -64,7 +69,9 @@ class RewardModelConfig:
     trust_remote_code: bool = key(False, "run Python code that comes with it; only for models you trust")
     n_gpus_per_node: int = key(0, "GPUs per node for it alone; 0: on the trainer's GPUs", ge=0)
     nnodes: int = key(0, "nodes for it alone; 0: on the trainer's nodes", ge=0)
-    rollout: RewardModelRolloutConfig = section(RewardModelRolloutConfig, "engine that serves it")
+    rollout: RewardModelRolloutConfig = section(
+        RewardModelRolloutConfig, "no effect; for configs of other systems"
+    )
 
 
 @dataclass
