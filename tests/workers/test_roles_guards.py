@@ -61,10 +61,10 @@ def test_the_actors_loss_is_policy_loss_less_entropy_plus_kl():
     expected = 2 * (share(-advantages) - 0.3 * share(entropy) + 0.7 * share(kl))
     torch.testing.assert_close(loss, expected)
     assert float(metrics["actor/pg_loss"].value) == pytest.approx(float(share(-advantages)), abs=1e-6)
-    assert float(metrics["actor/kl_loss"].value) == pytest.approx(float(share(kl)), abs=1e-6)
+    assert float(metrics["actor/kl_loss"].value) == pytest.approx(share(kl).item(), abs=1e-6)
     assert metrics["actor/pg_loss"].reduce == metrics["actor/kl_loss"].reduce == "sum"
     for name, values in (("actor/entropy", entropy), ("actor/kl", kl)):
-        assert float(metrics[name].value) == pytest.approx(float((values * MASK).sum() / 5), abs=1e-6)
+        assert float(metrics[name].value) == pytest.approx(((values * MASK).sum() / 5).item(), abs=1e-6)
         assert (metrics[name].reduce, int(metrics[name].weight)) == ("mean", 5)
     loss.backward()
     # On fresh samples the ratio is 1 and its gradient is the policy gradient; the KL pulls towards the reference.
@@ -83,7 +83,7 @@ def test_the_ratio_is_to_the_policy_that_sampled():
     worst = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.1, 101.0))
     torch.testing.assert_close(loss, 2 * (worst * weights * MASK).sum() / 20)
     assert float(metrics["actor/ppo_kl"].value) == pytest.approx(
-        float(((old - log_prob) * MASK).sum() / 5), abs=1e-6
+        ((old - log_prob) * MASK).sum().item() / 5, abs=1e-6
     )
 
 
