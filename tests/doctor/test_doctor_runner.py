@@ -122,7 +122,9 @@ def test_an_interrupt_ends_the_children(tmp_path: Path) -> None:
 
     file = tmp_path / "pid"
     program = (
-        "import sys; sys.path[:0] = [sys.argv[1]]\n"
+        "import signal, sys; sys.path[:0] = [sys.argv[1]]\n"
+        # Tests that run in a shell's background were told to ignore it, and what they start inherits that.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from verl.doctor.runner import Probe, run_groups\n"
         "probe = Probe('h', 'broken_probes:hangs_with_a_child', 'software', 3600.0, arguments={'file': sys.argv[2]})\n"
         "run_groups([[probe]], at_once=1)\n"
