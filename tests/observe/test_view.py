@@ -436,6 +436,8 @@ def test_an_interrupt_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
             cwd=ROOT,
             env={**os.environ, "TERM": "xterm-256color"},
             start_new_session=True,
+            # Tests that run in a shell's background were told to ignore it, and what they start inherits that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(theirs)
         shown = b""
