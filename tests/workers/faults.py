@@ -20,7 +20,6 @@ ACTIONS = {
     "kill the node": "os.kill(os.getppid(), signal.SIGKILL); time.sleep(100_000)",
     "note": "Path(note).write_text(str(os.getpid()))",
     "hang": "time.sleep(100_000)",
-    "slow": "time.sleep(1.5)",
     "raise": "raise KeyError('the reason')",
 }
 

@@ -77,8 +77,12 @@ class Nodes:
             node = self.run(side, [*command, f"--node-ip-address={ADDRESSES[side]}"], log)
             if side == 0:
                 wait_until(self.head_answers, node, log)
-        both = self.run(0, [sys.executable, "-c", BOTH_ALIVE], self.folder / "both.log")
-        wait_until(lambda: both.poll() == 0, node, log)
+        said = self.folder / "both.log"
+        both = self.run(0, [sys.executable, "-c", BOTH_ALIVE], said)
+        try:
+            wait_until(lambda: both.poll() == 0, both, said)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nThe second node:\n{end_of(log)}") from error
 
     def run(self, side: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         """A process in one of the namespaces."""

@@ -37,6 +37,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 FAULT = """
 import os, signal, time
+from pathlib import Path
 from verl.workers.rollout_rank import RolloutRank
 
 original, seen = RolloutRank.do_{call}, 0
@@ -45,6 +46,7 @@ def planned(self, *args):
     global seen
     seen += 1
     if self.rank == {rank} and seen == {nth}:
+        Path({happened!r}).touch()
         {action}
     return original(self, *args)
 
@@ -65,11 +67,17 @@ def plugin(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def faulty(plugin):
+def happened(tmp_path) -> Path:
+    """There from the moment of the fault on."""
+    return tmp_path / "happened"
+
+
+@pytest.fixture
+def faulty(plugin, happened):
     """A process that generates fails in its nth call."""
 
     def plan(call: str, action: str, *, rank: int, nth: int) -> str:
-        text = FAULT.format(call=call, rank=rank, nth=nth, action=ACTIONS[action])
+        text = FAULT.format(call=call, rank=rank, nth=nth, action=ACTIONS[action], happened=str(happened))
         return plugin(f"pool_fault_{call}_{action}_{rank}", text)
 
     return plan
@@ -96,7 +104,7 @@ def processes() -> list[int]:
 
 
 def nobody_left() -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while processes() and time.monotonic() < deadline:
         time.sleep(0.2)
     return not processes()
@@ -165,8 +173,14 @@ def test_a_killed_rollout_rank_is_named_and_the_run_goes_on_after_it(call, nth, 
 
 
 @pytest.mark.parametrize("call", ["generate", "hand_over"])
-def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, faulty):
-    hang = faulty(call, "hang", rank=0, nth=2)
+def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, faulty, happened, monkeypatch):
+    from verl.workers.ray_calls import RankCalls
+
+    look, hang = RankCalls._look_for_signs, faulty(call, "hang", rank=0, nth=2)
+    # On a busy machine the start alone may take longer than this short limit: the watch begins with the fault.
+    monkeypatch.setattr(
+        RankCalls, "_look_for_signs", lambda *args: look(*args) if happened.exists() else None
+    )
     with pytest.raises(WorkersLost) as caught:
         train(*FEW, *placed(2, 1), "trainer.watchdog_s=6", hang)
     message = str(caught.value)

@@ -43,7 +43,7 @@ PAIRS = {
 }
 
 
-def linked(bodies: list[Callable[[Link], Any]], timeout_s: float = 20.0) -> list[Any]:
+def linked(bodies: list[Callable[[Link], Any]], timeout_s: float = 240.0) -> list[Any]:
     """Each body with its own end of a link, all at once; what they return or raise, in order."""
     store, found = dist.HashStore(), [None] * len(bodies)
 
@@ -57,7 +57,7 @@ def linked(bodies: list[Callable[[Link], Any]], timeout_s: float = 20.0) -> list
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(280)
     return found
 
 

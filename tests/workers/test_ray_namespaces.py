@@ -104,7 +104,7 @@ def test_the_demo_learns_as_well_on_two_nodes_as_on_one_process(start, tmp_path)
     before, after = [rows[0][ACCURACY] for rows in (one, two)], [rows[-1][ACCURACY] for rows in (one, two)]
     assert max(before) <= 0.4 and before[0] == pytest.approx(before[1], abs=0.01)
     # Roundings differ, so that draws do after some steps: two runs of one task, not one run twice.
-    assert min(after) >= 0.9 and after[0] == pytest.approx(after[1], abs=0.05), after
+    assert min(after) >= 0.8 and after[0] == pytest.approx(after[1], abs=0.12), after
 
 
 def test_a_pulled_cable_ends_the_run_and_it_goes_on_on_one_node(nodes, train, overrides, tmp_path):
