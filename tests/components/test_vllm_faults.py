@@ -95,7 +95,7 @@ def faulty(
         engine: Any = build_rollout("vllm", model, None, rollout_section(**SIZES, **settings))
         engines.append(engine)
         running = started()
-        victims = named(running, title)
+        victims = named(running, title)[-1:]  # one of the workers is enough
         assert victims, running
 
         def strike() -> None:
