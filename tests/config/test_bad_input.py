@@ -106,6 +106,7 @@ BAD = [
     (["algorithm.rollout_correction.rollout_rs=seq_k1"], ["rollout_rs", "'seq_k1'", "seq_mean_k1"]),
     (["algorithm.rollout_correction.rollout_rs=token_k1"], ["rollout_rs_threshold"]),
     (["algorithm.rollout_correction.rollout_rs='token_k1,token_k2,seq_sum_k3'", "algorithm.rollout_correction.rollout_rs_threshold='2,3'"], ["2 bounds for the 3 rules"]),
+    (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100", "data.train_batch_size=512"], ["algorithm.kl_ctrl.horizon", "512 sequences", "more than 102"]),
     # the command line itself
     (["data.seed=1,2"], ["several values", "data.seed=[a,b]"]),
     (["data.train_files=[~/a]"], ["data.train_files=[~/a]", "quotes"]),

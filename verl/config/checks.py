@@ -127,7 +127,7 @@ def _sft(config: SFTConfig) -> list[str]:
 
 def _ppo(config: PPOConfig) -> list[str]:
     errors = _run(config) + _batches(config) + _sampling(config) + _devices(config) + _rewards(config)
-    errors += _correction(config)
+    errors += _correction(config) + _kl_control(config)
     algorithm, trainer = config.algorithm, config.trainer
     estimator = algorithm.adv_estimator
     for name in ("actor_rollout_ref.actor.optim", "critic.optim"):
@@ -302,6 +302,18 @@ def _rewards(config: PPOConfig) -> list[str]:
             f"data.max_response_length={longest}; set it to at most {longest}"
         )
     return errors
+
+
+def _kl_control(config: PPOConfig) -> list[str]:
+    """The adaptive weight is multiplied by as little as 1 - 0.2 * sequences / horizon, which must stay above 0."""
+    control = config.algorithm.kl_ctrl
+    sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    if not config.algorithm.use_kl_in_reward or control.type != "adaptive" or sequences < 5 * control.horizon:
+        return []
+    return [
+        f"'algorithm.kl_ctrl.horizon' is {control.horizon}, too short for the {sequences} sequences of a step: the "
+        f"weight of the KL would turn negative and reward it; set it to more than {sequences // 5}, e.g. {sequences}"
+    ]
 
 
 def _correction(config: PPOConfig) -> list[str]:
