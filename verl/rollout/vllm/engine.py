@@ -104,6 +104,7 @@ class VLLMRollout(CopyRollout):
         try:
             return self.guard.ask(what, partial(call, *args, **kwargs))
         except Exception as error:
+            self.guard.check(what)  # a death explains every other error
             if type(error).__name__ != "EngineDeadError":  # its module is another from version to version
                 raise
             raise EngineLost(
