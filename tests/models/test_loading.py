@@ -96,3 +96,19 @@ def test_a_head_of_several_labels_is_refused(folder):
     save_file({**load_file(file), "score.weight": torch.ones(3, 16)}, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match="one scalar per token"):
         load_value_model(str(folder), **CPU)
+
+
+@pytest.mark.parametrize(("lost", "load"), [
+    ("model.layers.1.mlp.up_proj.weight", load_causal_lm),
+    ("model.layers.1.mlp.up_proj.weight", load_value_model),
+    ("lm_head.weight", load_causal_lm),
+])  # fmt: skip
+def test_a_weight_that_is_missing_is_never_made_up(tiny, tmp_path, lost, load):
+    from safetensors.torch import load_file, save_file
+
+    tiny("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[lost]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"lack .*{lost.removeprefix('model.')}.*at random.*model.path"):
+        load(str(tmp_path), dtype=torch.float32, device="cpu")

@@ -69,11 +69,23 @@ def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_rem
     source = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
     try:
         with quiet_transformers():
-            return auto_class.from_pretrained(
-                source, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+            model, found = auto_class.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"cannot load weights from {path!r}: {_first_line(error)} (model.path)") from error
+    missing = sorted(found.get("missing_keys") or ())
+    if missing:
+        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ModelError(
+            f"the weights in {path!r} lack {some}, which {type(model).__name__} would start with at random; "
+            "set model.path to a folder with all its weights"
+        )
+    return model
 
 
 def disable_dropout(model: nn.Module) -> None:
