@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +118,18 @@ def test_what_cannot_be_a_reward_model_is_refused(tmp_path):
     two = build(tmp_path / "two", labels=2)
     with pytest.raises(ModelError, match="2 labels"):
         run(config(two), samples())
+
+
+def test_a_reward_model_without_its_head_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = build(tmp_path / "headless")
+    file = Path(folder) / "model.safetensors"
+    weights = load_file(file)
+    del weights["score.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks score\.weight.*random.*model_path"):
+        RewardModel.load(folder)
 
 
 def test_a_model_whose_numbers_overflow_leaves_no_score(tmp_path):

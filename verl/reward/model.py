@@ -54,8 +54,8 @@ class RewardModel:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         chosen = _DTYPES.get(dtype, "auto" if where.type == "cuda" else torch.float32)
         try:
-            model = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=chosen, trust_remote_code=trust_remote_code
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype=chosen, trust_remote_code=trust_remote_code, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError) as error:
@@ -67,6 +67,12 @@ class RewardModel:
             raise ModelError(
                 f"The reward model {path!r} has {model.config.num_labels} labels; a reward model gives one number "
                 f"(num_labels=1). Set reward.reward_model.model_path to another one."
+            )
+        missing = sorted(found.get("missing_keys") or ())
+        if missing:
+            raise ModelError(
+                f"The reward model {path!r} lacks {', '.join(missing[:3])}, so its rewards would be random. Set "
+                f"reward.reward_model.model_path to a folder with all weights of a reward model."
             )
         limit = max_length or _length_limit(model, tokenizer)
         return cls(model, tokenizer, where, limit, batch_size or DEFAULT_BATCH)
