@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from verl import DataProto, GRPOTrainer, PPOTrainer
 from verl.config.sections.data import DataConfig
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.trainer import TrainingConfig
 from verl.trainer.given_batches import GivenLoader
 from verl.trainer.loop import RLLoop
-from verl.workers import RolloutWorker
+from verl.workers import RolloutWorker, TrainerWorker
 from verl.workers.local import LocalGroup
 
 
@@ -175,3 +175,12 @@ def test_the_few_numbers_reach_the_config(tiny_model_dir, tiny_tokenizer, traine
     plain = trainer(model, tiny_tokenizer, TrainingConfig(batch_size=6, n=4, device="cpu")).run_config()
     assert plain.actor_rollout_ref.actor.ppo_mini_batch_size == 6, "the whole batch"
     assert plain.actor_rollout_ref.rollout.n == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("worker", [RolloutWorker, TrainerWorker])
+def test_a_gpu_that_is_not_there_is_said(worker, tiny_model_dir, tiny_tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    extra = {"tokenizer": tiny_tokenizer} if worker is RolloutWorker else {}
+    with pytest.raises(ConfigError, match="device='cuda:0'.*no GPU.*device='cpu'"):
+        worker(model, device="cuda:0", **extra)

@@ -34,6 +34,13 @@ def _tokenizer_of(model: Any) -> Any:
     return load_tokenizer(name)
 
 
+def _present(device: str) -> torch.device:
+    wanted = torch.device(device)
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}, but torch sees no GPU; give device='cpu'")
+    return wanted
+
+
 class RolloutWorker:
     """Generates from a model's current weights.
 
@@ -61,7 +68,7 @@ class RolloutWorker:
             },
         )
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
-        model.to(torch.device(device))
+        model.to(_present(device))
         rollout = self.cfg.actor_rollout_ref.rollout
         engine = build_rollout(inference_engine, model, self.tokenizer, rollout)
         pad = self.tokenizer.pad_token_id
@@ -117,7 +124,9 @@ class TrainerWorker:
 
         self.cfg = _config(overrides)
         arr = self.cfg.actor_rollout_ref
-        self._engine = build_engine("actor", arr.model, arr.actor, model=model, device=device, seed=0)
+        self._engine = build_engine(
+            "actor", arr.model, arr.actor, model=model, device=_present(device), seed=0
+        )
         self._role = ActorRole(self._engine, arr.actor, loss_scale_factor=self.cfg.data.max_response_length)
         self._adv_estimator = adv_estimator
         self._rewards = None

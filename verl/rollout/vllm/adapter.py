@@ -25,7 +25,7 @@ class Adapters:
         self._count = 0
         self.current: Any = None
 
-    def take(self, source: Any, version: int | None = None) -> None:
+    def take(self, source: Any, version: int) -> None:
         """Load the source's adapter (that of policy `version`) under a new number in place of the old one."""
         old_folder = self._folder / str(self._count)
         self._count += 1
@@ -33,7 +33,7 @@ class Adapters:
         sent = Manifest()
         with adapter_of(source) as (pairs, config):
             write_adapter(sent.watch(pairs), config, folder)
-        compare(sent, read_adapter(folder, sent), self._count - 1 if version is None else version, "vllm")
+        compare(sent, read_adapter(folder, sent), version, "vllm")
         if self.current is not None:
             self._unload(self.current)
         self.current = self._load(f"policy-{self._count}", self._count, str(folder))

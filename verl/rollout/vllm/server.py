@@ -108,7 +108,7 @@ class VLLMServerRollout(ServerRollout):
             self.client.call("POST", "/wake_up?tags=weights")
             self.asleep.discard("weights")
         if self.adapters is not None:
-            self.adapters.take(self.source)
+            self.adapters.take(self.source, self.version)
         elif new_source:
             hand_over(weights_of(self.source), self.facts.tied, self.version, self._deliver)
 
