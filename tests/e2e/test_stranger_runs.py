@@ -84,3 +84,24 @@ def test_everything_missing_is_said_before_torch_is_imported(tmp_path: Path) -> 
     out = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["2", "False", "False"], out.stderr
     assert "no.jsonl does not exist" in out.stderr and "'/nowhere/m'" in out.stderr
+
+
+def test_a_model_a_reward_and_few_rows_are_enough(
+    tiny_model_dir: Path, digits_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is given but lengths that fit the tiny model: batches follow the data."""
+    monkeypatch.chdir(tmp_path)
+    rows = (digits_data / "train.jsonl").read_text().splitlines(keepends=True)[:11]
+    (tmp_path / "few.jsonl").write_text("".join(rows))
+    line = [
+        "data.train_files=few.jsonl",
+        f"actor_rollout_ref.model.path={tiny_model_dir}",
+        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+    ]
+    assert main(line) == 0
+    (folder,) = (tmp_path / "checkpoints").glob("*/*")
+    saved = (folder / "config.yaml").read_text()
+    assert "train_batch_size: 11" in saved and "ppo_mini_batch_size: 11" in saved
+    assert len((folder / "rollouts" / "1.jsonl").read_text().splitlines()) == 11

@@ -46,6 +46,27 @@ def finalize(config: AnyConfig) -> list[str]:
     return notices
 
 
+def fit_batch(config: PPOConfig | SFTConfig, rows: int) -> list[str]:
+    """Where the data is smaller than a batch the user did not choose: the largest batch it gives, and what follows
+    from that. Returns what is worth telling."""
+    name, default = "data.train_batch_size", config.data.train_batch_size
+    if name in config.user_set or not 0 < rows < default:
+        return []
+    size = rows
+    if isinstance(config, PPOConfig):
+        mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+        if rows >= mini:
+            size = rows // mini * mini
+        elif "actor_rollout_ref.actor.ppo_mini_batch_size" in config.user_set:
+            return []
+    config.data.train_batch_size = size
+    notices = [f"{name}={size} (there are {rows} usable rows, fewer than the default of {default})"]
+    if isinstance(config, PPOConfig):
+        notices += _mini_batch(config)
+        _follow(config, schema_keys(type(config)))
+    return notices
+
+
 def _run_folder(config: PPOConfig | SFTConfig) -> None:
     trainer = config.trainer
     if not trainer.default_local_dir:

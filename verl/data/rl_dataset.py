@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -234,8 +234,11 @@ def training_loader(
     tokenizer: PreTrainedTokenizerBase,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    fit: Callable[[int], None] | None = None,
 ) -> Loader:
-    """The training prompts of the data section: files or mixture, shuffled or easiest first, resumable."""
+    """The training prompts of the data section: files or mixture, shuffled or easiest first, resumable.
+
+    `fit` hears how many rows an epoch has, before the size of a batch is read from `config`."""
     if config.dataloader_num_workers:
         # Calls with padding change a tokenizer while they last; the threads keep to one nobody else calls.
         tokenizer = copy.deepcopy(tokenizer)
@@ -250,6 +253,8 @@ def training_loader(
     order = EpochOrder(
         len(dataset), seed=config.seed, shuffle=config.shuffle, difficulty=difficulty, mixture=parts
     )
+    if fit is not None:
+        fit(len(order))
     return Loader(dataset, config.train_batch_size, order=order, num_workers=config.dataloader_num_workers)
 
 

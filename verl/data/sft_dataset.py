@@ -9,7 +9,7 @@ cannot be used is found before training starts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -182,13 +182,18 @@ def sft_loader(
     *,
     training: bool = True,
     batch_size: int | None = None,
+    fit: Callable[[int], None] | None = None,
 ) -> Loader | None:
-    """The loader of the data section's training or validation rows; None without val_files."""
+    """The loader of the data section's training or validation rows; None without val_files.
+
+    `fit` hears how many rows an epoch has, before the size of a batch is read from `config`."""
     files = config.train_files if training else config.val_files
     if not files and not training:
         return None
     dataset = SFTDataset(config, files, tokenizer, training=training)
     order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
+    if fit is not None:
+        fit(len(order))
     return Loader(
         dataset,
         batch_size or config.train_batch_size,

@@ -226,7 +226,8 @@ def data(arguments: list[str], key: str) -> Iterator[Finding]:
         yield Finding(key, "fatal", text, "the run would stop before training")
         return
     seen = f"{len(rows):,} rows; the first {min(TRIED_ROWS, len(rows))} can be used"
-    if name == "train_files" and len(rows) < cfg.data.train_batch_size:
+    chosen = "data.train_batch_size" in cfg.user_set
+    if name == "train_files" and chosen and len(rows) < cfg.data.train_batch_size:
         yield Finding(
             key,
             "fatal",

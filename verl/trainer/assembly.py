@@ -24,6 +24,7 @@ from verl.reward.managers import build_reward_manager
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
 from verl.trainer.setup import (
+    fit_to,
     open_run_folder,
     prometheus_address,
     quiet_transformers,
@@ -75,7 +76,9 @@ def open_run(
     val_loader = validation_loader(cfg.data, tokenizer)
     if train_loader is None:
         # Who only validates draws nothing for training: data.train_files need not be there.
-        train_loader = val_loader if cfg.trainer.val_only else training_loader(cfg.data, tokenizer)
+        train_loader = (
+            val_loader if cfg.trainer.val_only else training_loader(cfg.data, tokenizer, fit=fit_to(cfg))
+        )
     rewards = build_reward_manager(
         cfg.reward,
         tokenizer=tokenizer,

@@ -1,12 +1,14 @@
-"""What every training program does before its loop: seeds and the run folder."""
+"""What every training program does before its loop: seeds, the size of a batch, the run folder."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from verl.config.checks import check
+from verl.config.finalize import fit_batch
 from verl.config.load import to_dict
 from verl.errors import CheckpointError
 from verl.observe.jsonable import jsonable
@@ -53,6 +55,19 @@ def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:
         rollout_dir=getattr(cfg, "rollout_data_dir", None),
         validation_dir=getattr(cfg, "validation_data_dir", None),
     )
+
+
+def fit_to(cfg: PPOConfig | SFTConfig) -> Callable[[int], None]:
+    """For a loader: makes a batch the user did not choose no larger than the data."""
+
+    def fit(rows: int) -> None:
+        notices = fit_batch(cfg, rows)
+        for notice in notices:
+            logger.info("%s", notice)
+        if notices:
+            check(cfg)
+
+    return fit
 
 
 def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:

@@ -74,6 +74,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.setup import (
+        fit_to,
         leave_report,
         open_run_folder,
         prometheus_address,
@@ -89,7 +90,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     model, trainer = cfg.model, cfg.trainer
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, key="model.path")
     warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
-    train_loader = sft_loader(cfg.data, tokenizer)
+    train_loader = sft_loader(cfg.data, tokenizer, fit=fit_to(cfg))
     val_loader = sft_loader(cfg.data, tokenizer, training=False)
     assert train_loader is not None
     total = trainer.total_training_steps or len(train_loader) * trainer.total_epochs

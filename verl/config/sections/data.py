@@ -53,7 +53,7 @@ class _RowsConfig:
 class DataConfig(_RowsConfig):
     """Prompts for reinforcement learning."""
 
-    train_batch_size: int = key(1024, "prompts per training step", ge=1)
+    train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
     max_prompt_length: int = key(512, "longest prompt, in tokens", ge=1)
     max_response_length: int = key(512, "longest response, in tokens", ge=1)
     truncation: str = key("error", "what to do with longer prompts", known=known.TRUNCATIONS)
@@ -85,7 +85,7 @@ class SFTDataConfig(_RowsConfig):
     """Prompt and response pairs, or conversations, for supervised fine-tuning."""
 
     messages_key: str = key("messages", "column that holds a conversation; used where the rows have it")
-    train_batch_size: int = key(64, "rows per optimiser step, over all ranks", ge=1)
+    train_batch_size: int = key(64, "rows per optimiser step, over all ranks; default: at most the data", ge=1)
     micro_batch_size_per_gpu: int | None = key(
         None, "rows per forward and backward pass; default: measured", ge=1
     )
