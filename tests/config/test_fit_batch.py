@@ -29,7 +29,7 @@ def test_prompts_of_a_step(given, rows, batch, mini):
     notices = fit_batch(config, rows)
     assert config.data.train_batch_size == batch
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == config.critic.ppo_mini_batch_size == mini
-    changed = batch != 1024 and not given[:1] == ["data.train_batch_size=512"]
+    changed = batch != 1024 and given[:1] != ["data.train_batch_size=512"]
     assert bool(notices) == changed
     if changed:
         assert f"data.train_batch_size={batch}" in notices[0] and f"{rows} usable rows" in notices[0]

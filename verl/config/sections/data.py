@@ -85,7 +85,9 @@ class SFTDataConfig(_RowsConfig):
     """Prompt and response pairs, or conversations, for supervised fine-tuning."""
 
     messages_key: str = key("messages", "column that holds a conversation; used where the rows have it")
-    train_batch_size: int = key(64, "rows per optimiser step, over all ranks; default: at most the data", ge=1)
+    train_batch_size: int = key(
+        64, "rows per optimiser step, over all ranks; default: at most the data", ge=1
+    )
     micro_batch_size_per_gpu: int | None = key(
         None, "rows per forward and backward pass; default: measured", ge=1
     )
