@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -388,3 +389,50 @@ def test_a_background_save_is_of_its_moment_however_late_it_is_written(
     one, two = (read_manifest(tmp_path / where / "global_step_1") for where in ("foreground", "background"))
     same = [name for name in one.files if not name.startswith("random/")]
     assert len(same) > 5 and all(one.files[name] == two.files[name] for name in same)
+
+
+@pytest.mark.parametrize("mode", ["disable", "resume_path", "damaged"])
+def test_checkpoints_the_run_began_before_are_put_aside_at_its_first_save(
+    tmp_path: Path, job: ModuleType, mode: str
+) -> None:
+    """Else its own would be the oldest: deleted by the limits, and never taken by `auto`."""
+    engine = job.make_engine()
+    earlier = CheckpointManager(tmp_path, ONLY_STATE)
+    for step in (2, 3, 9):
+        earlier.save(step, {"actor": engine}, {"step": step})
+    begun = 2 if mode == "resume_path" else 0
+    if mode == "damaged":
+        for entry in list_steps(tmp_path):
+            (entry.path / "actor" / next(iter(sorted(os.listdir(entry.path / "actor"))))).rename(
+                tmp_path / f"lost{entry.step}"
+            )
+    given = {"resume_mode": "resume_path", "resume_from_path": tmp_path / "global_step_2"}
+    modes = {"disable": {"resume_mode": "disable"}, "resume_path": given, "damaged": {}}
+    run = CheckpointManager(tmp_path, ONLY_STATE, max_actor_to_keep=2, **modes[mode])
+    state = run.resume({"actor": engine})
+    assert (state["step"] if state else 0) == begun
+    assert steps_in(tmp_path) == [9, 3, 2], "nothing moves before there is something better"
+    run.save(3, {"actor": engine}, {"step": 3, "mine": True})
+    left = {2, 3, 9} - ({2} if begun else set())
+    assert steps_in(tmp_path) == ([3, 2] if begun else [3])
+    assert {path.name for path in tmp_path.glob("*.earlier")} == {
+        f"global_step_{step}.earlier" for step in left
+    }
+    run.save(4, {"actor": engine}, {"step": 4, "mine": True})
+    assert steps_in(tmp_path) == [4, 3]
+    assert CheckpointManager(tmp_path, ONLY_STATE).resume({"actor": engine}) == {"step": 4, "mine": True}
+
+
+def test_what_the_run_saved_itself_is_never_put_aside(tmp_path: Path, job: ModuleType) -> None:
+    engine = job.make_engine()
+    CheckpointManager(tmp_path, ONLY_STATE).save(4, {"actor": engine}, {"step": 4})
+    run = CheckpointManager(tmp_path, ONLY_STATE, max_actor_to_keep=1, resume_mode="disable")
+    run.resume({"actor": engine})
+    with in_use(tmp_path / "global_step_4"):
+        run.save(2, {"actor": engine}, {"step": 2})
+        assert steps_in(tmp_path) == [4, 2], (
+            "who reads a checkpoint keeps it; what was just saved stays as well"
+        )
+    run.save(4, {"actor": engine}, {"step": 4, "mine": True})
+    run.save(5, {"actor": engine}, {"step": 5})
+    assert steps_in(tmp_path) == [5] and (tmp_path / "global_step_4.earlier").is_dir()

@@ -1,7 +1,9 @@
 """Save, resume, retain: the part of checkpointing a training loop talks to.
 
 The order of a save: files into a hidden folder, each on the disk before it counts; the manifest; a rename to
-`global_step_N`; `latest_checkpointed_iteration.txt`; only then are old checkpoints deleted.
+`global_step_N`; `latest_checkpointed_iteration.txt`; only then are old checkpoints deleted. A run that begins before
+checkpoints that are there already (afresh, or from an earlier step) puts them aside at its first save: they are not of
+its line, and nobody may take them for its newest.
 
 What always holds: at every moment the newest complete checkpoint is whole and loadable, however the process
 ends; a save that fails for lack of space or rights leaves the earlier ones alone and the run going; loading
@@ -32,9 +34,12 @@ from verl.checkpoint.staging import Staging, free_memory
 from verl.checkpoint.steps import (
     checked_path,
     in_use,
+    list_steps,
     newest_complete,
     recover,
+    set_aside,
     step_name,
+    step_of,
     work_folder,
     write_tracker,
 )
@@ -89,6 +94,8 @@ class CheckpointManager:
         self._error: BaseException | None = None
         self._tidied = False
         self._told_about_best = False
+        self._strangers: list[Path] = []
+        """Checkpoints in the run folder beyond the step this run began from."""
 
     @classmethod
     def from_config(cls, config: Any, run_folder: Path | str) -> CheckpointManager:
@@ -240,19 +247,29 @@ class CheckpointManager:
             peers.give_up()
         if not self._ranks.first:
             return job.final if written else None
-        if not (written and self._guarded(lambda: job.commit(peers), job)):
+        if not (written and self._guarded(lambda: self._commit(job, peers), job)):
             job.discard()
             return None
         # The checkpoint is complete; what follows can only fail to be tidy.
         for action in (
             lambda: write_tracker(self.run_folder, job.step),
-            lambda: apply(self.run_folder, self.limits),
+            self._set_strangers_aside,
+            lambda: apply(self.run_folder, self.limits, job.step),
         ):
             try:
                 action()
             except OSError as error:
                 logger.warning("checkpoint %s is complete, but tidying up failed: %s", job.final.name, error)
         return job.final
+
+    def _commit(self, job: SaveJob, peers: Records) -> None:
+        if job.final in self._strangers:
+            set_aside(job.final)
+            self._strangers.remove(job.final)
+        job.commit(peers)
+
+    def _set_strangers_aside(self) -> None:
+        self._strangers = [path for path in self._strangers if not set_aside(path)]
 
     def _background(self, job: SaveJob) -> None:
         try:
@@ -370,5 +387,8 @@ class CheckpointManager:
         if path is not None:
             state = self.load(path, parts)
             logger.info("resumed from %s", path)
+        if self._ranks.first:
+            begun = step_of(path) or 0 if path is not None else 0
+            self._strangers = [entry.path for entry in list_steps(self.run_folder) if entry.step > begun]
         self._reserve_ahead(parts)
         return state

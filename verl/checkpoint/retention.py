@@ -50,10 +50,11 @@ def best_step(entries: Sequence[StepFolder], metric: str | None, mode: str = "ma
     return max(scored, key=lambda item: (sign * item[0], item[1]))[2] if scored else None
 
 
-def decide(entries: Sequence[StepFolder], limits: Limits) -> Decision:
-    """What is beyond the limits. `entries` newest first; folders without a manifest are not ours to judge."""
+def decide(entries: Sequence[StepFolder], limits: Limits, saved: int | None = None) -> Decision:
+    """What is beyond the limits. `entries` newest first; folders without a manifest are not ours to judge; the step
+    just `saved` stays whatever else there is."""
     whole = [e for e in entries if e.manifest is not None]
-    protected = {whole[0].step} if whole else set()
+    protected = {step for step in (whole[0].step if whole else None, saved) if step is not None}
     best = best_step(whole, limits.best, limits.best_mode)
     if best is not None:
         protected.add(best.step)
@@ -77,9 +78,9 @@ def decide(entries: Sequence[StepFolder], limits: Limits) -> Decision:
     return Decision(tuple(steps), tuple(parts))
 
 
-def apply(run_folder: Path, limits: Limits) -> list[str]:
+def apply(run_folder: Path, limits: Limits, saved: int | None = None) -> list[str]:
     """Delete what is beyond the limits; returns the names of what went."""
-    decision = decide(list_steps(run_folder), limits)
+    decision = decide(list_steps(run_folder), limits, saved)
     gone = [entry.path.name for entry in decision.steps if delete(entry.path, wait=False)]
     for entry, part in decision.parts:
         if _delete_part(entry, part):

@@ -118,6 +118,20 @@ def put_in_place(work: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def set_aside(folder: Path) -> bool:
+    """Take a checkpoint that the run began before out of its line, keeping it under another name, unless someone is
+    reading it; says whether it is out of the way."""
+    number = 1
+    while (name := folder.with_name(f"{folder.name}.earlier{'' if number == 1 else f'-{number}'}")).exists():
+        number += 1
+    with alone(folder) as unused:
+        if unused and folder.exists():
+            os.rename(folder, name)
+            sync_folder(folder.parent)
+            logger.warning("this run began before %s, which is kept as %s", folder.name, name.name)
+        return unused
+
+
 def write_tracker(run_folder: Path, step: int) -> None:
     replace_file(run_folder / TRACKER, f"{step}\n")
 

@@ -76,8 +76,8 @@ def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
     resuming = cfg.trainer.resume_mode == "auto" and bool(steps)
     if cfg.trainer.resume_mode == "disable" and steps:
         logger.warning(
-            "%s holds checkpoints of an earlier run, up to step %d: this one begins anew beside them, and "
-            "trainer.resume_mode=auto would later take the highest. Delete them, or set trainer.experiment_name",
+            "%s holds checkpoints of an earlier run, up to step %d: this one begins anew and puts them aside "
+            "(global_step_N.earlier) at its first checkpoint. For a folder of its own set trainer.experiment_name",
             folder.path,
             max(steps),
         )
