@@ -187,12 +187,18 @@ def test_two_ranks_share_one_engine_and_it_goes_with_its_host(
             assert process.poll() is None, log.read_text()[-5000:]
             time.sleep(0.2)
         agree(rows(tmp_path / "run"))
-        names = living(family(process.pid))
-        workers = {pid for pid, title in names.items() if "VLLM::" in title}
-        ranks = {pid for pid, title in names.items() if "RankActor" in title}
-        hosts = {rank for rank in ranks if workers & family(rank)}
-        assert len(ranks) == 2 and len(hosts) == 1, names
-        assert len([pid for pid in workers if "Worker" in names[pid]]) == 2, names
+        deadline = time.monotonic() + 120
+        while True:
+            names = living(family(process.pid))
+            workers = {pid for pid, title in names.items() if "VLLM::" in title}
+            ranks = {pid for pid, title in names.items() if "RankActor" in title}
+            hosts = [rank for rank in ranks if workers & family(rank)]
+            if (len(ranks) == 2 and len(hosts) == 1) or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        seen = "\n".join(f"{pid} {title}" for pid, title in sorted(names.items()))
+        assert len(ranks) == 2 and len(hosts) == 1, f"{seen}\n{log.read_text()[-5000:]}"
+        assert len([pid for pid in workers if "Worker" in names[pid]]) == 2, seen
         (host,) = hosts
         os.kill(host, signal.SIGKILL)
         assert process.wait(timeout=300) != 0

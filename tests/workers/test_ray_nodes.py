@@ -94,8 +94,14 @@ def test_a_node_that_dies_while_the_controller_works_is_missed(
 ):
     validation = [f"data.val_files={digits_data}/val.jsonl", "trainer.val_before_train=True"]
     more = validation if phase == "testing" else []
+
+    def node_dies() -> None:
+        """With its rank, which outlives its daemon by a moment: on a fast machine the run could end in it."""
+        os.kill(raylet, signal.SIGKILL)
+        assert faults.wait_for(lambda: len(faults.rank_processes(session_folder)) < 2, 120)
+
     with (
-        faults.before_phase(monkeypatch, phase, lambda: os.kill(raylet, signal.SIGKILL)),
+        faults.before_phase(monkeypatch, phase, node_dies),
         pytest.raises(WorkersLost) as caught,
     ):
         train(*PPO, "trainer.total_training_steps=1", *TWO_NODES, *more)
