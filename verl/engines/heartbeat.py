@@ -7,6 +7,7 @@ do not take it for the cause. Asking around takes at most `PATIENCE_S` seconds.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 BEAT_S = 0.5
 PATIENCE_S = 6.0
+CLOSE_S = 5.0
 _PREFIX = "verl/heartbeat"
 
 
@@ -29,7 +31,9 @@ class Heartbeat:
         self.store, self.rank, self.world_size = store, rank, world_size
         self.store.set(f"{_PREFIX}/who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self._stop = threading.Event()
-        threading.Thread(target=self._beat, name="verl-heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="verl-heartbeat", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     @classmethod
     def start(cls) -> Heartbeat:
@@ -37,9 +41,15 @@ class Heartbeat:
         store = dist.distributed_c10d._get_default_store()
         if cls._current is None or cls._current.store is not store:
             if cls._current is not None:
-                cls._current._stop.set()
+                cls._current.close()
             cls._current = cls(store, dist.get_rank(), dist.get_world_size())
         return cls._current
+
+    def close(self) -> None:
+        """No more beats. A thread that is inside the store when Python ends would take the whole process down."""
+        self._stop.set()
+        self._thread.join(CLOSE_S)
+        atexit.unregister(self.close)
 
     def _beat(self) -> None:
         count = 0

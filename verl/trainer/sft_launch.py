@@ -80,12 +80,12 @@ def refuse_conflicts(cfg: SFTConfig, job: Job | None) -> None:
         logger.warning("'%s' has no effect: a run started by torchrun does without Ray", name)
 
 
-def leave(code: int) -> None:
-    """End rank 0 at once where its own part of the work still waits for a rank that will never answer: the ordinary
-    way out would wait for it as well."""
+def leave(code: int, rank: int) -> None:
+    """End at once where the ordinary way out would not do: on rank 0 while its own part of the work still waits for a
+    rank that will never answer; on the others, whose threads may be inside the store, which Python cannot end."""
     from verl.workers.sft.torchrun import OWN_THREAD
 
-    if any(thread.name == OWN_THREAD for thread in threading.enumerate()):
+    if rank > 0 or any(thread.name == OWN_THREAD for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

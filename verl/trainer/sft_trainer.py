@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         if job is not None and job.rank > 0:
             from verl.workers.sft.torchrun import follow
 
-            return follow(job)
+            code = follow(job)
+            leave(code, job.rank)
+            return code
 
         def body() -> int:
             from verl.config.load import load_sft_config
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
         code = run_command(body)
     if job is not None:
-        leave(code)
+        leave(code, job.rank)
     return code
 
 

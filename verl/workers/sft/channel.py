@@ -7,6 +7,7 @@ keeps another thread from using the store, because each has a connection of its 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import threading
@@ -29,6 +30,7 @@ from verl.workers.serving import CallServer
 
 CONNECT_S = 300.0
 SIGN_EVERY_S = 1.0
+STOP_S = 5.0
 PIECE_BYTES = 1 << 20
 _TREE = "tree"
 
@@ -179,7 +181,9 @@ class Signs:
         self._key = f"sign/{job.rank}"
         self._server = server
         self._over = threading.Event()
-        threading.Thread(target=self._tell, name="verl-signs", daemon=True).start()
+        self._thread = threading.Thread(target=self._tell, name="verl-signs", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
 
     def _tell(self) -> None:
         number = 0
@@ -193,7 +197,10 @@ class Signs:
             self._over.wait(SIGN_EVERY_S)
 
     def stop(self) -> None:
+        """A thread that is inside the store when Python ends would take the whole process down."""
         self._over.set()
+        self._thread.join(STOP_S)
+        atexit.unregister(self.stop)
 
 
 class Freshness:

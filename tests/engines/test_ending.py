@@ -1,0 +1,36 @@
+"""A process that gives signs of life ends in peace: no thread of ours is inside the store when Python ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BEATS = """
+import torch.distributed as dist
+from verl.engines import heartbeat
+heartbeat.BEAT_S = 0
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+heartbeat.Heartbeat(store, 0, 1)
+while not store.check(["verl/heartbeat/beat/0"]):
+    pass
+"""
+SIGNS = """
+from types import SimpleNamespace
+import torch.distributed as dist
+from verl.workers.pulse import Pulse
+from verl.workers.sft import channel
+channel.SIGN_EVERY_S = 0
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+channel.Signs(SimpleNamespace(rank=0, connection=lambda: store), Pulse(0))
+while not store.check(["sign/0"]):
+    pass
+"""
+
+
+@pytest.mark.parametrize("program", [BEATS, SIGNS], ids=["heartbeat", "signs"])
+def test_a_process_ends_while_it_gives_signs(program):
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
