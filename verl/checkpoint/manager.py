@@ -228,7 +228,8 @@ class CheckpointManager:
             for name, each in taken.items():
                 self._staging.reserve(name, each)
 
-        self._reserving = threading.Thread(target=reserve, name="memory for checkpoints", daemon=True)
+        # Waited for at the end of Python, which may not stop a thread in the middle of torch.
+        self._reserving = threading.Thread(target=reserve, name="memory for checkpoints")
         self._reserving.start()
 
     def _open(self, job: SaveJob) -> None:
