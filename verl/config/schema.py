@@ -9,6 +9,7 @@ loading; after loading (`verl.config.load`) every key that follows another holds
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.config.field import section
 from verl.config.sections.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
@@ -62,6 +63,11 @@ from verl.config.sections.trainer import (
 )
 
 
+def _given_keys() -> Any:
+    """`user_set` of every root: the full names of the keys the user gave; not a key itself."""
+    return field(default=frozenset(), repr=False, compare=False, metadata={"internal": True})
+
+
 @dataclass
 class ActorRolloutRefConfig:
     """The policy in its three roles: trained, generating, frozen."""
@@ -83,10 +89,7 @@ class PPOConfig:
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
-    user_set: frozenset[str] = field(
-        default=frozenset(), repr=False, compare=False, metadata={"internal": True}
-    )
-    """The full names of the keys the user gave; not a key itself."""
+    user_set: frozenset[str] = _given_keys()
 
 
 @dataclass
@@ -99,10 +102,7 @@ class SFTConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
     trainer: BaseTrainerConfig = section(BaseTrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
-    user_set: frozenset[str] = field(
-        default=frozenset(), repr=False, compare=False, metadata={"internal": True}
-    )
-    """The full names of the keys the user gave; not a key itself."""
+    user_set: frozenset[str] = _given_keys()
 
 
 @dataclass
@@ -114,10 +114,7 @@ class GenerationConfig:
     rollout: GenerationRolloutConfig = section(GenerationRolloutConfig, "generating")
     trainer: GenerationTrainerConfig = section(GenerationTrainerConfig, "where it runs")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
-    user_set: frozenset[str] = field(
-        default=frozenset(), repr=False, compare=False, metadata={"internal": True}
-    )
-    """The full names of the keys the user gave; not a key itself."""
+    user_set: frozenset[str] = _given_keys()
 
 
 @dataclass
@@ -127,10 +124,7 @@ class EvaluationConfig:
     data: EvaluationDataConfig = section(EvaluationDataConfig, "responses in, numbers out")
     reward: EvaluationRewardConfig = section(EvaluationRewardConfig, "what a response is worth")
     trainer: EvaluationTrainerConfig = section(EvaluationTrainerConfig, "modules of your own")
-    user_set: frozenset[str] = field(
-        default=frozenset(), repr=False, compare=False, metadata={"internal": True}
-    )
-    """The full names of the keys the user gave; not a key itself."""
+    user_set: frozenset[str] = _given_keys()
 
 
 AnyConfig = PPOConfig | SFTConfig | GenerationConfig | EvaluationConfig

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -240,9 +241,9 @@ class ServerRollout(CopyRollout):
         self.process.wait_until_ready(self.client)
         self.guard = self.client.guard = Guard(self.process, watchdog_s)
 
+    @abstractmethod
     def _stream(self, sample: Sample) -> Iterator[Chunk]:
         """Ask the server for one sample and give its tokens as they come."""
-        raise NotImplementedError
 
     def _run(self, samples: list[Sample]) -> Iterator[Response]:
         if len({sample.key for sample in samples}) != len(samples):
