@@ -5,9 +5,12 @@ token budget goes to chunks of prompts, those begun before those that wait. When
 youngest running sequence gives its blocks back, waits at the head of the queue and is computed again later;
 its tokens are kept, so nothing it said is lost.
 
-What always holds: the oldest running sequence can always go on, so every sequence finishes; a step never holds
-more than `max_batched_tokens` tokens or `max_sequences` sequences; a sequence is waiting, running or finished
-and in exactly one place.
+A sequence decodes from the step that drew its first token until it finishes or is preempted: exactly while the
+runner has it as a row. (How many of its tokens are left says nothing: a prompt may be cut one token before its end.)
+
+The oldest running sequence can always go on, so every sequence finishes; a step never holds more than
+`max_batched_tokens` tokens or `max_sequences` sequences; a sequence is waiting, running or finished and in exactly
+one place.
 """
 
 from __future__ import annotations
@@ -44,11 +47,6 @@ class Step:
         return len(self.decodes) + sum(chunk.count for chunk in self.chunks)
 
 
-def _decodes(sequence: Sequence) -> bool:
-    """Whether one token is left to compute and nobody waits for it to share the prompt."""
-    return sequence.remaining == 1 and not sequence.siblings
-
-
 class Scheduler:
     def __init__(
         self,
@@ -82,28 +80,29 @@ class Scheduler:
         """The next step; decoding sequences get room for `lookahead` more tokens."""
         step = Step()
         served = list(self.running)
-        decoding = sum(_decodes(sequence) for sequence in served)
+        decoding = sum(sequence.decoding for sequence in served)
         spare = self.max_batched_tokens - min(decoding, self.max_batched_tokens)
         budget = self.max_batched_tokens - spare
         for sequence in served:
             if sequence.status is not Status.RUNNING:
                 break
-            if _decodes(sequence):
+            if sequence.decoding:
                 budget -= self._serve(sequence, budget, lookahead, step)
             else:
                 spare -= self._serve(sequence, spare, lookahead, step)
         if not step.preempted:
             self._admit(spare, step)
+        if not (step.chunks or step.decodes or step.preempted or self.idle):
+            raise RuntimeError(f"the scheduler has nothing to run although sequences are left: {self!r}")
         return step
 
     def _serve(self, sequence: Sequence, budget: int, lookahead: int, step: Step) -> int:
         """Give one running sequence its tokens, taking blocks from the youngest if need be; returns the count."""
-        decoding = _decodes(sequence)
         count = min(sequence.remaining, budget)
         if count < 1:
             return 0
         length = sequence.computed + count
-        if decoding and lookahead > 1:
+        if sequence.decoding and lookahead > 1:
             length = max(min(length + lookahead - 1, sequence.max_length - 1), length)
         while (copies := self.blocks.grow(sequence, length)) is None:
             victim = self.running[-1]
@@ -111,7 +110,7 @@ class Scheduler:
             if victim is sequence:
                 return 0
         step.copies.extend(copies)
-        if decoding:
+        if sequence.decoding:
             step.decodes.append(sequence)
         else:
             self._add_chunk(sequence, count, step)
@@ -141,6 +140,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.blocks.release(sequence)
         sequence.computed = 0
+        sequence.decoding = False
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
         step.preempted.append(sequence)
@@ -185,8 +185,9 @@ class Scheduler:
         for chunk in step.chunks:
             chunk.sequence.computed = chunk.start + chunk.count
             self.blocks.register(chunk.sequence, chunk.sequence.computed)
-            for sibling in chunk.samplers[1:]:
-                sibling.computed = chunk.sequence.computed
+            for sampler in chunk.samplers:
+                sampler.computed = chunk.sequence.computed
+                sampler.decoding = True
         for sequence in step.decodes:
             sequence.computed += 1
 
@@ -225,3 +226,10 @@ class Scheduler:
             copy = self.blocks.move(sequence, 0)
             if copy is not None:
                 step.copies.append(copy)
+
+    def __repr__(self) -> str:
+        first = [*self.running, *self.waiting][:3]
+        return (
+            f"Scheduler({len(self.running)} running, {len(self.waiting)} waiting, "
+            f"{self.blocks.free} of {self.blocks.num_blocks} blocks free, first {first})"
+        )

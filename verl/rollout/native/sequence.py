@@ -2,7 +2,8 @@
 
 A sequence is prompt, partial tokens (when resumed) and the tokens made so far. `computed` of them have their
 keys and values in the cache; the model has to see the other `remaining`, and after the last of them it draws
-one more. A decoding sequence therefore has one remaining token, a new one its whole prompt.
+one more. A decoding sequence has one remaining token, a new one its whole prompt; a prompt that was cut may also have
+one remaining, which is why `decoding` is a state of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Sequence:
         "chain",
         "checked",
         "computed",
+        "decoding",
         "key",
         "log_probs",
         "max_length",
@@ -53,6 +55,8 @@ class Sequence:
         self.resumed_length = len(self.tokens)
         self.max_length = self.prompt_length + request.sampling.max_tokens
         self.computed = 0
+        self.decoding = False
+        """It has drawn a token since its tokens were last computed as a prompt: the runner has it as a row."""
         self.on_device = 0
         """Tokens made on the device that have not been brought to the host yet."""
         self.checked = 0
