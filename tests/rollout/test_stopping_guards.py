@@ -25,22 +25,29 @@ END = 25
 STOPPER = Stopper(Letters(), frozenset({END}))
 
 
+def reason(token_ids: list[int], sampling: SamplingParams, prompt_length: int = 0) -> str | None:
+    """Why a response ends at its newest token."""
+    end = STOPPER.end(token_ids, len(token_ids) - 1, sampling, prompt_length)
+    assert end is None or end[0] == len(token_ids)
+    return end[1] if end else None
+
+
 def test_an_end_at_the_very_limit_is_an_end():
     """A response that says all it has to say is not cut off, however long it is."""
     sampling = SamplingParams(max_tokens=3)
-    assert STOPPER.reason([9, 9, 1, 2, END], sampling, prompt_length=2) == "stop"
-    assert STOPPER.reason([9, 9, 1, 2, 3], sampling, prompt_length=2) == "length"
-    assert STOPPER.reason([9, 9, 1, 2], sampling, prompt_length=2) is None
+    assert reason([9, 9, 1, 2, END], sampling, prompt_length=2) == "stop"
+    assert reason([9, 9, 1, 2, 3], sampling, prompt_length=2) == "length"
+    assert reason([9, 9, 1, 2], sampling, prompt_length=2) is None
     told = SamplingParams(max_tokens=3, stop=("cd",), stop_token_ids=(7,))
-    assert STOPPER.reason([1, 2, 3], told) == "stop"
-    assert STOPPER.reason([1, 2, 7], told) == "stop"
+    assert reason([1, 2, 3], told) == "stop"
+    assert reason([1, 2, 7], told) == "stop"
 
 
 def test_a_stop_string_is_looked_for_in_the_response_alone():
     sampling = SamplingParams(max_tokens=9, stop=("ab",))
-    assert STOPPER.reason([0, 1, 4], sampling, prompt_length=2) is None
-    assert STOPPER.reason([0, 1], sampling, prompt_length=1) is None, "half of it belongs to the prompt"
-    assert STOPPER.reason([4, 0, 1], sampling, prompt_length=1) == "stop"
+    assert reason([0, 1, 4], sampling, prompt_length=2) is None
+    assert reason([0, 1], sampling, prompt_length=1) is None, "half of it belongs to the prompt"
+    assert reason([4, 0, 1], sampling, prompt_length=1) == "stop"
 
 
 def test_a_stop_string_may_be_many_tokens_some_of_them_silent():
@@ -49,13 +56,13 @@ def test_a_stop_string_may_be_many_tokens_some_of_them_silent():
     ids = [20] * 30
     for token in range(9):
         ids += [token, END] if token % 2 else [token]
-        assert STOPPER.reason(ids, sampling) is None
-    assert STOPPER.reason([*ids, 9], sampling) == "stop"
+        assert reason(ids, sampling) is None
+    assert reason([*ids, 9], sampling) == "stop"
 
 
 def test_ignoring_the_end_token_ignores_no_other():
     sampling = SamplingParams(max_tokens=9, stop_token_ids=(4,), ignore_eos=True)
-    assert STOPPER.reason([1, END], sampling) is None and STOPPER.reason([1, 4], sampling) == "stop"
+    assert reason([1, END], sampling) is None and reason([1, 4], sampling) == "stop"
     assert STOPPER.stop_ids(sampling) == {4}
     assert STOPPER.stop_ids(SamplingParams(stop_token_ids=(4,))) == {4, END}
 

@@ -215,11 +215,12 @@ def test_word_that_comes_while_another_is_answered_reaches_the_device_too(
     whole = {response.request_id: response.token_ids for response in engine.generate(requests)}
     take_out, taken = DeviceRunner.take_out, []
 
-    def naming_more(runner: DeviceRunner, sequences: list[Any]) -> None:
-        take_out(runner, sequences)
+    def naming_more(runner: DeviceRunner, sequences: list[Any]) -> list[Any]:
+        ended = take_out(runner, sequences)
         if sequences and not taken:
             engine.abort(["second"])
         taken.extend(sequence.request.request_id for sequence in sequences)
+        return ended
 
     monkeypatch.setattr(DeviceRunner, "take_out", naming_more)
     found = {}

@@ -29,7 +29,8 @@ DEFAULT_BATCH = 256
 
 @dataclass
 class _Row:
-    """One sample on its way: `token_ids` and `log_probs` are what this call made."""
+    """One sample on its way: `known` is prompt, resumed tokens and those made so far; `token_ids` and `log_probs` are
+    what this call made."""
 
     request: Request
     sample: int
@@ -146,9 +147,12 @@ class HFRollout(RolloutEngine):
             if index is None:
                 continue
             row = rows[index]
+            row.known.append(tokens[place])
             row.token_ids.append(tokens[place])
             row.log_probs.append(log_probs[place])
-            reason = stopper.reason([*row.resumed, *row.token_ids], row.request.sampling)
+            prompt_length = len(row.request.prompt_ids)
+            end = stopper.end(row.known, len(row.known) - 1, row.request.sampling, prompt_length)
+            reason = end[1] if end is not None else None
             if reason is None and (self._abort_all or row.request.request_id in self._aborted):
                 reason = "abort"
             if reason is not None:

@@ -104,11 +104,15 @@ def check_finite(log_probs: Sequence[float]) -> None:
 
 
 class Stopper:
-    """Knows whether a sequence has ended after its newest token."""
+    """Finds where a response ends: at a stop token, at a stop string, or at its longest."""
 
     def __init__(self, tokenizer: Any | None, eos_ids: frozenset[int]) -> None:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        # Stop strings are searched in the raw text: cleaning moves spaces that later tokens follow, so that the answer
+        # would depend on how many tokens are decoded at once.
+        cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._decoding = {"clean_up_tokenization_spaces": False} if cleans else {}
 
     def check_stop_strings(self, requests: Sequence[Request]) -> None:
         """Stop strings need a tokenizer; say so before generating."""
@@ -123,17 +127,42 @@ class Stopper:
         ids = frozenset(sampling.stop_token_ids)
         return ids if sampling.ignore_eos else ids | self.eos_ids
 
-    def reason(
-        self, token_ids: Sequence[int], sampling: SamplingParams, prompt_length: int = 0
-    ) -> FinishReason | None:
-        """Why the sequence ends here, or None. The response so far is `token_ids` from `prompt_length` on."""
-        last = token_ids[-1]
-        if last in sampling.stop_token_ids or (last in self.eos_ids and not sampling.ignore_eos):
-            return "stop"
+    def end(
+        self, token_ids: Sequence[int], start: int, sampling: SamplingParams, prompt_length: int = 0
+    ) -> tuple[int, FinishReason] | None:
+        """Where, among `token_ids[start:]`, the response `token_ids[prompt_length:]` ends and why; None if nowhere.
+
+        The tokens before `start` are known not to end it. (3, "stop") means that the first 3 of `token_ids` stay.
+        The work is linear in the new tokens, however long the response is.
+        """
+        longest = prompt_length + sampling.max_tokens
+        limit = min(len(token_ids), longest)
+        stopped = next((at + 1 for at in range(start, limit) if self._stops(token_ids[at], sampling)), None)
         if sampling.stop and self.tokenizer is not None:
-            tail = max(len(text) for text in sampling.stop) + _STOP_TAIL
-            start = max(prompt_length, len(token_ids) - tail)
-            text = self.tokenizer.decode(list(token_ids[start:]), skip_special_tokens=False)
-            if any(stop in text for stop in sampling.stop):
-                return "stop"
-        return "length" if len(token_ids) - prompt_length >= sampling.max_tokens else None
+            found = self._stop_string(token_ids, start, stopped or limit, sampling, prompt_length)
+            if found is not None:
+                return found, "stop"
+        if stopped is not None:
+            return stopped, "stop"
+        return (limit, "length") if limit == longest else None
+
+    def _stops(self, token: int, sampling: SamplingParams) -> bool:
+        return token in sampling.stop_token_ids or (token in self.eos_ids and not sampling.ignore_eos)
+
+    def _stop_string(
+        self, token_ids: Sequence[int], start: int, limit: int, sampling: SamplingParams, prompt_length: int
+    ) -> int | None:
+        """The first count above `start`, at most `limit`, of tokens whose newest ones contain a stop string.
+
+        All new tokens are decoded at once; only where that finds a stop string are they decoded one by one, to find
+        the token that completes it."""
+        tail = max(len(text) for text in sampling.stop) + _STOP_TAIL
+
+        def contains(first: int, count: int) -> bool:
+            ids = list(token_ids[max(prompt_length, first) : count])
+            text = self.tokenizer.decode(ids, skip_special_tokens=False, **self._decoding)  # type: ignore[union-attr]
+            return any(stop in text for stop in sampling.stop)
+
+        if start >= limit or not contains(start + 1 - tail, limit):
+            return None
+        return next((count for count in range(start + 1, limit + 1) if contains(count - tail, count)), None)

@@ -30,8 +30,17 @@ class Sample:
 
     request: Request
     number: int
-    token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    response_ids: list[int] = field(init=False)
+    """Resumed tokens and those made so far."""
+
+    def __post_init__(self) -> None:
+        self.response_ids = self.resumed
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens made so far."""
+        return self.response_ids[len(self.response_ids) - len(self.log_probs) :]
 
     @property
     def resumed(self) -> list[int]:
@@ -120,13 +129,16 @@ class CopyRollout(RolloutEngine):
     ) -> FinishReason | None:
         """Append new tokens up to where the sample ends; why it ends, or None while it goes on."""
         check_finite(log_probs)
+        response, start = sample.response_ids, len(sample.response_ids)
         for token, log_prob in zip(token_ids, log_probs, strict=True):
-            sample.token_ids.append(int(token))
+            response.append(int(token))
             sample.log_probs.append(float(log_prob))
-            reason = self.stopper.reason([*sample.resumed, *sample.token_ids], sample.request.sampling)
-            if reason is not None:
-                return reason
-        return None
+        end = self.stopper.end(response, start, sample.request.sampling)
+        if end is None:
+            return None
+        count, reason = end
+        del sample.log_probs[len(sample.log_probs) - (len(response) - count) :], response[count:]
+        return reason
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         if request_ids is None:

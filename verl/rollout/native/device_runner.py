@@ -47,11 +47,13 @@ def ladder_size(rows: int, capacity: int) -> int:
 
 @dataclass(eq=False)
 class Row:
-    """A sequence on the device. `table` is the length and the newest writable block of the table the device knows."""
+    """A sequence on the device. `table` is the length and the newest writable block of the table the device knows;
+    `fetched` is how many of the tokens in its slot the host has."""
 
     sequence: Sequence
     slot: int
     table: tuple[int, int] = (0, -1)
+    fetched: int = 0
     gone: bool = False
 
 
@@ -276,63 +278,71 @@ class DeviceRunner:
         for row, active, made in zip(before[0], *before[1].read(), strict=True) if before else ():
             if row.gone:
                 continue
-            row.sequence.on_device = made
+            row.sequence.on_device = made - row.fetched
             if not active:
                 ended.append(row)
             elif row.sequence.request.sampling.stop:
                 watched.append(row)
         for row in self.rows:
             row.sequence.computed = row.sequence.length - 1
-        return self._take_ended(ended, watched)
+        return self._settle(ended, watched)
 
-    def _take_ended(self, ended: list[Row], watched: list[Row]) -> list[tuple[Sequence, FinishReason]]:
-        rows = [*ended, *watched]
+    def take_out(self, sequences: list[Sequence]) -> list[tuple[Sequence, FinishReason]]:
+        """Rows that are preempted or aborted leave, with all their tokens brought to the host; returns those that have
+        ended meanwhile, which nobody may continue: (sequence, why). Waits for the device."""
+        wanted = {id(sequence) for sequence in sequences}
+        if not any(id(row.sequence) in wanted for row in self.rows):
+            return []
+        ended: list[Row] = []
+        going: list[Row] = []
+        for row, active, made in zip(self.rows, *self.state.look(len(self.rows)).read(), strict=True):
+            if id(row.sequence) in wanted:
+                row.sequence.on_device = made - row.fetched
+                (going if active else ended).append(row)
+        answers = self._settle(ended, going)
+        self._remove([row for row in going if not row.gone])
+        return answers
+
+    def _settle(self, ended: list[Row], going: list[Row]) -> list[tuple[Sequence, FinishReason]]:
+        """Bring the new tokens of some rows to the host. Those that have ended leave: (sequence, why). Of the `going`
+        ones these are the ones in which the host finds a stop string."""
+        rows = [*ended, *going]
         if not rows:
             return []
-        slots, made = [row.slot for row in rows], [row.sequence.on_device for row in rows]
-        leaving: list[Row] = []
+        slots, starts = [row.slot for row in rows], [row.fetched for row in rows]
+        counts = [row.sequence.on_device for row in rows]
         answers: list[tuple[Sequence, FinishReason]] = []
-        for place, (tokens, log_probs) in enumerate(zip(*self.state.fetch(slots, made), strict=True)):
-            row = rows[place]
-            reason = self._settle(row.sequence, tokens, log_probs, place >= len(ended))
+        leaving: list[Row] = []
+        for place, new in enumerate(zip(*self.state.fetch(slots, starts, counts), strict=True)):
+            reason = self._append(rows[place], *new)
             if reason is not None:
-                leaving.append(row)
-                answers.append((row.sequence, reason))
+                leaving.append(rows[place])
+                answers.append((rows[place].sequence, reason))
+            elif place < len(ended):
+                raise RuntimeError(
+                    f"{rows[place].sequence!r} ended on the device for no reason the host knows"
+                )
         self._remove(leaving)
         return answers
 
-    def _settle(
-        self, sequence: Sequence, tokens: list[int], log_probs: list[float], running: bool
-    ) -> FinishReason | None:
-        """Give a sequence its tokens when it has ended, at the first of them that ends it."""
+    def _append(self, row: Row, tokens: list[int], log_probs: list[float]) -> FinishReason | None:
+        """Give a sequence its new tokens, up to the first that ends it; why that one does, or None."""
+        sequence = row.sequence
+        start = len(sequence.tokens)
+        sequence.tokens += tokens
+        sequence.log_probs += log_probs
+        sequence.on_device = 0
+        row.fetched += len(tokens)
         sampling = sequence.request.sampling
-        known = sequence.tokens
-        first = sequence.checked + 1 if sampling.stop else len(tokens)
-        for count in range(first, len(tokens) + 1):
-            reason = self.stopper.reason(known + tokens[:count], sampling, sequence.prompt_length)
-            if reason is not None:
-                sequence.tokens = known + tokens[:count]
-                sequence.log_probs += log_probs[:count]
-                sequence.on_device = sequence.checked = 0
-                return reason
-        sequence.checked = len(tokens)
-        if not running:
-            raise RuntimeError(f"{sequence!r} ended on the device for no reason the host knows")
-        return None
-
-    def take_out(self, sequences: list[Sequence]) -> None:
-        """Rows that are preempted or aborted: their known tokens come to the host, the rows go."""
-        wanted = {id(sequence) for sequence in sequences}
-        rows = [row for row in self.rows if id(row.sequence) in wanted]
-        if not rows:
-            return
-        slots, made = [row.slot for row in rows], [row.sequence.on_device for row in rows]
-        for row, tokens, log_probs in zip(rows, *self.state.fetch(slots, made, behind=True), strict=True):
-            sequence = row.sequence
-            sequence.tokens = sequence.tokens + tokens
-            sequence.log_probs += log_probs
-            sequence.on_device = sequence.checked = 0
-        self._remove(rows)
+        if not sampling.stop:  # the device knows every other end, so that only the newest token can be one
+            start = max(len(sequence.tokens) - 1, start)
+        end = self.stopper.end(sequence.tokens, start, sampling, sequence.prompt_length)
+        if end is None:
+            return None
+        count, reason = end
+        beyond = len(sequence.tokens) - count
+        del sequence.tokens[count:], sequence.log_probs[len(sequence.log_probs) - beyond :]
+        return reason
 
     def _remove(self, leaving: list[Row]) -> None:
         if not leaving:

@@ -152,23 +152,25 @@ class DeviceState:
         return Look(self.integers[:2, :rows])
 
     def fetch(
-        self, slots: list[int], made: list[int], behind: bool = False
+        self, slots: list[int], starts: list[int], counts: list[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """The first `made` tokens and log-probs of some slots, which a look that was read has told of.
+        """For each slot `counts` tokens and log-probs from `starts` on, of which a look that was read has told.
 
-        `behind`: also when no look has told yet; waits for everything enqueued."""
-        if self._reader is None or behind:
-            return self._fetch(slots, made)
+        Does not wait for what has been enqueued since that look."""
         with torch.cuda.stream(self._reader):
-            return self._fetch(slots, made)
+            return self._fetch(slots, starts, counts)
 
-    def _fetch(self, slots: list[int], made: list[int]) -> tuple[list[list[int]], list[list[float]]]:
-        index = self.send(torch.tensor(slots, dtype=torch.int64))
-        longest = max(made)
-        tokens = self.out_tokens[index, :longest].cpu().tolist()
-        log_probs = self.out_log_probs[index, :longest].cpu().tolist()
+    def _fetch(
+        self, slots: list[int], starts: list[int], counts: list[int]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        slot_R, start_R = self.send(torch.tensor([slots, starts], dtype=torch.int64))
+        place_RC = start_R[:, None] + torch.arange(max(counts), device=self.device)
+        place_RC.clamp_(max=self.out_tokens.shape[1] - 1)
+        found = (self.out_tokens, self.out_log_probs.view(torch.int32))
+        both_2RC = torch.stack([values[slot_R[:, None], place_RC] for values in found]).cpu()
+        tokens, log_probs = both_2RC[0].tolist(), both_2RC[1].view(torch.float32).tolist()
         cut = range(len(slots))
-        return [tokens[i][: made[i]] for i in cut], [log_probs[i][: made[i]] for i in cut]
+        return [tokens[i][: counts[i]] for i in cut], [log_probs[i][: counts[i]] for i in cut]
 
     def settings(self, start: int, end: int, kinds: Kinds) -> SamplingBatch:
         """Views of the sampling columns for rows `start` to `end`."""

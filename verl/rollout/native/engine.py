@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import Request, Response, RolloutEngine
+from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
 from verl.rollout.native.block_manager import BlockManager
+from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.device_session import LOOKAHEAD, DeviceSession, open_session
 from verl.rollout.native.kv_cache import PageCache, free_host_memory, token_bytes
 from verl.rollout.native.limits import Limits
@@ -113,9 +114,10 @@ class NativeRollout(RolloutEngine):
             for sequence, token, log_prob in zip(samplers, tokens, log_probs, strict=True):
                 sequence.tokens.append(token)
                 sequence.log_probs.append(log_prob)
-                reason = stopper.reason(sequence.tokens, sequence.request.sampling, sequence.prompt_length)
-                if reason is not None:
-                    finished.append(sequence.response(reason, self.version))
+                newest = len(sequence.tokens) - 1
+                end = stopper.end(sequence.tokens, newest, sequence.request.sampling, sequence.prompt_length)
+                if end is not None:
+                    finished.append(sequence.response(end[1], self.version))
                     ended.append(sequence)
             if ended:
                 scheduler.finish_all(ended)
@@ -159,31 +161,51 @@ class NativeRollout(RolloutEngine):
         while not scheduler.idle:
             if self._abort_all or self._aborted:
                 named = self._named_by_abort(scheduler)
-                runner.take_out(named)
-                yield from self._end(scheduler, named)
+                ended = self._take_out(scheduler, runner, named)
+                done = {id(sequence) for sequence, _ in ended}
+                aborted = self._end(scheduler, [s for s in named if id(s) not in done])
+                yield from self._responses(ended)
+                yield from aborted
                 continue
             # Tokens of the steps in flight are not known yet; new steps and their blocks come on top of them.
             left = max((r.sequence.max_length - r.sequence.length for r in runner.rows), default=0)
             steps = max(min(LOOKAHEAD, left - in_flight), 0)
             step = scheduler.schedule(lookahead=max(in_flight + steps, 1))
-            runner.take_out(step.preempted)
+            ended = self._take_out(scheduler, runner, step.preempted)
             if step.copies:
                 runner.cache.copy(step.copies)
+            if len(step.decodes) != len(runner.rows):
+                raise RuntimeError(
+                    f"{len(step.decodes)} sequences are to decode and the runner has {len(runner.rows)} rows: "
+                    f"{scheduler!r}"
+                )
             if step.decodes and steps:
                 runner.decode(steps)
             if step.chunks:
                 runner.prefill(step.chunks)
             scheduler.complete(step)
             in_flight = steps if step.decodes else 0
-            ended = runner.harvest()
-            scheduler.finish_all([sequence for sequence, _ in ended])
-            for sequence, reason in ended:
-                check_finite(sequence.log_probs)
-                yield sequence.response(reason, self.version)
+            harvested = runner.harvest()
+            scheduler.finish_all([sequence for sequence, _ in harvested])
+            yield from self._responses([*ended, *harvested])
         self.stats = {"preemptions": scheduler.preemptions}
         self._session = session
         if runner.refused_graphs:  # and will again: a new session need not try
             self._session_limits = replace(self.limits, enforce_eager=True)
+
+    def _take_out(
+        self, scheduler: Scheduler, runner: DeviceRunner, sequences: list[Sequence]
+    ) -> list[tuple[Sequence, FinishReason]]:
+        """Preempted or aborted sequences leave the device. Those that turn out to have ended are finished."""
+        ended = runner.take_out(sequences)
+        for sequence, _ in ended:
+            scheduler.finish(sequence)
+        return ended
+
+    def _responses(self, ended: list[tuple[Sequence, FinishReason]]) -> Iterator[Response]:
+        for sequence, reason in ended:
+            check_finite(sequence.log_probs)
+            yield sequence.response(reason, self.version)
 
     def _named_by_abort(self, scheduler: Scheduler) -> list[Sequence]:
         """What `abort` has named since the last look; another thread may name more at any time, for the next."""

@@ -26,7 +26,6 @@ class Sequence:
     __slots__ = (
         "arrival",
         "chain",
-        "checked",
         "computed",
         "decoding",
         "key",
@@ -58,9 +57,7 @@ class Sequence:
         self.decoding = False
         """It has drawn a token since its tokens were last computed as a prompt: the runner has it as a row."""
         self.on_device = 0
-        """Tokens made on the device that have not been brought to the host yet."""
-        self.checked = 0
-        """Of those, how many are known not to end the sequence (stop strings are looked for on the host)."""
+        """Tokens made on the device that have not been brought to the host yet; none of those on the host ends it."""
         self.table: list[int] = []
         self.chain: list[int] = []
         self.siblings: list[Sequence] = []

@@ -1,0 +1,219 @@
+"""The device path without tensors: the engine's real loop and the runner's real bookkeeping over a simulated device.
+
+The device knows only what it was sent (tables, rows); every key it reads is compared with the tokens it should have
+been computed from, every token is computed once, and nothing but a row decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from verl.rollout.base import Request, Response
+from verl.rollout.native import Limits, NativeRollout, engine
+from verl.rollout.native.block_manager import BlockManager, Copy
+from verl.rollout.native.device_runner import DeviceRunner
+from verl.rollout.native.scheduler import Chunk, Scheduler
+from verl.rollout.native.sequence import Sequence
+from verl.rollout.noise import mix, sequence_key
+from verl.rollout.requests import Stopper
+from verl.rollout.sampling import Kinds
+
+EOS = 0
+VOCABULARY = 12
+
+
+def draw(key: int, produced: int) -> int:
+    return mix(key + produced) % VOCABULARY
+
+
+def expected(request: Request, sample: int) -> tuple[list[int], str]:
+    """What must come out, by definition: draws until the end token or the longest response."""
+    key = sequence_key(request.seed, request.request_id, sample)
+    tokens: list[int] = []
+    for produced in range(request.sampling.max_tokens):
+        tokens.append(draw(key, produced))
+        if tokens[-1] == EOS and not request.sampling.ignore_eos:
+            return tokens, "stop"
+    return tokens, "length"
+
+
+class SimulatedState:
+    """Stands for `DeviceState`: a list entry per row, a list of drawn tokens per slot."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.rows: list[dict[str, Any]] = []
+        self.slots: dict[int, list[int]] = {}
+
+    def fill(
+        self, start: int, sequences: list[Sequence], stops: list[frozenset[int]], slots: list[int]
+    ) -> None:
+        assert start == len(self.rows)
+        for sequence, stop_ids, slot in zip(sequences, stops, slots, strict=True):
+            self.slots[slot] = []
+            self.rows.append(
+                {
+                    "active": 1,
+                    "slot": slot,
+                    "stops": stop_ids,
+                    "key": sequence.key,
+                    "produced": sequence.produced,
+                    "tokens": list(sequence.tokens),
+                    "longest": sequence.max_length,
+                    "table": [],
+                }
+            )
+
+    def set_tables(self, changed: Iterable[tuple[int, list[int]]], used: int) -> None:
+        for row, table in changed:
+            self.rows[row]["table"] = list(table)
+
+    def keep(self, kept: list[int]) -> None:
+        self.rows = [self.rows[place] for place in kept]
+
+    def look(self, rows: int) -> Any:
+        progress = [(row["active"], len(self.slots[row["slot"]])) for row in self.rows[:rows]]
+
+        class Look:
+            def read(self) -> tuple[list[int], list[int]]:
+                return [active for active, _ in progress], [made for _, made in progress]
+
+        return Look()
+
+    def fetch(
+        self, slots: list[int], starts: list[int], counts: list[int]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        spans = list(zip(slots, starts, counts, strict=True))
+        tokens = [self.slots[slot][start : start + count] for slot, start, count in spans]
+        assert [len(part) for part in tokens] == counts
+        return tokens, [[-1.0] * count for count in counts]
+
+
+class SimulatedRunner(DeviceRunner):
+    """`DeviceRunner` with the model and the tensors left out."""
+
+    def __init__(self, stopper: Stopper, kinds: Kinds, capacity: int, block_size: int) -> None:
+        self.stopper, self.kinds = stopper, kinds
+        self.state: Any = SimulatedState(capacity)
+        self.cache: Any = self
+        self.block_size = block_size
+        self.use_graphs = False
+        self.graph_error = None
+        self.refused_graphs = False
+        self.rows = []
+        self._slots = list(range(capacity))
+        self._look = None
+        self._tables_moved = False
+        self.places: dict[tuple[int, int], tuple[int, ...]] = {}
+        """(block, offset) -> the tokens its keys were computed from."""
+        self.computed: dict[int, int] = {}
+        """For each sequence with blocks, by id: how many of its tokens have been computed."""
+        self.decode_calls: list[tuple[int, int]] = []
+        """(rows, steps) of every call of `decode`."""
+        self.polls = 0
+
+    def copy(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            for offset in range(copy.tokens):
+                self.places[copy.target, offset] = self.places[copy.source, offset]
+
+    def _compute(self, tokens: list[int], table: list[int], start: int, end: int) -> None:
+        for position in range(start, end):
+            place = (table[position // self.block_size], position % self.block_size)
+            self.places[place] = tuple(tokens[: position + 1])
+        for position in range(end):
+            place = (table[position // self.block_size], position % self.block_size)
+            assert self.places[place] == tuple(tokens[: position + 1]), "keys of other tokens were read"
+
+    def prefill(self, chunks: list[Chunk]) -> None:
+        samplers: list[Sequence] = []
+        for chunk in chunks:
+            sequence, end = chunk.sequence, chunk.start + chunk.count
+            assert all(row.sequence is not sequence for row in self.rows), "a row is computed as a prompt"
+            assert self.computed.get(id(sequence), chunk.start) == chunk.start, (
+                "computed twice, or not at all"
+            )
+            self._compute(sequence.tokens, sequence.table, chunk.start, end)
+            self.computed[id(sequence)] = end
+            assert bool(chunk.samplers) == (end == len(sequence.tokens))
+            samplers += chunk.samplers
+            self.computed.update((id(sampler), end) for sampler in chunk.samplers)
+        if samplers:
+            self._join(samplers, None)  # type: ignore[arg-type]
+
+    def _draw(self, logits: Any, start: int, end: int) -> None:
+        for row in self.state.rows[start:end]:
+            if not row["active"]:
+                continue
+            token = draw(row["key"], row["produced"])
+            row["produced"] += 1
+            row["tokens"].append(token)
+            self.state.slots[row["slot"]].append(token)
+            row["active"] = int(token not in row["stops"] and len(row["tokens"]) < row["longest"])
+
+    def decode(self, steps: int) -> None:
+        self.decode_calls.append((len(self.rows), steps))
+        super().decode(steps)
+
+    def _step(self, size: int) -> None:
+        for row, state in zip(self.rows, self.state.rows, strict=True):
+            if state["active"]:
+                position = self.computed[id(row.sequence)]
+                assert position == len(state["tokens"]) - 1
+                self._compute(state["tokens"], state["table"], position, position + 1)
+                self.computed[id(row.sequence)] = position + 1
+        self._draw(None, 0, len(self.rows))
+
+    def take_out(self, sequences: list[Sequence]) -> Any:
+        ended = super().take_out(sequences)
+        for sequence in sequences:
+            self.computed.pop(id(sequence), None)
+        return ended
+
+    def harvest(self) -> Any:
+        self.polls += 1
+        return super().harvest()
+
+
+class SimulatedSession:
+    def __init__(
+        self, requests: list[Request], limits: Limits, stopper: Stopper, blocks: int, block_size: int
+    ):
+        rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.rows, self.blocks = rows, BlockManager(blocks, block_size)
+        kinds = Kinds.of([request.sampling for request in requests])
+        self.runner = SimulatedRunner(stopper, kinds, rows, block_size)
+
+    def scheduler(self, limits: Limits) -> Scheduler:
+        return Scheduler(self.blocks, self.rows, limits.max_num_batched_tokens, self.blocks.num_blocks // 100)
+
+
+def run(
+    requests: list[Request],
+    limits: Limits,
+    blocks: int,
+    block_size: int = 4,
+    most_polls: int = 5000,
+) -> tuple[dict[tuple[str, int], Response], SimulatedRunner, dict[str, int]]:
+    """The responses of the engine's device loop; fails when it takes more than `most_polls` polls."""
+    rollout = NativeRollout(None, None, limits, on_device=True)
+    session = SimulatedSession(requests, limits, Stopper(None, frozenset({EOS})), blocks, block_size)
+    found: dict[tuple[str, int], Response] = {}
+    harvest = session.runner.harvest
+
+    def bounded() -> Any:
+        assert session.runner.polls < most_polls, "the loop does not end"
+        return harvest()
+
+    session.runner.harvest = bounded  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "open_session", lambda *args, **kwargs: session)
+        for response in rollout._run_on_device(None, requests, session.runner.stopper):
+            key = (response.request_id, response.sample)
+            assert key not in found, "answered twice"
+            found[key] = response
+    session.blocks.check([])
+    return found, session.runner, rollout.stats

@@ -1,0 +1,101 @@
+"""The loop of the device path: every sample ends, once, where it should, whatever the lengths, limits and cache."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import simulated_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.rollout import Request, SamplingParams
+from verl.rollout.hf import HFRollout
+from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.native.device_runner import DeviceRunner
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_prompt_cut_shortly_before_its_end_is_computed(left: int) -> None:
+    """One remaining token does not make a prompt a decoding row: nothing would ever compute it."""
+    request = Request("r", list(range(20 + left)), SamplingParams(max_tokens=5, ignore_eos=True))
+    limits = Limits(max_num_batched_tokens=20, max_num_seqs=16)
+    found, _, _ = simulated_device.run([request], limits, blocks=100, most_polls=50)
+    assert found["r", 0].token_ids == simulated_device.expected(request, 0)[0]
+
+
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 10**6),
+    budget=st.integers(1, 40),
+    rows=st.integers(1, 9),
+    spare_blocks=st.integers(0, 30),
+    block_size=st.sampled_from([1, 4, 16]),
+)
+def test_every_sample_ends_where_its_draws_say(
+    seed: int, budget: int, rows: int, spare_blocks: int, block_size: int
+) -> None:
+    rng = random.Random(seed)
+    opening = [rng.randrange(3) for _ in range(rng.choice([0, 5, 16, 17]))]
+    requests = []
+    for index in range(rng.randint(1, 12)):
+        prompt = opening + [rng.randrange(3) for _ in range(rng.randint(1, 45))]
+        sampling = SamplingParams(max_tokens=rng.randint(1, 30), ignore_eos=rng.random() < 0.3)
+        requests.append(Request(f"q{index}", prompt, sampling, n=rng.choice([1, 1, 2, 5]), seed=seed))
+    longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
+    limits = Limits(max_num_batched_tokens=budget, max_num_seqs=rows)
+    blocks = -(-longest // block_size) + spare_blocks
+    found, _, _ = simulated_device.run(requests, limits, blocks, block_size)
+    assert {key: (r.token_ids, r.finish_reason) for key, r in found.items()} == {
+        (r.request_id, sample): simulated_device.expected(r, sample)
+        for r in requests
+        for sample in range(r.n)
+    }
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_a_small_cache_gives_what_the_reference_engine_gives(seed: int, tiny: Any) -> None:
+    """End tokens every few tokens and preemptions all along: a sample that has ended is never continued."""
+    model = tiny("llama", vocab_size=24, num_hidden_layers=1)
+    model.generation_config.eos_token_id = [2, 3]
+    rng = random.Random(seed)
+    opening = [rng.randrange(24) for _ in range(rng.choice([0, 16]))]
+    requests = [
+        Request(
+            f"q{index}",
+            opening + [rng.randrange(24) for _ in range(rng.randint(1, 20))],
+            SamplingParams(max_tokens=rng.randint(1, 20)),
+            n=rng.choice([1, 2, 4]),
+            seed=seed,
+        )
+        for index in range(9)
+    ]
+    longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
+    budget = rng.choice([17, 64])
+    limits = Limits(max_num_batched_tokens=budget, max_num_seqs=8, cache_tokens=longest + 16)
+    engine = NativeRollout(model, None, limits, on_device=True)
+    ours = {(r.request_id, r.sample): r for r in engine.generate(requests)}
+    theirs = {(r.request_id, r.sample): r for r in HFRollout(model, None).generate(requests)}
+    assert engine.stats["preemptions"] > 5
+    assert {k: (r.token_ids, r.finish_reason) for k, r in ours.items()} == {
+        k: (r.token_ids, r.finish_reason) for k, r in theirs.items()
+    }
+
+
+def test_an_aborted_sample_that_has_ended_says_how(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end was drawn on the device and no poll has told of it yet: it is finished, not cut off."""
+    engine = NativeRollout(tiny("llama"), None, Limits(), on_device=True)
+    harvest = DeviceRunner.harvest
+
+    def then_abort(runner: DeviceRunner) -> Any:
+        engine.abort()
+        return harvest(runner)
+
+    monkeypatch.setattr(DeviceRunner, "harvest", then_abort)
+    requests = [
+        Request("short", [5, 6], SamplingParams(max_tokens=1, ignore_eos=True)),
+        Request("long", [5, 6], SamplingParams(max_tokens=400, ignore_eos=True)),
+    ]
+    found = {r.request_id: (r.finish_reason, len(r.token_ids)) for r in engine.generate(requests)}
+    assert found == {"short": ("length", 1), "long": ("abort", 1)}
