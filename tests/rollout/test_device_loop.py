@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.native.device_runner import DeviceRunner
+from verl.rollout.native.device_runner import DeviceRunner, ladder_size
+from verl.rollout.native.engine import PROMPT_PASSES
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
@@ -99,3 +101,34 @@ def test_an_aborted_sample_that_has_ended_says_how(tiny: Any, monkeypatch: pytes
     ]
     found = {r.request_id: (r.finish_reason, len(r.token_ids)) for r in engine.generate(requests)}
     assert found == {"short": ("length", 1), "long": ("abort", 1)}
+
+
+def test_free_rows_are_filled_before_anything_decodes() -> None:
+    """Prompts that take a pass each: eight rows would otherwise wait for seven bursts of decode steps."""
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+    requests = [Request(str(i), [i + 1] * 20, sampling) for i in range(8)]
+    limits = Limits(max_num_batched_tokens=24, max_num_seqs=8)
+    _, runner, _ = simulated_device.run(requests, limits, blocks=200)
+    assert {rows for rows, _ in runner.decode_calls} == {8}, "decode steps of a part of the rows"
+    assert sum(steps for _, steps in runner.decode_calls) == 29
+
+
+def test_running_rows_wait_for_a_bounded_number_of_prompt_passes() -> None:
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = [Request(str(i), [i + 1] * 20, sampling) for i in range(30)]
+    limits = Limits(max_num_batched_tokens=50, max_num_seqs=30)
+    _, runner, _ = simulated_device.run(requests, limits, blocks=2000)
+    rows = [rows for rows, _ in runner.decode_calls]
+    # A pass of 50 tokens holds two prompts and a half; a row was waiting for no more than PROMPT_PASSES of them.
+    assert rows[0] == 50 * PROMPT_PASSES // 20
+    assert all(later - earlier <= rows[0] for earlier, later in itertools.pairwise(rows))
+    assert max(rows) == 30
+
+
+def test_batch_sizes_waste_little_and_are_few() -> None:
+    sizes = [ladder_size(rows, 1 << 30) for rows in range(1, 5000)]
+    assert sizes == sorted(sizes) and all(size >= rows for rows, size in enumerate(sizes, 1))
+    assert all(size - rows < 32 for rows, size in enumerate(sizes[:2048], 1))
+    assert all(3 * (size - rows) <= rows for rows, size in enumerate(sizes, 1))
+    assert len(set(sizes[:1024])) <= 52 and len(set(sizes)) <= 130
+    assert ladder_size(1000, 990) == 990

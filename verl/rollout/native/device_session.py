@@ -32,8 +32,10 @@ from verl.rollout.sampling import Kinds
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
-LOOKAHEAD = 16
-"""Decode steps between two looks of the host."""
+LOOKAHEAD = 4
+"""Decode steps between two looks of the host. A row that has ended runs on for up to twice as many; the host's work for
+a look is hidden behind the steps in flight. (4 instead of 16, with the finer batch sizes of `ladder_size`: +5 % tokens
+per second for a 7B model, +1 % for 135M, on one H200.)"""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from verl.rollout.native.device_session import LOOKAHEAD, DeviceSession, open_se
 from verl.rollout.native.kv_cache import PageCache, free_host_memory, token_bytes
 from verl.rollout.native.limits import Limits
 from verl.rollout.native.runner import CPURunner
-from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.native.scheduler import Scheduler, Step
 from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
 from verl.rollout.sampling import Kinds
@@ -33,6 +33,11 @@ from verl.rollout.source import causal_lm, generation_mode, whole_module
 log = logging.getLogger(__name__)
 
 GRANULE = 16
+
+PROMPT_PASSES = 8
+"""At most so many prompt passes run between two bursts of decode steps. While rows are free and prompts wait they
+follow each other, since a decode step of a few rows takes nearly as long as one of many; running rows, and an abort,
+wait for no more than these."""
 
 
 class NativeRollout(RolloutEngine):
@@ -171,9 +176,7 @@ class NativeRollout(RolloutEngine):
             left = max((r.sequence.max_length - r.sequence.length for r in runner.rows), default=0)
             steps = max(min(LOOKAHEAD, left - in_flight), 0)
             step = scheduler.schedule(lookahead=max(in_flight + steps, 1))
-            ended = self._take_out(scheduler, runner, step.preempted)
-            if step.copies:
-                runner.cache.copy(step.copies)
+            ended = self._make_room(scheduler, runner, step)
             if len(step.decodes) != len(runner.rows):
                 raise RuntimeError(
                     f"{len(step.decodes)} sequences are to decode and the runner has {len(runner.rows)} rows: "
@@ -181,10 +184,14 @@ class NativeRollout(RolloutEngine):
                 )
             if step.decodes and steps:
                 runner.decode(steps)
-            if step.chunks:
-                runner.prefill(step.chunks)
-            scheduler.complete(step)
             in_flight = steps if step.decodes else 0
+            for _ in range(PROMPT_PASSES - 1):
+                if not step.chunks or step.preempted:
+                    break
+                self._prefill(scheduler, runner, step)
+                step = scheduler.schedule(lookahead=0)
+                ended += self._make_room(scheduler, runner, step)
+            self._prefill(scheduler, runner, step)
             harvested = runner.harvest()
             scheduler.finish_all([sequence for sequence, _ in harvested])
             yield from self._responses([*ended, *harvested])
@@ -192,6 +199,20 @@ class NativeRollout(RolloutEngine):
         self._session = session
         if runner.refused_graphs:  # and will again: a new session need not try
             self._session_limits = replace(self.limits, enforce_eager=True)
+
+    def _make_room(
+        self, scheduler: Scheduler, runner: DeviceRunner, step: Step
+    ) -> list[tuple[Sequence, FinishReason]]:
+        """What comes before a step: preempted sequences leave the device, blocks are copied. Returns what had ended."""
+        ended = self._take_out(scheduler, runner, step.preempted)
+        if step.copies:
+            runner.cache.copy(step.copies)
+        return ended
+
+    def _prefill(self, scheduler: Scheduler, runner: DeviceRunner, step: Step) -> None:
+        if step.chunks:
+            runner.prefill(step.chunks)
+        scheduler.complete(step)
 
     def _take_out(
         self, scheduler: Scheduler, runner: DeviceRunner, sequences: list[Sequence]

@@ -77,9 +77,10 @@ class Scheduler:
         self.waiting.extend(sequences)
 
     def schedule(self, lookahead: int = 1) -> Step:
-        """The next step; decoding sequences get room for `lookahead` more tokens."""
+        """The next step; decoding sequences get room for `lookahead` more tokens. 0: a step of prompts alone, which is
+        empty when none can be computed."""
         step = Step()
-        served = list(self.running)
+        served = [sequence for sequence in self.running if lookahead or not sequence.decoding]
         decoding = sum(sequence.decoding for sequence in served)
         spare = self.max_batched_tokens - min(decoding, self.max_batched_tokens)
         budget = self.max_batched_tokens - spare
@@ -92,7 +93,7 @@ class Scheduler:
                 spare -= self._serve(sequence, spare, lookahead, step)
         if not step.preempted:
             self._admit(spare, step)
-        if not (step.chunks or step.decodes or step.preempted or self.idle):
+        if lookahead and not (step.chunks or step.decodes or step.preempted or self.idle):
             raise RuntimeError(f"the scheduler has nothing to run although sequences are left: {self!r}")
         return step
 
