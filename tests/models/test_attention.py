@@ -96,7 +96,7 @@ def test_both_signatures_of_the_varlen_kernel_are_served(monkeypatch, kernel):
     import torch.nn.attention.varlen as module
 
     monkeypatch.setattr(module, "varlen_attn", kernel)
-    attention._varlen_kernel.cache_clear()
+    attention.varlen_kernel.cache_clear()
     try:
         lengths = [5, 1, 6]
         q, k, v = make(lengths)
@@ -106,4 +106,4 @@ def test_both_signatures_of_the_varlen_kernel_are_served(monkeypatch, kernel):
             out = packed.attend(None, q, k, v, sliding_window=3)
             torch.testing.assert_close(out, dense(q, k, v, lengths, window=3))
     finally:
-        attention._varlen_kernel.cache_clear()
+        attention.varlen_kernel.cache_clear()

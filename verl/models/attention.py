@@ -181,7 +181,7 @@ class PackedAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
     ) -> torch.Tensor:
         longest = max(self.lengths)
-        kernel = _varlen_kernel()
+        kernel = varlen_kernel()
         out = kernel(
             q[0].transpose(0, 1),
             k[0].transpose(0, 1),
@@ -203,8 +203,8 @@ class PackedAttention:
         softcap: float | None,
     ) -> torch.Tensor:
         mask = self._flex_mask(window, q.device)
-        score_mod = _softcap_mod(float(softcap)) if softcap is not None else None
-        out = _compiled_flex()(
+        score_mod = softcap_mod(float(softcap)) if softcap is not None else None
+        out = compiled_flex()(
             q, k, v, score_mod=score_mod, block_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2)
@@ -278,14 +278,10 @@ def _softcapped_attention(
     return torch.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
 
-VarlenKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, "float | None", "int | None"], torch.Tensor
-]
-
-
 @lru_cache(maxsize=1)
-def _varlen_kernel() -> VarlenKernel:
-    """torch's varlen attention, whose signature has grown between releases, behind one call of ours."""
+def varlen_kernel() -> Callable[..., torch.Tensor]:
+    """torch's varlen attention, whose signature has grown between releases, behind one call of ours: causal, each
+    sequence's last query seeing its last key (`keys` gives the bounds of the keys where they differ)."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
@@ -298,6 +294,7 @@ def _varlen_kernel() -> VarlenKernel:
         longest: int,
         scaling: float | None,
         window: int | None,
+        keys: tuple[torch.Tensor, int] | None = None,
     ) -> torch.Tensor:
         options: dict[str, Any] = {}
         if window is None and "is_causal" in known:
@@ -314,21 +311,22 @@ def _varlen_kernel() -> VarlenKernel:
             q = q * (scaling * q.shape[-1] ** 0.5)
         if q.shape[1] != k.shape[1] and "enable_gqa" in known:
             options["enable_gqa"] = True  # earlier releases group heads without being told
-        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        cu_keys, longest_keys = keys or (cu_seqlens, longest)
+        out = varlen_attn(q, k, v, cu_seqlens, cu_keys, longest, longest_keys, **options)
         return cast(torch.Tensor, out)
 
     return kernel
 
 
 @lru_cache(maxsize=1)
-def _compiled_flex() -> Callable[..., torch.Tensor]:
+def compiled_flex() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)
 
 
 @lru_cache(maxsize=8)
-def _softcap_mod(softcap: float) -> Callable[..., torch.Tensor]:
+def softcap_mod(softcap: float) -> Callable[..., torch.Tensor]:
     def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         return torch.tanh(score / softcap) * softcap
 

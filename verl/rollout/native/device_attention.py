@@ -1,39 +1,46 @@
 """Attention contexts of the "verl" implementation over a device's cache: prompts, and decoding generic models.
 
-What always holds: keys and values are written before they are read, so prompts of one step may share blocks;
-no call waits for the device.
+Keys and values are written before they are read, so prompts of one step may share blocks; no call waits for the device.
+The number of kernels a layer launches does not grow with the number of prompts.
 
-Shapes: N tokens of the step, H query heads, K key/value heads, D head size.
+Shapes: N tokens of the step, T cached tokens read by it, P prompts, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from verl.models.attention import PackedAttention
+from verl.models.attention import PackedAttention, compiled_flex, softcap_mod, varlen_kernel
 from verl.rollout.native.attention import dot_product_attention
 from verl.rollout.native.device_cache import DeviceCache
 from verl.rollout.native.fused import DecodeInputs
 from verl.rollout.native.ops import Ops, decode_slots
 
+Send = Callable[[torch.Tensor], torch.Tensor]
+"""Brings a tensor to the device without waiting for it."""
+
 
 @dataclass
 class PromptAttention:
-    """Chunks of prompts laid end to end: chunk i has `counts[i]` new tokens at the end of `lengths[i]` cached ones.
-
-    `context_slots` are the cache places of all those cached tokens, chunk after chunk; None when every chunk
-    starts its sequence, so that the new keys are all there is to read."""
+    """Chunks of prompts laid end to end. `slots` are the cache places of their tokens; `context_slots` those of all
+    tokens they read, None when every chunk starts its sequence, so that the new keys are all there is to read."""
 
     ops: Ops
     cache: DeviceCache
     slots: torch.Tensor
-    counts: list[int]
-    lengths: list[int]
     context_slots: torch.Tensor | None
-    fresh: PackedAttention
+    inner: PackedAttention | ContinuedAttention
+
+    def __post_init__(self) -> None:
+        size = self.cache.block_size
+        slots = self.context_slots
+        self._context = None if slots is None else (slots // size, slots % size)
 
     def attend(
         self,
@@ -48,28 +55,165 @@ class PromptAttention:
     ) -> torch.Tensor:
         keys, values = self.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
         self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), keys, values, self.slots)
-        if self.context_slots is None:
-            return self.fresh.attend(
-                module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-            )
-        block, place = self.context_slots // self.cache.block_size, self.context_slots % self.cache.block_size
-        k_all = keys[block, :, place].split(self.lengths)
-        v_all = values[block, :, place].split(self.lengths)
+        if self._context is not None:
+            block, place = self._context
+            k, v = (x[block, :, place].transpose(0, 1)[None] for x in (keys, values))
+        return self.inner.attend(
+            module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        )
+
+
+class ContinuedAttention:
+    """Attention of chunks whose sequences began earlier: the queries of chunk i are the last `counts[i]` of its
+    `lengths[i]` tokens, its keys are all of them. What the layers share is made by the first that needs it."""
+
+    def __init__(self, counts: list[int], lengths: list[int], send: Send) -> None:
+        self.counts, self.lengths = np.array(counts), np.array(lengths)
+        self._send = send
+        self._ends_q, self._ends_k = self.counts.cumsum(), self.lengths.cumsum()
+        self._bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._flex_masks: dict[int | None, Any] = {}
+        self._batches: list[_PaddedBatch] | None = None
+        self._order_N: torch.Tensor | None = None
+
+    def attend(
+        self,
+        module: nn.Module | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        if sliding_window is not None and sliding_window >= self.lengths.max():
+            sliding_window = None
+        if q.is_cuda and softcap is not None:
+            return self._flex(q, k, v, scaling, sliding_window, softcap)
+        if q.is_cuda and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= 256:
+            return self._varlen(q, k, v, scaling, sliding_window)
+        return self._padded(q, k, v, scaling, sliding_window, softcap)
+
+    def _varlen(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
+    ) -> torch.Tensor:
+        """One call of the flash kernel. Its causal mask is aligned to the end: the last query sees the last key."""
+        if self._bounds is None:
+            ends = np.stack([self._ends_q, self._ends_k]).astype(np.int32)
+            cu_q, cu_k = self._send(torch.from_numpy(np.pad(ends, ((0, 0), (1, 0)))))
+            self._bounds = cu_q, cu_k
+        q_NHD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
+        most_q, most_k = int(self.counts.max()), int(self.lengths.max())
+        cu_q, cu_k = self._bounds
+        return varlen_kernel()(q_NHD, k_TKD, v_TKD, cu_q, most_q, scaling, window, (cu_k, most_k))[None]
+
+    def _flex(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float,
+    ) -> torch.Tensor:
+        """Capped scores, which the flash kernel lacks."""
+        if window not in self._flex_masks:
+            self._flex_masks[window] = self._flex_mask(window, q.device)
+        out = compiled_flex()(
+            q,
+            k,
+            v,
+            score_mod=softcap_mod(float(softcap)),
+            block_mask=self._flex_masks[window],
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return out.transpose(1, 2)
+
+    def _flex_mask(self, window: int | None, device: torch.device) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        # The first key of each query's sequence, and its own key.
+        first = np.repeat(self._ends_k - self.lengths, self.counts)
+        own = np.repeat(self._ends_k - self._ends_q, self.counts) + np.arange(self._ends_q[-1])
+        first_N, own_N = self._send(torch.from_numpy(np.stack([first, own])))
+
+        def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+            seen = (j >= first_N[i]) & (j <= own_N[i])
+            return seen if window is None else seen & (own_N[i] - j < window)
+
+        return create_block_mask(
+            causal, None, None, int(self._ends_q[-1]), int(self._ends_k[-1]), device=device
+        )
+
+    def _padded(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Dense attention over padded batches, where the flash kernel cannot serve (float32, or no GPU)."""
+        if self._batches is None or self._order_N is None:
+            self._batches, self._order_N = self._make_batches()
+        parts = [batch.attend(q, k, v, scaling, window, softcap) for batch in self._batches]
+        return torch.cat(parts).index_select(0, self._order_N)[None]
+
+    def _make_batches(self) -> tuple[list[_PaddedBatch], torch.Tensor]:
+        """Chunks whose counts have one power of two above them make a batch, so that padding at most doubles the
+        queries. Beside the batches: where each token is found in their outputs laid end to end."""
+        order = np.zeros(self._ends_q[-1], dtype=np.int64)
+        batches, base = [], 0
+        powers = np.array([int(count - 1).bit_length() for count in self.counts])
+        for power in np.unique(powers):
+            chunks = (powers == power).nonzero()[0]
+            counts, lengths = self.counts[chunks, None], self.lengths[chunks, None]
+            column_q, column_k = np.arange(counts.max()), np.arange(lengths.max())
+            # A padded query repeats the last one of its chunk, a padded key lies behind every query.
+            column = np.minimum(column_q, counts - 1)
+            place_q = self._ends_q[chunks, None] - counts + column
+            place_k = self._ends_k[chunks, None] - lengths + np.minimum(column_k, lengths - 1)
+            order[place_q] = base + np.arange(len(chunks))[:, None] * len(column_q) + column
+            base += place_q.size
+            positions = lengths - counts + column
+            places = (self._send(torch.from_numpy(x)) for x in (place_q, place_k, positions))
+            batches.append(_PaddedBatch(next(places), next(places), next(places)))
+        return batches, self._send(torch.from_numpy(order))
+
+
+@dataclass
+class _PaddedBatch:
+    """P chunks as a batch of A queries and B keys each: where these are, and the queries' positions."""
+
+    queries_PA: torch.Tensor
+    keys_PB: torch.Tensor
+    positions_PA: torch.Tensor
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """[P * A, H, D]."""
+        if window not in self._masks:
+            places = torch.arange(self.keys_PB.shape[1], device=q.device)
+            behind_PAB = self.positions_PA[:, :, None] - places
+            seen_PAB = behind_PAB >= 0 if window is None else (behind_PAB >= 0) & (behind_PAB < window)
+            mask = torch.zeros(seen_PAB.shape, dtype=q.dtype, device=q.device)
+            self._masks[window] = mask.masked_fill_(~seen_PAB, float("-inf"))[:, None]
         groups = q.shape[1] // k.shape[1]
-        out = []
-        for q_i, k_i, v_i in zip(q[0].split(self.counts, dim=1), k_all, v_all, strict=True):
-            count, length = q_i.shape[1], k_i.shape[0]
-            first = length - count
-            behind = torch.arange(first, length, device=q.device)[:, None] - torch.arange(
-                length, device=q.device
-            )
-            seen = behind >= 0 if sliding_window is None else (behind >= 0) & (behind < sliding_window)
-            mask = torch.zeros(count, length, dtype=q.dtype, device=q.device).masked_fill_(
-                ~seen, float("-inf")
-            )
-            k_h, v_h = (x.transpose(0, 1).repeat_interleave(groups, 0)[None] for x in (k_i, v_i))
-            out.append(dot_product_attention(q_i[None], k_h, v_h, mask, scaling, softcap)[0].transpose(0, 1))
-        return torch.cat(out)[None]
+        q_PHAD = q[0][:, self.queries_PA].transpose(0, 1)
+        k_PHBD, v_PHBD = (x[0][:, self.keys_PB].transpose(0, 1).repeat_interleave(groups, 1) for x in (k, v))
+        out = dot_product_attention(q_PHAD, k_PHBD, v_PHBD, self._masks[window], scaling, softcap)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass
@@ -79,6 +223,12 @@ class DecodeAttention:
     ops: Ops
     cache: DeviceCache
     inputs: DecodeInputs
+
+    def __post_init__(self) -> None:
+        state, cache = self.inputs, self.cache
+        self._slots = decode_slots(
+            state.table, state.positions, state.active, cache.block_size, cache.blocks + 1
+        )
 
     def attend(
         self,
@@ -93,10 +243,7 @@ class DecodeAttention:
     ) -> torch.Tensor:
         keys, values = self.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
         state = self.inputs
-        slots = decode_slots(
-            state.table, state.positions, state.active, self.cache.block_size, self.cache.blocks + 1
-        )
-        self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), keys, values, slots)
+        self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), keys, values, self._slots)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         return self.ops.decode_attention(
             q[0].transpose(0, 1).contiguous(),

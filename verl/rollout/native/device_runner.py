@@ -16,13 +16,14 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.errors import ConfigError
 from verl.models.attention import PackedAttention
 from verl.rollout.base import FinishReason
 from verl.rollout.native.backbone import Backbone
-from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
+from verl.rollout.native.device_attention import ContinuedAttention, DecodeAttention, PromptAttention
 from verl.rollout.native.device_cache import DeviceCache
 from verl.rollout.native.device_state import DeviceState, Look
 from verl.rollout.native.fused import DecodeInputs, FusedDecoder
@@ -119,30 +120,31 @@ class DeviceRunner:
         size, send = self.cache.block_size, self.state.send
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
-        context: list[int] = []
+        slots: list[np.ndarray] = []
+        context: list[np.ndarray] = []
         last: list[int] = []
         samplers: list[Sequence] = []
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.count
             ids += sequence.tokens[chunk.start : end]
             positions += range(chunk.start, end)
-            places = [block * size + offset for block in sequence.table for offset in range(size)][:end]
-            slots += places[chunk.start :]
-            context += places
+            blocks = np.array(sequence.table[: -(-end // size)], dtype=np.int64)
+            places = (blocks[:, None] * size + np.arange(size)).ravel()[:end]
+            slots.append(places[chunk.start :])
+            context.append(places)
             last += [len(ids) - 1] * len(chunk.samplers)
             samplers += chunk.samplers
         counts = [chunk.count for chunk in chunks]
-        fresh = all(chunk.start == 0 for chunk in chunks)
-        attention = PromptAttention(
-            self.ops,
-            self.cache,
-            send(torch.tensor(slots)),
-            counts,
-            [chunk.start + chunk.count for chunk in chunks],
-            None if fresh else send(torch.tensor(context)),
-            PackedAttention.from_lengths(counts, self.state.device),
-        )
+        if all(chunk.start == 0 for chunk in chunks):
+            inner: PackedAttention | ContinuedAttention = PackedAttention.from_lengths(
+                counts, self.state.device
+            )
+            context_slots = None
+        else:
+            inner = ContinuedAttention(counts, [chunk.start + chunk.count for chunk in chunks], send)
+            context_slots = send(torch.from_numpy(np.concatenate(context)))
+        new_slots = send(torch.from_numpy(np.concatenate(slots)))
+        attention = PromptAttention(self.ops, self.cache, new_slots, context_slots, inner)
         hidden = self.backbone.hidden(send(torch.tensor(ids)), send(torch.tensor(positions)), attention)
         if samplers:
             self._join(samplers, self.backbone.logits(hidden.index_select(0, send(torch.tensor(last)))))

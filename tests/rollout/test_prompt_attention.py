@@ -1,0 +1,174 @@
+"""Prompts whose beginning is cached: every way to compute them equals plain attention, with a fixed number of calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl.rollout.native import device_attention
+from verl.rollout.native.device_attention import ContinuedAttention, DecodeAttention, PromptAttention
+from verl.rollout.native.ops import TorchOps
+
+HEADS, KV, DIM = 4, 2, 8
+
+
+def tensors(counts: list[int], lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, HEADS, sum(counts), DIM, generator=generator)
+    k, v = (torch.randn(1, KV, sum(lengths), DIM, generator=generator) for _ in range(2))
+    return q, k, v
+
+
+def by_definition(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    counts: list[int],
+    lengths: list[int],
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Token by token: the keys of its own sequence up to its own, within the window."""
+    out = []
+    first_q = first_k = 0
+    for count, length in zip(counts, lengths, strict=True):
+        for at in range(count):
+            end = length - count + at + 1
+            start = max(end - window, 0) if window else 0
+            keys, values = (
+                x[0, :, first_k + start : first_k + end].repeat_interleave(HEADS // KV, 0) for x in (k, v)
+            )
+            scores = (q[0, :, first_q + at, None] * keys).sum(-1) * (scaling or DIM**-0.5)
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            out.append((scores.softmax(-1)[..., None] * values).sum(1))
+        first_q, first_k = first_q + count, first_k + length
+    return torch.stack(out)[None]
+
+
+def flash_like(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    longest_q: int,
+    scaling: float | None,
+    window: int | None,
+    keys: tuple[torch.Tensor, int],
+) -> torch.Tensor:
+    """What torch documents of its varlen kernel (which needs a GPU): a causal mask aligned to the end."""
+    counts, lengths = cu_q.diff().tolist(), keys[0].diff().tolist()
+    assert (cu_q.dtype, keys[0].dtype, cu_q[0], keys[0][0]) == (torch.int32, torch.int32, 0, 0)
+    assert (longest_q, keys[1]) == (max(counts), max(lengths))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return by_definition(q, k, v, counts, lengths, scaling, window, None)[0]
+
+
+CHUNKS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6)
+
+
+@settings(max_examples=60)
+@given(chunks=CHUNKS, window=st.sampled_from([None, 1, 3, 40]), softcap=st.sampled_from([None, 2.0]))
+def test_padded_batches_equal_plain_attention(
+    chunks: list[tuple[int, int]], window: int | None, softcap: float | None
+) -> None:
+    counts, lengths = [c for c, _ in chunks], [c + before for c, before in chunks]
+    q, k, v = tensors(counts, lengths)
+    ours = ContinuedAttention(counts, lengths, lambda x: x)
+    wanted = by_definition(q, k, v, counts, lengths, 0.3, window, softcap)
+    for _ in range(2):  # the second layer uses what the first has made
+        found = ours.attend(None, q, k, v, scaling=0.3, sliding_window=window, softcap=softcap)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_flash_kernel_is_given_queries_and_keys_of_their_own_lengths(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, lengths = [3, 1, 5], [9, 14, 5]
+    q, k, v = tensors(counts, lengths)
+    monkeypatch.setattr(device_attention, "varlen_kernel", lambda: flash_like)
+    found = ContinuedAttention(counts, lengths, lambda x: x)._varlen(q, k, v, 0.3, window)
+    torch.testing.assert_close(found, by_definition(q, k, v, counts, lengths, 0.3, window, None))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_attention_is_given_the_right_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    counts, lengths = [3, 1, 5], [9, 14, 5]
+    q, k, v = tensors(counts, lengths)
+    monkeypatch.setattr(device_attention, "compiled_flex", lambda: flex_attention)
+    found = ContinuedAttention(counts, lengths, lambda x: x)._flex(q, k, v, 0.3, window, 2.0)
+    torch.testing.assert_close(found, by_definition(q, k, v, counts, lengths, 0.3, window, 2.0))
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def calls_of_a_layer(prompts: int, flash: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """ATen calls of the second layer of a prompt pass, in which every prompt shares its first 16 tokens."""
+    counts, lengths = [10] * prompts, [26] * prompts
+    q, k, v = tensors(counts, counts)
+    layers = [tuple(torch.zeros(2, 2 * prompts, KV, 16, DIM)) for _ in range(2)]
+    cache: Any = SimpleNamespace(block_size=16, layers=layers)
+    inner = ContinuedAttention(counts, lengths, lambda x: x)
+    kernel_calls: list[int] = []
+    if flash:
+
+        def kernel(q: torch.Tensor, *args: Any) -> torch.Tensor:
+            kernel_calls.append(1)
+            return torch.empty_like(q)
+
+        monkeypatch.setattr(device_attention, "varlen_kernel", lambda: kernel)
+        monkeypatch.setattr(inner, "_padded", lambda *args: inner._varlen(*args[:5]))
+    context = PromptAttention(TorchOps(), cache, torch.arange(sum(counts)), torch.arange(sum(lengths)), inner)
+    context.attend(SimpleNamespace(layer_idx=0), q, k, v)  # type: ignore[arg-type]
+    with Calls() as calls:
+        context.attend(SimpleNamespace(layer_idx=1), q, k, v)  # type: ignore[arg-type]
+    assert len(kernel_calls) == 2 * flash, "one kernel for each layer"
+    return calls.count
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_layer_makes_as_many_calls_for_many_prompts_as_for_few(
+    flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, many = (calls_of_a_layer(prompts, flash, monkeypatch) for prompts in (2, 32))
+    assert many == few < 60
+
+
+def test_a_decode_step_computes_its_cache_slots_once(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.rollout import Request, SamplingParams
+    from verl.rollout.native import Limits, NativeRollout
+
+    slots, made, used = device_attention.decode_slots, [], []
+    attend = DecodeAttention.attend
+
+    def counting(*args: Any) -> torch.Tensor:
+        made.append(1)
+        return slots(*args)
+
+    def noting(self: DecodeAttention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        used.append(1)
+        return attend(self, *args, **kwargs)
+
+    monkeypatch.setattr(device_attention, "decode_slots", counting)
+    monkeypatch.setattr(DecodeAttention, "attend", noting)
+    engine = NativeRollout(tiny("gemma"), None, Limits(), on_device=True)
+    list(engine.generate([Request("a", [5, 6], SamplingParams(max_tokens=4, ignore_eos=True))]))
+    assert len(made) == 3 and len(used) == 2 * len(made), "two layers, three decode steps"
