@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
-
 from verl.rollout.base import Request, Response
-from verl.rollout.native import Limits, NativeRollout, engine
+from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.native.block_manager import BlockManager, Copy
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.scheduler import Chunk, Scheduler
@@ -102,7 +100,6 @@ class SimulatedRunner(DeviceRunner):
         self.block_size = block_size
         self.use_graphs = False
         self.graph_error = None
-        self.refused_graphs = False
         self.rows = []
         self._slots = list(range(capacity))
         self._look = None
@@ -209,11 +206,9 @@ def run(
         return harvest()
 
     session.runner.harvest = bounded  # type: ignore[method-assign]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "open_session", lambda *args, **kwargs: session)
-        for response in rollout._run_on_device(None, requests, session.runner.stopper):
-            key = (response.request_id, response.sample)
-            assert key not in found, "answered twice"
-            found[key] = response
+    for response in rollout._serve(session, requests):  # type: ignore[arg-type]
+        key = (response.request_id, response.sample)
+        assert key not in found, "answered twice"
+        found[key] = response
     session.blocks.check([])
     return found, session.runner, rollout.stats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -76,47 +75,6 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(tiny: Callable[..., A
     (cut,) = engine.generate([Request("a", [5, 6], stopped)])
     assert cut.token_ids == whole.token_ids[: first + 1]
     assert (cut.finish_reason, len(cut.log_probs)) == ("stop", first + 1)
-
-
-def test_a_step_that_cannot_be_captured_runs_one_by_one_with_one_notice(
-    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from verl.rollout.native.device_runner import DeviceRunner
-
-    tried: list[int] = []
-    made = DeviceRunner.__init__
-
-    def with_graphs(self: DeviceRunner, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        self.use_graphs = not limits_seen[-1].enforce_eager
-
-    def capture(self: DeviceRunner, size: int) -> None:
-        tried.append(size)
-        raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
-
-    limits_seen: list[Limits] = []
-    from verl.rollout.native import device_session
-
-    session_init = device_session.DeviceSession.__init__
-
-    def noting(self: Any, model: Any, sizes: Any, limits: Limits, *args: Any) -> None:
-        limits_seen.append(limits)
-        session_init(self, model, sizes, limits, *args)
-
-    monkeypatch.setattr(device_session.DeviceSession, "__init__", noting)
-    monkeypatch.setattr(DeviceRunner, "__init__", with_graphs)
-    monkeypatch.setattr(DeviceRunner, "_capture", capture)
-    model = tiny("llama")
-    asked = [Request(str(i), [5 + i, 6], SamplingParams(max_tokens=9, temperature=0)) for i in range(3)]
-    engine = NativeRollout(model, None, Limits(), on_device=True)
-    with caplog.at_level(logging.WARNING):
-        ours = {r.request_id: r.token_ids for r in engine.generate(asked)}
-        engine.close()
-        again = {r.request_id: r.token_ids for r in engine.generate(asked)}
-    plain = NativeRollout(model, None, Limits(), on_device=False)
-    assert ours == again == {r.request_id: r.token_ids for r in plain.generate(asked)}
-    assert len(tried) == 1
-    assert sum("cannot be captured" in record.message for record in caplog.records) == 1
 
 
 def test_limits_bound_rows_and_blocks() -> None:

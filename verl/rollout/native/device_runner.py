@@ -12,7 +12,6 @@ device something on the way), the same code runs step by step.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from verl.errors import ConfigError
 from verl.models.attention import PackedAttention
 from verl.rollout.base import FinishReason
 from verl.rollout.native.backbone import Backbone
+from verl.rollout.native.cuda_graphs import GraphRecorder
 from verl.rollout.native.device_attention import ContinuedAttention, DecodeAttention, PromptAttention
 from verl.rollout.native.device_cache import DeviceCache
 from verl.rollout.native.device_state import DeviceState, Look
@@ -32,8 +32,6 @@ from verl.rollout.native.scheduler import Chunk
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.requests import Stopper
 from verl.rollout.sampling import Kinds, sample
-
-log = logging.getLogger(__name__)
 
 
 def ladder_size(rows: int, capacity: int) -> int:
@@ -91,20 +89,23 @@ class DeviceRunner:
         self.stopper = stopper
         self.kinds = kinds
         self.use_graphs = graphs
-        self.refused_graphs = False
+        self.graph_error: str | None = None
+        """Why the step cannot be captured, where it cannot."""
         self.vocab = int(model.get_input_embeddings().num_embeddings)
         self.rows: list[Row] = []
         self._slots = list(range(state.capacity))
         """Those that are free."""
         self._look: tuple[list[Row], Look] | None = None
         self._tables_moved = False
-        self._graphs: dict[tuple[int, Kinds], torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None
+        self._graphs: dict[tuple[int, Kinds | None], torch.cuda.CUDAGraph] = {}
+        self._recorder: GraphRecorder | None = None
 
-    def reset(self, stopper: Stopper, kinds: Kinds) -> None:
+    def reset(self, stopper: Stopper, kinds: Kinds, graphs: bool) -> None:
         """Before another generate: no rows; what was captured stays."""
         self.stopper = stopper
         self.kinds = kinds
+        self.use_graphs = graphs
+        self.graph_error = None
         self.rows = []
         self._slots = list(range(self.state.capacity))
         self._look = None
@@ -204,21 +205,18 @@ class DeviceRunner:
                 graph.replay()
 
     def _graph(self, size: int) -> torch.cuda.CUDAGraph | None:
-        """The step of this size as a graph; None, from then on, for a model whose step cannot be captured."""
-        key = (size, self.kinds)
+        """The step of this size as a graph; None, until the next `reset`, where it cannot be captured."""
+        # Plain sampling is one kernel for greedy and sampled rows at any temperature: its graphs serve them all.
+        key = (size, None if self.kinds.plain else self.kinds)
         if key not in self._graphs:
             try:
                 self._graphs[key] = self._capture(size)
             except torch.cuda.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                log.warning(
-                    "%s cannot be captured as a CUDA graph, its decode steps run one by one and slower: %s",
-                    type(self.backbone.model).__name__,
-                    str(error).splitlines()[0],
-                )
+                self.graph_error = str(error).splitlines()[0]
                 self.use_graphs = False
-                self.refused_graphs = True
+                self._recorder = None
                 return None
         return self._graphs[key]
 
@@ -248,27 +246,19 @@ class DeviceRunner:
         self._draw(logits, 0, size)
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
-        """Record the step for one batch size. A first run with no active row compiles and loads everything."""
+        """Record the step for one batch size, with no active row."""
         state = self.state
+        if self._recorder is None:
+            self._recorder = GraphRecorder(state.device)
         active = state.active.clone()
         state.active.zero_()
         seen = state.seen[:size].clone() if state.seen is not None else None
         try:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._step(size)
-            torch.cuda.current_stream().wait_stream(stream)
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._step(size)
+            return self._recorder.record(lambda: self._step(size))
         finally:
             state.active.copy_(active)
             if seen is not None and state.seen is not None:
                 state.seen[:size] = seen
-        return graph
 
     # The host's look
 

@@ -123,7 +123,7 @@ class DeviceSession:
         table_width = -(-sizes.places // block_size) + 1
         state = DeviceState(sizes.rows, sizes.width, table_width, sizes.stops, device)
         ops: Ops = TritonOps(device) if device.type == "cuda" else TorchOps()
-        graphs = device.type == "cuda" and not limits.enforce_eager
+        graphs = uses_graphs(device, limits)
         self.runner = DeviceRunner(
             model, self.cache, state, ops, stopper, kinds, graphs, sizes.places, limits.fp8
         )
@@ -132,11 +132,19 @@ class DeviceSession:
     def bytes(self) -> int:
         return self.cache.bytes
 
+    def release(self) -> None:
+        """Free the cache, the graphs and the fp8 copies now, whoever still holds this session; it is of no more use."""
+        del self.cache, self.runner
+
     def scheduler(self, limits: Limits) -> Scheduler:
         blocks = BlockManager(self.cache.blocks, self.cache.block_size)
         budget = limits.max_num_batched_tokens
         rows = min(limits.max_num_seqs, budget, self.sizes.rows)
         return Scheduler(blocks, rows, budget, keep_free=self.cache.blocks // 100)
+
+
+def uses_graphs(device: torch.device, limits: Limits) -> bool:
+    return device.type == "cuda" and not limits.enforce_eager
 
 
 def weight_signature(model: Any) -> tuple[int, ...]:
@@ -173,9 +181,10 @@ def open_session(
         and last.signature == weight_signature(model)
         and last.cache.unpark()
     ):
-        last.runner.reset(stopper, kinds)
+        last.runner.reset(stopper, kinds, uses_graphs(weight.device, limits))
         return last
     grown = needed.grown(last.sizes if last is not None else None, tokens // block_size, limits.max_model_len)
-    del last
+    if last is not None:
+        last.release()  # the sizes above count on its memory
     log.debug("new session on %s: %s for %s", weight.device, grown, needed)
     return DeviceSession(model, grown, limits, stopper, kinds, block_size)

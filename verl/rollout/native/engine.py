@@ -51,12 +51,13 @@ class NativeRollout(RolloutEngine):
         self.source = source
         self.tokenizer = tokenizer
         self.limits = Limits.of(config)
-        self._session_limits = self.limits
         self.on_device = on_device
         self.version = 0
         self.stats: dict[str, int] = {}
         """Of the last `generate`: preemptions."""
         self._session: DeviceSession | None = None
+        self._graphs_refused: tuple[int, str] | None = None
+        """The version at which a decode step could not be captured last, and why."""
         self._aborted: set[str] = set()
         self._abort_all = False
         self._abort_lock = threading.Lock()
@@ -157,9 +158,15 @@ class NativeRollout(RolloutEngine):
 
     def _run_on_device(self, model: Any, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
         kinds = Kinds.of([request.sampling for request in requests])
+        limits = self.limits
+        if self._graphs_refused is not None and self._graphs_refused[0] == self.version:
+            limits = replace(limits, enforce_eager=True)
         last, self._session = self._session, None
-        session = open_session(last, model, requests, self._session_limits, stopper, kinds)
-        del last
+        session = open_session(last, model, requests, limits, stopper, kinds)
+        yield from self._serve(session, requests)
+        self._session = session
+
+    def _serve(self, session: DeviceSession, requests: list[Request]) -> Iterator[Response]:
         scheduler, runner = session.scheduler(self.limits), session.runner
         self._queue(scheduler, requests)
         in_flight = 0
@@ -184,6 +191,7 @@ class NativeRollout(RolloutEngine):
                 )
             if step.decodes and steps:
                 runner.decode(steps)
+                self._note_refusal(runner)
             in_flight = steps if step.decodes else 0
             for _ in range(PROMPT_PASSES - 1):
                 if not step.chunks or step.preempted:
@@ -196,9 +204,20 @@ class NativeRollout(RolloutEngine):
             scheduler.finish_all([sequence for sequence, _ in harvested])
             yield from self._responses([*ended, *harvested])
         self.stats = {"preemptions": scheduler.preemptions}
-        self._session = session
-        if runner.refused_graphs:  # and will again: a new session need not try
-            self._session_limits = replace(self.limits, enforce_eager=True)
+
+    def _note_refusal(self, runner: DeviceRunner) -> None:
+        """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: what
+        was in the way may have been passing. The same reason is told once."""
+        error = runner.graph_error
+        if error is None:
+            return
+        if self._graphs_refused is None or self._graphs_refused[1] != error:
+            log.warning(
+                "%s cannot be captured as a CUDA graph, its decode steps run one by one and slower: %s",
+                type(runner.backbone.model).__name__,
+                error,
+            )
+        self._graphs_refused = (self.version, error)
 
     def _make_room(
         self, scheduler: Scheduler, runner: DeviceRunner, step: Step
