@@ -144,3 +144,45 @@ def test_sleep_leaves_nothing_behind_that_cannot_come_back(tiny: Callable[..., A
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
     assert {r.sample: r.token_ids for r in engine.generate(asked)} != before
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_places_of_the_cache_that_nobody_wrote_are_never_read(
+    architecture: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cached prefixes, copies of shared blocks, preemptions and windows over a cache full of NaN."""
+    from verl.rollout.native.device_cache import DeviceCache
+
+    made = DeviceCache.__init__
+
+    def spoiled(self: DeviceCache, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        for pair in self.layers:
+            for tensor in pair:
+                tensor.fill_(float("nan"))
+
+    model = tiny(architecture)
+    asked = [
+        Request(str(i), [5] * 16 + [7 + i] * (2 + i), SamplingParams(max_tokens=30, ignore_eos=True), n=2)
+        for i in range(4)
+    ]
+    wanted = {(r.request_id, r.sample): r.token_ids for r in NativeRollout(model, None).generate(asked)}
+    monkeypatch.setattr(DeviceCache, "__init__", spoiled)
+    engine = NativeRollout(model, None, Limits(cache_tokens=200), on_device=True)
+    assert {(r.request_id, r.sample): r.token_ids for r in engine.generate(asked)} == wanted
+    assert engine.stats["preemptions"] > 0
+
+
+def test_a_cache_that_comes_back_is_not_cleared(tiny: Callable[..., Any]) -> None:
+    engine = NativeRollout(tiny("llama"), None, Limits(), on_device=True)
+    list(engine.generate([Request("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))]))
+    assert engine._session is not None
+    cache = engine._session.cache
+    memory: Any = SimpleNamespace(mapped=True)
+    memory.park = lambda: setattr(memory, "mapped", False)
+    memory.unpark = lambda: setattr(memory, "mapped", True)
+    cache._memory = memory
+    cache.tensor.fill_(1)
+    assert cache.park() and cache.parked and cache.bytes == 0
+    assert cache.unpark() and not cache.parked
+    assert bool((cache.tensor == 1).all())

@@ -2,8 +2,9 @@
 
 Rows that have ended keep running inside a captured graph until the next harvest; they write to that last block.
 
-What always holds: the tensor never moves while it lives, because captured graphs know its address; while parked
-it has no memory behind it.
+The tensor never moves while it lives, because captured graphs know its address; while parked it has no memory behind
+it. Its content is never cleared: a place is read only after it was written, and what masks hide is replaced, not
+multiplied by zero (it may be NaN).
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class DeviceCache:
         reserved = reserve(math.prod(shape) * dtype.itemsize, device)
         self._memory: ParkableMemory | None = None
         if reserved is None:
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self.tensor = torch.empty(shape, dtype=dtype, device=device)
         else:
             self._memory, plain = reserved
-            self.tensor = plain.view(dtype).view(shape).zero_()
+            self.tensor = plain.view(dtype).view(shape)
         self.layers = [(pair[0], pair[1]) for pair in self.tensor]
 
     @property
@@ -68,7 +69,6 @@ class DeviceCache:
             except RuntimeError as error:
                 log.debug("the parked cache cannot come back: %s", error)
                 return False
-            self.tensor.zero_()
         return True
 
     def copy(self, copies: list[Copy]) -> None:
