@@ -26,6 +26,8 @@ from tiny_models import ARCHITECTURES, build_model
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.native.device_attention import ContinuedAttention
+from verl.rollout.native.device_runner import DeviceRunner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPENING = [50 + i for i in range(20)]
@@ -283,6 +285,169 @@ def eight_bit_weights_follow_the_trainers() -> str:
     )
     same = sum(coarse[k].token_ids[:8] == plain[k].token_ids[:8] for k in plain)
     return f"{name}: first token to {worst:.1e}, second to {second:.3f}, {same} of {len(plain)} start alike"
+
+
+def nearly_all_equal(ours: dict[Any, Any], theirs: dict[Any, Any], eos: set[int], longest: int) -> str:
+    """Every response ends where it may, and nearly all equal the reference's: of thousands of draws in float32 a few
+    lie so close to a boundary that the order of a sum decides them."""
+    if ours.keys() != theirs.keys():
+        raise AssertionError(f"{len(ours)} answers instead of {len(theirs)}")
+    for key, response in ours.items():
+        tokens, reason = response.token_ids, response.finish_reason
+        if eos & set(tokens[:-1]) or len(tokens) > longest:
+            raise AssertionError(f"{key} goes on behind its end: {tokens}")
+        if (reason == "stop") != (tokens[-1] in eos) or (reason == "length") != (
+            len(tokens) == longest and tokens[-1] not in eos
+        ):
+            raise AssertionError(f"{key} ends by {reason!r}: {tokens}")
+    wrong = [key for key in theirs if ours[key].token_ids != theirs[key].token_ids]
+    if len(wrong) > len(theirs) // 100:
+        raise AssertionError(f"{len(wrong)} of {len(theirs)} differ, first {wrong[0]}")
+    return f"{len(theirs) - len(wrong)} of {len(theirs)} responses equal"
+
+
+@check
+def no_prompt_length_stalls_the_scheduler() -> str:
+    """Single samples of prompts of all lengths: some are cut one token before their end in nearly every run."""
+    model = build_model("llama").to(DEVICE)
+    said = ""
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(20, 220, (1319 if DEVICE == "cuda" else 60,), generator=generator).tolist()
+        asked = [
+            Request(
+                str(i),
+                torch.randint(3, 97, (length,), generator=generator).tolist(),
+                SamplingParams(max_tokens=8, temperature=0),
+            )
+            for i, length in enumerate(lengths)
+        ]
+        engine = native(model, max_num_batched_tokens=256, max_num_seqs=128)
+        said = nearly_all_equal(answers(engine, asked), answers(HFRollout(model, None), asked), {2}, 8)
+    return said
+
+
+@check
+def a_full_cache_never_continues_an_ended_sample() -> str:
+    model = build_model("llama", vocab_size=24).to(DEVICE)
+    model.generation_config.eos_token_id = [2, 3]
+    generator = torch.Generator().manual_seed(3)
+    asked = [
+        Request(
+            str(i),
+            torch.randint(4, 24, (20 + i % 30,), generator=generator).tolist(),
+            SamplingParams(max_tokens=40),
+            n=1 + i % 2,
+            seed=3,
+        )
+        for i in range(200 if DEVICE == "cuda" else 30)
+    ]
+    engine = native(model, cache_tokens=16 * 40, max_num_seqs=48, max_num_batched_tokens=128)
+    said = nearly_all_equal(answers(engine, asked), answers(HFRollout(model, None), asked), {2, 3}, 40)
+    if engine.stats["preemptions"] < len(asked) // 10:
+        raise AssertionError(f"only {engine.stats['preemptions']} preemptions: the cache is too large")
+    return f"{said}, {engine.stats['preemptions']} preemptions"
+
+
+@check
+def greedy_validation_reuses_the_graphs_of_training() -> str:
+    model = build_model("qwen3").to(DEVICE)
+    engine = native(model)
+    answers(engine, requests(ignore_eos=True))
+    captured = len(engine._session.runner._graphs)
+    for temperature in (0.0, 0.7):
+        asked = requests(ignore_eos=True, temperature=temperature)
+        compare(answers(engine, asked), answers(HFRollout(model, None), asked), 1e-4)
+    if len(engine._session.runner._graphs) != captured:
+        raise AssertionError(f"{len(engine._session.runner._graphs)} graphs instead of {captured}")
+    return f"{captured} graphs"
+
+
+@check
+def free_rows_are_filled_before_anything_decodes() -> str:
+    model = build_model("llama").to(DEVICE)
+    asked = [Request(str(i), [5 + i] * 60, SamplingParams(max_tokens=20, ignore_eos=True)) for i in range(16)]
+    decode, rows = DeviceRunner.decode, []
+
+    def noting(runner: DeviceRunner, steps: int) -> None:
+        rows.append(len(runner.rows))
+        decode(runner, steps)
+
+    DeviceRunner.decode = noting
+    try:
+        answers(native(model, max_num_batched_tokens=128), asked)
+    finally:
+        DeviceRunner.decode = decode
+    if set(rows) != {16}:
+        raise AssertionError(f"decode steps of {sorted(set(rows))} rows")
+    return f"{len(rows)} bursts of decode steps, all of 16 rows"
+
+
+@check
+def cached_beginnings_equal_padded_attention() -> str:
+    """The flash kernel with bounds of its own for queries and keys (which needs a GPU) against dense attention."""
+    worst = 0.0
+    counts, lengths = [5, 1, 64, 130, 17], [21, 300, 64, 514, 33]
+    for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 96), (28, 4, 128)):
+        generator = torch.Generator().manual_seed(dim)
+        shapes = ((heads, sum(counts)), (kv_heads, sum(lengths)), (kv_heads, sum(lengths)))
+        half = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        q, k, v = (torch.randn(1, *s, dim, generator=generator).to(DEVICE, half) for s in shapes)
+        for window in (None, 50):
+            attention = ContinuedAttention(counts, lengths, lambda x: x.to(DEVICE))
+            ours = attention.attend(None, q, k, v, sliding_window=window)
+            theirs = attention._padded(q.float(), k.float(), v.float(), None, window, None)
+            worst = max(worst, float((ours.float() - theirs).abs().max()))
+    if not worst < 0.03:
+        raise AssertionError(f"attention differs by {worst:.1e}")
+    return f"equal to {worst:.1e}"
+
+
+@check
+def a_failed_capture_leaves_nothing_behind() -> str:
+    """The step waits for the device while it is captured, which CUDA answers by invalidating the capture."""
+    if DEVICE == "cpu":
+        return "no graphs here"
+    model = build_model("llama", seed=1).to(DEVICE)
+    asked = requests(temperature=0, ignore_eos=True)
+    theirs = answers(HFRollout(model, None), asked)
+    engine = native(model)
+    step, stream = DeviceRunner._step, torch.cuda.current_stream()
+
+    def waiting(runner: DeviceRunner, size: int) -> None:
+        step(runner, size)
+        torch.cuda.current_stream().synchronize()
+
+    DeviceRunner._step = waiting
+    try:
+        compare(answers(engine, asked), theirs, 1e-4)
+    finally:
+        DeviceRunner._step = step
+    if torch.cuda.current_stream() != stream:
+        raise AssertionError("the thread stayed on the stream of the capture")
+    if engine._graphs_refused is None or engine._session.runner._graphs:
+        raise AssertionError("the capture did not fail")
+    compare(answers(engine, asked), theirs, 1e-4)
+    if engine._session.runner._graphs:
+        raise AssertionError("captured again with the same weights")
+    engine.update_weights(None, 1)
+    compare(answers(engine, asked), theirs, 1e-4)
+    if not engine._session.runner._graphs:
+        raise AssertionError("not captured again after a weight update")
+    return f"{len(engine._session.runner._graphs)} graphs after the weight update"
+
+
+@check
+def a_mixture_of_experts_is_captured_in_half_precision() -> str:
+    """torch's grouped product waits for the device except in bfloat16 on compute capability 9.0 and newer."""
+    if DEVICE == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+        return "skipped: needs compute capability 9.0"
+    model = build_model("qwen3_moe").to(DEVICE, torch.bfloat16)
+    engine = native(model)
+    answers(engine, requests(temperature=0, ignore_eos=True))
+    if engine._graphs_refused is not None:
+        raise AssertionError(engine._graphs_refused[1])
+    return f"{len(engine._session.runner._graphs)} graphs"
 
 
 def main() -> int:
