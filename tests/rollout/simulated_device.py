@@ -72,14 +72,14 @@ class SimulatedState:
     def keep(self, kept: list[int]) -> None:
         self.rows = [self.rows[place] for place in kept]
 
-    def look(self, rows: int) -> Any:
+    def poll(self, rows: int) -> Any:
         progress = [(row["active"], len(self.slots[row["slot"]])) for row in self.rows[:rows]]
 
-        class Look:
+        class Poll:
             def read(self) -> tuple[list[int], list[int]]:
                 return [active for active, _ in progress], [made for _, made in progress]
 
-        return Look()
+        return Poll()
 
     def fetch(
         self, slots: list[int], starts: list[int], counts: list[int]
@@ -102,7 +102,7 @@ class SimulatedRunner(DeviceRunner):
         self.graph_error = None
         self.rows = []
         self._slots = list(range(capacity))
-        self._look = None
+        self._poll = None
         self._tables_moved = False
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}
         """(block, offset) -> the tokens its keys were computed from."""

@@ -1,6 +1,6 @@
 """What every engine does with a request before and after the model: check it, and know when to stop.
 
-What always holds: a request that passes `check_requests` can be served to its end; nothing is generated for
+A request that passes `check_requests` can be served to its end; nothing is generated for
 a list of requests of which one cannot.
 """
 

@@ -6,7 +6,7 @@ named by a number that stands for its tokens and everything before them, so two 
 equal keys and values. On the GPU a granule is a block; on the CPU one block holds a whole sequence and has
 many granules.
 
-What always holds: a block is free, or held by exactly as many tables as its count says; nobody writes to a
+A block is free, or held by exactly as many tables as its count says; nobody writes to a
 block that another table holds (it is copied first); a block that still has known content is given to a new
 owner only when no blank one is left.
 """

@@ -91,7 +91,8 @@ class ContinuedAttention:
             sliding_window = None
         if q.is_cuda and softcap is not None:
             return self._flex(q, k, v, scaling, sliding_window, softcap)
-        if q.is_cuda and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= 256:
+        size = q.shape[-1]
+        if q.is_cuda and q.dtype != torch.float32 and size == v.shape[-1] and size <= 256 and size % 8 == 0:
             return self._varlen(q, k, v, scaling, sliding_window)
         return self._padded(q, k, v, scaling, sliding_window, softcap)
 

@@ -1,11 +1,11 @@
-"""Runs prompts and decode steps on a device: many steps between two looks of the host.
+"""Runs prompts and decode steps on a device: many steps between two polls of the host.
 
 A decode step reads and writes only tensors of fixed address (weights, cache, state), so it is captured once per
-batch size of a ladder as a CUDA graph and replayed. The host looks every few steps, takes out the rows that have
-ended and closes the gaps; it reads a look only after the next steps are on their way, so that the device never
+batch size of a ladder as a CUDA graph and replayed. The host polls every few steps, takes out the rows that have
+ended and closes the gaps; it reads a poll only after the next steps are on their way, so that the device never
 waits for the host's books.
 
-What always holds: inside a step nothing waits for the device; a graph is replayed only while every address it
+Inside a step nothing waits for the device; a graph is replayed only while every address it
 was captured with is still the right one; without CUDA, or where a model's step cannot be captured (it asks the
 device something on the way), the same code runs step by step.
 """
@@ -25,7 +25,7 @@ from verl.rollout.native.backbone import Backbone
 from verl.rollout.native.cuda_graphs import GraphRecorder
 from verl.rollout.native.device_attention import ContinuedAttention, DecodeAttention, PromptAttention
 from verl.rollout.native.device_cache import DeviceCache
-from verl.rollout.native.device_state import DeviceState, Look
+from verl.rollout.native.device_state import DeviceState, Poll
 from verl.rollout.native.fused import DecodeInputs, FusedDecoder
 from verl.rollout.native.ops import Ops
 from verl.rollout.native.scheduler import Chunk
@@ -95,7 +95,7 @@ class DeviceRunner:
         self.rows: list[Row] = []
         self._slots = list(range(state.capacity))
         """Those that are free."""
-        self._look: tuple[list[Row], Look] | None = None
+        self._poll: tuple[list[Row], Poll] | None = None
         self._tables_moved = False
         self._graphs: dict[tuple[int, Kinds | None], torch.cuda.CUDAGraph] = {}
         self._recorder: GraphRecorder | None = None
@@ -108,7 +108,7 @@ class DeviceRunner:
         self.graph_error = None
         self.rows = []
         self._slots = list(range(self.state.capacity))
-        self._look = None
+        self._poll = None
         self.state.active.zero_()
         if self.fused is not None:
             self.fused.refresh()
@@ -260,15 +260,15 @@ class DeviceRunner:
             if seen is not None and state.seen is not None:
                 state.seen[:size] = seen
 
-    # The host's look
+    # Polling
 
     def harvest(self) -> list[tuple[Sequence, FinishReason]]:
-        """Read the look taken at the last call and take a new one; the rows found ended leave: (sequence, why).
+        """Read the poll made at the last call and make a new one; the rows found ended leave: (sequence, why).
 
         What was enqueued since the last call is not waited for. A sequence's `length` is what is known of it."""
-        before, self._look = self._look, None
+        before, self._poll = self._poll, None
         if self.rows:
-            self._look = (list(self.rows), self.state.look(len(self.rows)))
+            self._poll = (list(self.rows), self.state.poll(len(self.rows)))
         ended: list[Row] = []
         watched: list[Row] = []
         for row, active, made in zip(before[0], *before[1].read(), strict=True) if before else ():
@@ -291,7 +291,7 @@ class DeviceRunner:
             return []
         ended: list[Row] = []
         going: list[Row] = []
-        for row, active, made in zip(self.rows, *self.state.look(len(self.rows)).read(), strict=True):
+        for row, active, made in zip(self.rows, *self.state.poll(len(self.rows)).read(), strict=True):
             if id(row.sequence) in wanted:
                 row.sequence.on_device = made - row.fetched
                 (going if active else ended).append(row)

@@ -4,7 +4,7 @@ Captured graphs are worth keeping: a session is used again while the weights hav
 fit into it; otherwise everything is made anew, with some room to spare and large enough for what the last one
 served, so that training and validation in turn soon find one that suits both.
 
-What always holds: cache and weights together stay below `gpu_memory_utilization` of the device.
+Cache and weights together stay below `gpu_memory_utilization` of the device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 LOOKAHEAD = 4
-"""Decode steps between two looks of the host. A row that has ended runs on for up to twice as many; the host's work for
-a look is hidden behind the steps in flight. (4 instead of 16, with the finer batch sizes of `ladder_size`: +5 % tokens
+"""Decode steps between two polls of the host. A row that has ended runs on for up to twice as many; the host's work for
+a poll is hidden behind the steps in flight. (4 instead of 16, with the finer batch sizes of `ladder_size`: +5 % tokens
 per second for a 7B model, +1 % for 135M, on one H200.)"""
 
 

@@ -3,7 +3,7 @@
 A row is one decoding sequence. The tokens it makes and their log-probs go to its slot, which does not move when
 `keep` closes the gaps that ended rows leave; so the host can read a slot while later steps run.
 
-What always holds: a slot belongs to one sequence until the host has read it; a look tells the state after the work
+A slot belongs to one sequence until the host has read it; a poll gives the state after the work
 enqueued before it, whatever has been enqueued since.
 
 Shapes: R rows, T tokens a row may make, W blocks of a table row, S stop tokens.
@@ -35,8 +35,8 @@ _INTEGERS = (
 _FLOATS = ("temperature", "top_p", "min_p", "penalty")
 
 
-class Look:
-    """Which rows were active and how many tokens each had made when the look was taken."""
+class Poll:
+    """Which rows were active and how many tokens each had made when the host polled."""
 
     def __init__(self, progress: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -49,7 +49,7 @@ class Look:
             self._host = progress.clone()
 
     def read(self) -> tuple[list[int], list[int]]:
-        """(active, made) of each row. Waits for the work enqueued before the look, not for what came after."""
+        """(active, made) of each row. Waits for the work enqueued before the poll, not for what came after."""
         if self._event is not None:
             self._event.synchronize()
         active, made = self._host.tolist()
@@ -148,15 +148,15 @@ class DeviceState:
         self.active[count:] = 0
         self._host_table[:count] = self._host_table[rows]
 
-    def look(self, rows: int) -> Look:
-        return Look(self.integers[:2, :rows])
+    def poll(self, rows: int) -> Poll:
+        return Poll(self.integers[:2, :rows])
 
     def fetch(
         self, slots: list[int], starts: list[int], counts: list[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """For each slot `counts` tokens and log-probs from `starts` on, of which a look that was read has told.
+        """For each slot `counts` tokens and log-probs from `starts` on, which were there at a poll that was read.
 
-        Does not wait for what has been enqueued since that look."""
+        Does not wait for what has been enqueued since that poll."""
         with torch.cuda.stream(self._reader):
             return self._fetch(slots, starts, counts)
 

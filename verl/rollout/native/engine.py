@@ -4,7 +4,7 @@
 the module over prompts and decoding rows together; on a device prompts run between bursts of decode steps, which
 are replayed graphs (`device_runner`).
 
-What always holds: nothing cached outlives a `generate`, because the weights may have changed after it; the
+Nothing cached outlives a `generate`, because the weights may have changed after it; the
 module is put back as it was; a request that could never fit is refused before anything runs.
 """
 
@@ -206,8 +206,8 @@ class NativeRollout(RolloutEngine):
         self.stats = {"preemptions": scheduler.preemptions}
 
     def _note_refusal(self, runner: DeviceRunner) -> None:
-        """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: what
-        was in the way may have been passing. The same reason is told once."""
+        """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: the
+        cause may have been temporary. The same cause is logged once."""
         error = runner.graph_error
         if error is None:
             return
@@ -248,7 +248,7 @@ class NativeRollout(RolloutEngine):
             yield sequence.response(reason, self.version)
 
     def _named_by_abort(self, scheduler: Scheduler) -> list[Sequence]:
-        """What `abort` has named since the last look; another thread may name more at any time, for the next."""
+        """What `abort` has named since the last call; another thread may name more at any time, for the next."""
         with self._abort_lock:
             everything, names = self._abort_all, self._aborted
             self._abort_all, self._aborted = False, set()

@@ -1,6 +1,6 @@
 """Runs the model for one step on the CPU and draws the new tokens.
 
-What always holds: no gradient is recorded; each sequence of the step that has no token left to compute draws
+No gradient is recorded; each sequence of the step that has no token left to compute draws
 exactly one, keyed by how many it has produced.
 """
 

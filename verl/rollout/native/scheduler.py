@@ -3,7 +3,7 @@
 Every step serves the running sequences, oldest first: one token for each that decodes; what these leave of the
 token budget goes to chunks of prompts, those begun before those that wait. When the cache is full the
 youngest running sequence gives its blocks back, waits at the head of the queue and is computed again later;
-its tokens are kept, so nothing it said is lost.
+its tokens are kept, so nothing it generated is lost.
 
 A sequence decodes from the step that drew its first token until it finishes or is preempted: exactly while the
 runner has it as a row. (How many of its tokens are left says nothing: a prompt may be cut one token before its end.)
