@@ -202,3 +202,11 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     preempted = [s.request.request_id for step in steps for s in step.preempted]
     assert preempted[0] == "c" and "a" not in preempted
     assert scheduler.preemptions == len(preempted) > 0
+
+
+def test_a_scheduler_that_can_run_nothing_raises_instead_of_being_asked_for_ever() -> None:
+    scheduler = Scheduler(BlockManager(2, 4), 8, 64)
+    scheduler.add(sequences_of(Request("large", [1] * 9, SamplingParams(max_tokens=4)), 0))
+    with pytest.raises(RuntimeError, match="nothing to run.*1 waiting, 2 of 2 blocks free.*'large'"):
+        scheduler.schedule()
+    assert not scheduler.schedule(lookahead=0).chunks, "a step of prompts alone may be empty"
