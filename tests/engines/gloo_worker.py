@@ -124,6 +124,77 @@ def small_moments(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return result
 
 
+def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -> dict[str, Any]:
+    """Only the first rank gets prompts; then all train. Twice, so that the second time meets what the first left."""
+    from verl.rollout.base import Request, SamplingParams
+    from verl.rollout.native import Limits, NativeRollout
+    from verl.workers.rank_group import HeldWeights
+
+    engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=ROLE)
+    if world > 1:  # ranks whose collectives do not match wait for one another: not for long
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60), engine.ranks.mesh.get_group())
+    if without_copy:
+        engine.whole_copy = None
+    held = HeldWeights(engine)
+    rollout = NativeRollout(held, None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    batch = share(conftest.make_batch(holes=True), rank, world)
+    found: dict[str, Any] = {"tokens": [], "kept": [], "fused": [], "addresses": []}
+    for _ in range(2):
+        with held.hold():
+            if rank == 0:
+                before = rollout._session
+                responses = list(rollout.generate([Request("a", [5, 3, 8], sampling, n=3)]))
+                found["tokens"].append([r.token_ids for r in sorted(responses, key=lambda r: r.sample)])
+                found["kept"].append(rollout._session is before)
+                found["fused"].append(rollout._session.runner.fused is not None)
+            with held.full_parameters() as module:
+                found["addresses"].append([x.data_ptr() for x in (*module.parameters(), *module.buffers())])
+                names = {name: param.clone() for name, param in module.named_parameters()}
+        assert all(
+            torch.equal(value, names[name]) for name, value in engine.export_parameters() if name in names
+        )
+        engine.forward_backward(batch, conftest.policy_loss)
+        engine.optimizer_step()
+    found["weights"] = dict(engine.export_parameters())
+    return found
+
+
+def idle_rank_without_copy(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """The same where the model cannot be copied and generation runs through the sharded module."""
+    return idle_rank(rank, world, folder, without_copy=True)
+
+
+def same_as_sharded(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """What generation computes with is bit for bit the model that trains."""
+    from verl.models.fused_linear import HeadOptions
+
+    cases: dict[str, dict[str, Any]] = {
+        "llama": {"dtype": "bfloat16"},
+        "gemma2": {},
+        "gpt2": {},
+        "qwen3_moe": {},
+        "qwen2": {"lora_rank": 4},
+    }
+    batch = share(conftest.make_batch(holes=True), rank, world)
+    for architecture, options in cases.items():
+        model = conftest.make_model(architecture, tie_word_embeddings=architecture == "llama")
+        engine = conftest.make_engine(model=model, role=ROLE, **options)
+        engine.forward_backward(batch, conftest.policy_loss)
+        engine.optimizer_step()
+        described = engine.passes.describe(batch)
+        with torch.no_grad():
+            expected = engine.passes.run(described, HeadOptions())["log_probs"]
+            engine.passes.release()
+            with engine.full_parameters() as module:
+                assert not any(type(part).__name__.startswith("FSDP") for part in module.modules())
+                own = module.verl_forward(described, HeadOptions())["log_probs"]
+        assert torch.equal(own, expected), architecture
+        if world > 1:  # pages that were released read as zeros
+            assert not any(param.any() for param in module.parameters()), architecture
+    return {}
+
+
 def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
@@ -165,6 +236,9 @@ SCENARIOS = {
         generate_and_resume,
         half_precision,
         small_moments,
+        idle_rank,
+        idle_rank_without_copy,
+        same_as_sharded,
         killed,
     )
 }

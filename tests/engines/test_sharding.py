@@ -19,6 +19,7 @@ ALL = [
     "half_precision",
     "small_moments",
 ]
+GENERATING = ["idle_rank", "idle_rank_without_copy", "same_as_sharded"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def alone(tmp_path_factory):
     worker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(worker)
     folder = tmp_path_factory.mktemp("alone")
-    return {name: worker.SCENARIOS[name](0, 1, folder) for name in ALL}, folder
+    return {name: worker.SCENARIOS[name](0, 1, folder) for name in [*ALL, "idle_rank"]}, folder
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -38,7 +39,7 @@ def together(request, tmp_path_factory, run_ranks):
     world = request.param
     folder = tmp_path_factory.mktemp(f"world{world}")
     if world == 2:
-        return run_ranks(WORKER, world, folder, ALL), folder, world
+        return run_ranks(WORKER, world, folder, [*ALL, *GENERATING]), folder, world
     scenarios = ["base", "critic", "killed"]
     return run_ranks(WORKER, world, folder, scenarios, expected=[0, 0, -9]), folder, world
 
@@ -46,7 +47,8 @@ def together(request, tmp_path_factory, run_ranks):
 def test_ranks_agree_with_one_process(alone, together):
     expected, _ = alone
     results, _, _ = together
-    for name, ranks in results.items():
+    for name in results.keys() - set(GENERATING):
+        ranks = results[name]
         tolerance = {"half_precision": 3e-2, "small_moments": 5e-3}.get(name, 2e-5)
         want = expected[name]
         before = torch.cat([rank["before"] for rank in ranks])
@@ -68,6 +70,30 @@ def test_weights_did_move(alone, tools):
     start = dict(tools.model(tie_word_embeddings=True).named_parameters())
     moved = [(results["base"]["weights"][name] - value).abs().max() for name, value in start.items()]
     assert min(change.item() for change in moved) > 1e-3
+
+
+@pytest.mark.parametrize("scenario", ["idle_rank", "idle_rank_without_copy"])
+def test_a_rank_without_prompts_takes_part_in_training(alone, together, scenario):
+    """Its collectives match those of the ranks that generated: the scenario ends and the weights are right."""
+    expected, (results, _, world) = alone[0]["idle_rank"], together
+    if world == 2:
+        assert [rank["tokens"] for rank in results[scenario]] == [expected["tokens"], []]
+        for rank in results[scenario]:
+            for name, value in expected["weights"].items():
+                torch.testing.assert_close(rank["weights"][name], value, rtol=2e-5, atol=1e-4, msg=name)
+
+
+def test_generation_keeps_fused_layers_and_addresses_over_a_step(together):
+    """What a captured CUDA graph depends on: the session is used again, and no weight has moved."""
+    results, _, world = together
+    if world == 2:
+        first, idle = results["idle_rank"]
+        assert first["kept"] == [False, True] and first["fused"] == [True, True]
+        for rank in (first, idle):
+            assert rank["addresses"][0] == rank["addresses"][1]
+            assert len(set(rank["addresses"][0])) == len(rank["addresses"][0])
+        through_fsdp = results["idle_rank_without_copy"][0]
+        assert through_fsdp["fused"] == [True, True]
 
 
 def test_adapters_and_whole_weights_survive_sharding(alone, together):

@@ -26,6 +26,7 @@ from verl.engines.ranks import Ranks
 from verl.engines.schedule import Schedule
 from verl.engines.settings import EngineSettings, Kind, read_settings
 from verl.engines.sharding import decoder_layers, release, shard
+from verl.engines.whole_copy import WholeCopy, copy_without_weights
 from verl.errors import ModelError
 from verl.models.attention import use_verl_attention
 from verl.models.forward import attach
@@ -102,12 +103,16 @@ def assemble(
         fuse(module, ranks.device)
     attach(module)
     mesh = _mesh(settings, ranks)
+    whole_copy = None
     if mesh is not None:
+        copy = copy_without_weights(module)
         in_place = optim is not None and optim.stochastic_rounding
         shard(module, mesh, settings.sharding, settings.dtype, float32_masters=not in_place)
         if source is not None:
             on_host = settings.sharding.offload_policy
             fill(module, mesh, source, torch.device("cpu") if on_host else ranks.device)
+        if copy is not None:
+            whole_copy = WholeCopy(module, copy, ranks.device, settings.dtype)
     hidden_size = int(module.config.get_text_config().hidden_size)
     passes = Passes(
         module,
@@ -131,7 +136,9 @@ def assemble(
     if optimizer is not None:
         passes.clear_gradients = optimizer.zero_grad
         passes.reserve_bytes = optimizer.reserved_bytes
-    return FSDPEngine(module, settings, ranks, passes, optimizer, sharded=mesh is not None)
+    return FSDPEngine(
+        module, settings, ranks, passes, optimizer, sharded=mesh is not None, whole_copy=whole_copy
+    )
 
 
 def _load(

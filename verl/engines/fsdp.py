@@ -27,6 +27,7 @@ from verl.engines.passes import Passes
 from verl.engines.ranks import Ranks
 from verl.engines.settings import EngineSettings
 from verl.engines.sharding import gathered
+from verl.engines.whole_copy import WholeCopy
 from verl.errors import ConfigError, ModelError
 from verl.models.fused_linear import HeadOptions
 from verl.models.lora import adapters_off, has_lora, save_adapter
@@ -50,6 +51,7 @@ class FSDPEngine(TrainEngine):
         optimizer: MasterAdamW | None,
         *,
         sharded: bool,
+        whole_copy: WholeCopy | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -58,6 +60,7 @@ class FSDPEngine(TrainEngine):
         self.passes = passes
         self.optimizer = optimizer
         self.sharded = sharded
+        self.whole_copy = whole_copy
         self.guard = NonFiniteGuard(
             settings.kind, settings.max_skipped_steps, settings.bad_batch_dir, ranks.rank
         )
@@ -152,12 +155,13 @@ class FSDPEngine(TrainEngine):
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
         self._bring("model")
-        self.model.eval()
         if not self.sharded:
-            yield self.model
+            yield self.model.eval()
             return
-        with self.ranks.watching(), gathered(self.model, self.settings.sharding):
-            yield self.model
+        copy = self.whole_copy
+        whole = copy.hold() if copy else gathered(self.model.eval(), self.settings.sharding)
+        with self.ranks.watching(), whole as module:
+            yield module
 
     def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return exported_weights(self.model, self.settings.dtype)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from verl.engines.sharding import own_modules, sharded_parts
 
 # Older versions of torch know the two under their former names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -124,17 +125,10 @@ class _Part:
 
 def _own_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
     """Where one parameter of this part lives, not of a part inside it."""
-    for owner in _outside_inner_parts(module):
+    for owner in own_modules(module):
         for name, _ in owner.named_parameters(recurse=False):
             return owner, name
     return None
-
-
-def _outside_inner_parts(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    for child in module.children():
-        if not isinstance(child, FSDPModule):
-            yield from _outside_inner_parts(child)
 
 
 class InStep:
@@ -144,8 +138,8 @@ class InStep:
         self.model: Any = model
         self.can_recover = hasattr(model, "reset_iter_state")
         """Whether this version of torch can forget a pass that broke off (2.13 can). If not, nothing is counted."""
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.parts = [_Part(module, replicated) for module in sharded] if self.can_recover else []
+        sharded = sharded_parts(model) if self.can_recover else []
+        self.parts = [_Part(module, replicated) for module in sharded]
 
     def begin(self) -> None:
         """A pass begins: nothing of it is sent yet."""

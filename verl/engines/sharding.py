@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 
 from verl.engines.settings import Sharding
+from verl.models.classes import class_of
 from verl.models.forward import FORWARD_METHOD
 from verl.models.value_model import ValueModel
 
@@ -32,7 +33,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     """The repeated blocks: the classes the model declares unsplittable, else the longest list of modules."""
     backbone = model.backbone if isinstance(model, ValueModel) else model
     names = set(getattr(backbone, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = [module for module in model.modules() if class_of(module).__name__ in names]
     if layers:
         return layers
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -72,25 +73,44 @@ def _trained_to_float32(module: nn.Module) -> None:
             param.data = param.data.float()
 
 
+def sharded_parts(model: nn.Module) -> list[Any]:
+    """The modules whose parameters FSDP2 gathers together, in the same order on every rank."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def own_modules(part: nn.Module) -> Iterator[nn.Module]:
+    """The modules of one part, without those of a part inside it."""
+    yield part
+    for child in part.children():
+        if not isinstance(child, FSDPModule):
+            yield from own_modules(child)
+
+
 def release(model: nn.Module) -> None:
-    """Back to shards. A forward pass without a backward leaves the root's parameters gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """After passes without a backward: parameters back to shards (the root's stay gathered), and no record of them.
+
+    FSDP2 records every forward and clears the record in a backward only, which takes the last recorded forward for
+    the one to prefetch. Ranks whose records differ would then gather different parameters and wait for ever."""
+    for part in sharded_parts(model):
+        part.reshard()
+        group = part._get_fsdp_state()._fsdp_param_group
+        if group is not None and group._post_forward_indices:  # without a forward there is no record yet
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
 
 
 @contextmanager
-def gathered(model: nn.Module, options: Sharding) -> Iterator[None]:
+def gathered(model: nn.Module, options: Sharding) -> Iterator[nn.Module]:
     """Every parameter whole on every rank, and staying so through forward passes, until the context ends."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    parts = sharded_parts(model)
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
     try:
-        yield
+        yield model
     finally:
         for part in parts:
             part.set_reshard_after_forward(
                 options.reshard_after_forward if part is not model else False, recurse=False
             )
-            part.reshard()
+        release(model)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from verl.models.classes import class_of
 from verl.models.forward import output_head
 from verl.rollout.native.backbone import head_logits
 from verl.rollout.native.fp8 import Fp8Products
@@ -163,7 +164,8 @@ def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _match_layer(layer: Any, fp8: bool) -> FusedLayer | None:
-    if type(layer).__name__ not in _LAYERS or not type(layer).__module__.startswith("transformers.models."):
+    kind = class_of(layer)
+    if kind.__name__ not in _LAYERS or not kind.__module__.startswith("transformers.models."):
         return None
     attention, mlp = layer.self_attn, layer.mlp
     names = [(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
@@ -178,7 +180,7 @@ def _match_layer(layer: Any, fp8: bool) -> FusedLayer | None:
     if hasattr(attention, "sliding_window"):
         window = attention.sliding_window
     else:
-        is_mistral = type(layer).__name__ == "MistralDecoderLayer"
+        is_mistral = kind.__name__ == "MistralDecoderLayer"
         window = getattr(attention.config, "sliding_window", None) if is_mistral else None
     known = [linear for linear in linears if linear is not None]
     return FusedLayer(

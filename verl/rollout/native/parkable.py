@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Any
+import mmap
+from typing import Any, Protocol
 
 import torch
 
@@ -141,6 +142,53 @@ def reserve(size: int, device: torch.device) -> tuple[ParkableMemory, torch.Tens
         raise
     except (OSError, AttributeError, RuntimeError) as error:
         log.info(
-            "the KV cache is ordinary memory, graphs are captured again after it was given back: %s", error
+            "CUDA virtual memory management does not work here (%s): released memory comes back at another "
+            "address, and CUDA graphs are captured again",
+            error,
         )
         return None
+
+
+class Parkable(Protocol):
+    """Memory that can be released and taken again; what was in it is lost."""
+
+    def park(self) -> None: ...
+
+    def unpark(self) -> None: ...
+
+
+class _HostMemory:
+    """Pages of the host: released to the system while parked, the address range stays."""
+
+    def __init__(self, size: int) -> None:
+        self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
+
+    def park(self) -> None:
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def unpark(self) -> None:
+        pass  # the system maps pages when they are written
+
+
+class _AllocatorMemory:
+    """Memory of torch's allocator: it may come back at another address, and views of it follow."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size = size
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def park(self) -> None:
+        self.bytes.untyped_storage().resize_(0)
+
+    def unpark(self) -> None:
+        self.bytes.untyped_storage().resize_(self._size)
+
+
+def reserve_anywhere(size: int, device: torch.device) -> tuple[Parkable, torch.Tensor]:
+    """As `reserve`, on any device: only without CUDA's virtual memory management may the address change."""
+    reserved = reserve(size, device)
+    if reserved is not None:
+        return reserved
+    memory = _HostMemory(size) if device.type == "cpu" else _AllocatorMemory(size, device)
+    return memory, memory.bytes
