@@ -230,6 +230,31 @@ def test_offloading_and_back_changes_nothing(tools):
     assert engine.optimizer_step()["skipped"] == 0.0
 
 
+def test_weights_come_back_to_their_addresses_so_generation_keeps_its_session(tools):
+    """A session holds the captured CUDA graphs and is used again only while no weight has moved."""
+    from verl.rollout.base import Request, SamplingParams
+    from verl.rollout.native import Limits, NativeRollout
+
+    found = []
+    for offloads in (True, False):
+        engine = tools.engine(model=tools.model(), role={"optim.lr": 0.01})
+        rollout = NativeRollout(engine, None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
+        tokens, sessions, addresses = [], [], []
+        for _ in range(2):
+            if offloads:
+                engine.offload()
+            request = Request("a", [5, 3, 8], SamplingParams(max_tokens=6, ignore_eos=True))
+            tokens.append([response.token_ids for response in rollout.generate([request])])
+            sessions.append(rollout._session)
+            addresses.append([x.data_ptr() for x in (*engine.model.parameters(), *engine.model.buffers())])
+            engine.forward_backward(tools.batch(), tools.policy_loss)
+            engine.optimizer_step()
+        assert sessions[0] is sessions[1] and addresses[0] == addresses[1]
+        found.append((tokens, weights(engine)))
+    assert found[0][0] == found[1][0]
+    same(found[0][1], found[1][1], rtol=0, atol=0)
+
+
 def test_activations_kept_elsewhere_give_the_same_gradients(tools):
     from verl.engines.offload import ActivationOffload
 

@@ -21,7 +21,7 @@ from verl.data.proto import DataProto
 from verl.engines.base import LossFn, TrainEngine
 from verl.engines.export import exported_weights, save_folder
 from verl.engines.guard import NonFiniteGuard
-from verl.engines.offload import move_model
+from verl.engines.offload import ModelMemory
 from verl.engines.optim import MasterAdamW
 from verl.engines.passes import Passes
 from verl.engines.ranks import Ranks
@@ -64,6 +64,7 @@ class FSDPEngine(TrainEngine):
         self.guard = NonFiniteGuard(
             settings.kind, settings.max_skipped_steps, settings.bad_batch_dir, ranks.rank
         )
+        self._memory = ModelMemory(model, ranks.device, sharded)
         self._away: set[str] = set()
 
     # -- passes -------------------------------------------------------------------------------------------------
@@ -228,12 +229,11 @@ class FSDPEngine(TrainEngine):
     # -- memory -------------------------------------------------------------------------------------------------
 
     def offload(self, model: bool = True, optimizer: bool = True) -> None:
-        host = torch.device("cpu")
         if model and "model" not in self._away:
-            move_model(self.model, host, self.sharded)
+            self._memory.leave()
             self._away.add("model")
         if optimizer and self.optimizer and "optimizer" not in self._away:
-            self.optimizer.move(host)
+            self.optimizer.move(torch.device("cpu"))
             self._away.add("optimizer")
 
     def onload(self, model: bool = True, optimizer: bool = True) -> None:
@@ -246,7 +246,7 @@ class FSDPEngine(TrainEngine):
         """Make sure that what a verb works with is on the device."""
         for part in self._away.intersection(parts):
             if part == "model":
-                move_model(self.model, self.device, self.sharded)
+                self._memory.enter()
             elif self.optimizer:
                 self.optimizer.move(self.device)
             self._away.discard(part)

@@ -6,10 +6,15 @@ What always holds: a parameter stays the same object, only its storage moves, so
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import nn
+
+from verl.rollout.native.parkable import Parkable, reserve_tensors
+
+log = logging.getLogger(__name__)
 
 
 def _copy_to_host(x: torch.Tensor) -> torch.Tensor:
@@ -19,18 +24,61 @@ def _copy_to_host(x: torch.Tensor) -> torch.Tensor:
     return held.copy_(x, non_blocking=True)
 
 
-def move_model(model: nn.Module, device: torch.device, sharded: bool) -> None:
-    """Parameters and buffers to `device`, in place."""
-    if sharded:
-        model.to(device)  # FSDP2 replaces its shards itself
-    else:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device.type != device.type:
-                tensor.data = _copy_to_host(tensor.data) if device.type == "cpu" else tensor.data.to(device)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        if device.type == "cpu":
+class ModelMemory:
+    """A model's parameters and buffers, on its device or in host memory.
+
+    What is not sharded comes back to the addresses it had, so that captured CUDA graphs stay valid."""
+
+    def __init__(self, model: nn.Module, device: torch.device, sharded: bool) -> None:
+        self.model, self.device, self.sharded = model, device, sharded
+        self._memory: Parkable | None = None
+        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By id: the parameter or buffer and its place on the device."""
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """To host memory."""
+        if self.sharded:
+            self.model.to("cpu")  # FSDP2 replaces its shards itself
+        else:
+            for tensor in self._tensors():
+                tensor.data = _copy_to_host(tensor.data)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        if self._memory is not None:
+            self._memory.park()
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        """Back to the device."""
+        if self.sharded:
+            self.model.to(self.device)
+        else:
+            self._take_memory()
+            for tensor in self._tensors():
+                known, place = self._places.get(id(tensor), (None, tensor))
+                if known is tensor and place.shape == tensor.shape and place.dtype == tensor.dtype:
+                    tensor.data = place.copy_(tensor.data, non_blocking=True)
+                else:  # a buffer made since
+                    tensor.data = tensor.data.to(self.device)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _take_memory(self) -> None:
+        if self._memory is None:
+            tensors = self._tensors()
+            self._memory, places = reserve_tensors([(x.shape, x.dtype) for x in tensors], self.device)
+            self._places = {id(x): (x, place) for x, place in zip(tensors, places, strict=True)}
+            return
+        try:
+            self._memory.unpark()
+        except RuntimeError as error:
+            log.warning("%s: its weights move to other addresses, CUDA graphs are captured again", error)
+            self._memory, self._places = None, {}
 
 
 class ActivationOffload:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +21,9 @@ from torch import nn
 
 from verl.engines.sharding import own_modules, sharded_parts
 from verl.errors import RolloutError
+from verl.rollout.native.parkable import Parkable, reserve_tensors
 
 log = logging.getLogger(__name__)
-
-ALIGNMENT = 512
-"""Of a parameter in the block, in bytes: what torch's allocator gives, so that kernels find what they expect."""
 
 
 def copy_without_weights(model: nn.Module) -> nn.Module | None:
@@ -47,20 +45,6 @@ def copy_without_weights(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def block_views(raw: torch.Tensor, shapes: Iterable[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
-    """Tensors of these shapes, one behind the other in `raw`."""
-    found, start = [], 0
-    for shape, dtype in shapes:
-        size = shape.numel() * dtype.itemsize
-        found.append(raw[start : start + size].view(dtype).view(shape))
-        start += aligned(size)
-    return found
-
-
-def aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 class WholeCopy:
     """`module` is the copy; it may be used inside `hold` only."""
 
@@ -72,7 +56,7 @@ class WholeCopy:
         self._device, self._compute_dtype = device, compute_dtype
         self._pairs = list(zip(model.modules(), module.modules(), strict=True))
         self._parts = sharded_parts(model)
-        self._memory: Any = None
+        self._memory: Parkable | None = None
         self._fills: list[tuple[list[torch.Tensor], list[tuple[nn.Module, str]]]] = []
         self._users = 0
 
@@ -116,8 +100,6 @@ class WholeCopy:
 
     def _place(self) -> None:
         """Give every parameter of the copy its place in one block of memory."""
-        from verl.rollout.native.parkable import reserve_anywhere
-
         counterpart = {id(owner): own for owner, own in self._pairs}
         waiting: dict[int, tuple[torch.Size, torch.dtype]] = {}
         plan: list[tuple[list[int], list[tuple[nn.Module, str]]]] = []
@@ -131,9 +113,8 @@ class WholeCopy:
                         keys.append(key)
                         sources.append((owner, name))
             plan.append((keys, sources))
-        size = sum(aligned(shape.numel() * dtype.itemsize) for shape, dtype in waiting.values())
-        memory, raw = reserve_anywhere(size, self._device)
-        placed = dict(zip(waiting, block_views(raw, waiting.values()), strict=True))
+        memory, views = reserve_tensors(waiting.values(), self._device)
+        placed = dict(zip(waiting, views, strict=True))
         params = {key: nn.Parameter(view, requires_grad=False) for key, view in placed.items()}
         for _, own in self._pairs:
             for name, waiting_param in own._parameters.items():

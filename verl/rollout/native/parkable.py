@@ -13,11 +13,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
 log = logging.getLogger(__name__)
+
+ALIGNMENT = 512
+"""Of a tensor in a block, in bytes: what torch's allocator gives."""
 
 
 class _Location(ctypes.Structure):
@@ -185,10 +189,23 @@ class _AllocatorMemory:
         self.bytes.untyped_storage().resize_(self._size)
 
 
-def reserve_anywhere(size: int, device: torch.device) -> tuple[Parkable, torch.Tensor]:
-    """As `reserve`, on any device: only without CUDA's virtual memory management may the address change."""
-    reserved = reserve(size, device)
+def reserve_tensors(
+    shapes: Iterable[tuple[torch.Size, torch.dtype]], device: torch.device
+) -> tuple[Parkable, list[torch.Tensor]]:
+    """Tensors of these shapes in one block of parkable memory, on any device. Their addresses stay, but for a GPU
+    without virtual memory management."""
+    places, size = [], 0
+    for shape, dtype in shapes:
+        places.append((size, shape, dtype))
+        size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    reserved = reserve(max(size, 1), device)
     if reserved is not None:
-        return reserved
-    memory = _HostMemory(size) if device.type == "cpu" else _AllocatorMemory(size, device)
-    return memory, memory.bytes
+        memory: Parkable = reserved[0]
+        raw = reserved[1]
+    else:
+        ordinary = _HostMemory(size) if device.type == "cpu" else _AllocatorMemory(size, device)
+        memory, raw = ordinary, ordinary.bytes
+    return memory, [
+        raw[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for start, shape, dtype in places
+    ]
