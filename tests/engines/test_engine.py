@@ -255,19 +255,31 @@ def test_weights_come_back_to_their_addresses_so_generation_keeps_its_session(to
     same(found[0][1], found[1][1], rtol=0, atol=0)
 
 
-def test_activations_kept_elsewhere_give_the_same_gradients(tools):
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_activations_kept_elsewhere_give_the_same_gradients(tools, device):
+    """With and without an index: an engine on a GPU has the device `cuda`, its tensors are on `cuda:0`."""
     from verl.engines.offload import ActivationOffload
 
     model = tools.model()
     batch = tools.batch()
     plain = tools.engine(model=copy.deepcopy(model))
     engine = tools.engine(model=model)
-    offload = ActivationOffload(torch.device("cpu"), smallest_bytes=64)
-    engine.passes.activation_context = offload.hooks
+    offload = engine.passes.activation_offload = ActivationOffload(torch.device(device), smallest_bytes=64)
     for each in (plain, engine):
         each.forward_backward(batch, tools.policy_loss, with_entropy=True)
     assert offload.moved_bytes > 10_000
     same(engine.optimizer.named_gradients(), plain.optimizer.named_gradients(), rtol=0, atol=0)
+
+
+def test_a_device_without_an_index_is_the_same_device():
+    from verl.engines.offload import same_device
+
+    def same_named(first: str, second: str) -> bool:
+        return same_device(torch.device(first), torch.device(second))
+
+    assert same_named("cuda", "cuda:0") and same_named("cuda:1", "cuda") and same_named("cpu", "cpu:0")
+    assert same_named("cuda:1", "cuda:1") and not same_named("cuda:0", "cuda:1")
+    assert not same_named("cuda", "cpu") and not same_named("meta", "cpu")
 
 
 def test_gradient_checkpointing_recomputes_and_agrees(tools):

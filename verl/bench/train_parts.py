@@ -253,7 +253,7 @@ def check_offload(device: torch.device) -> Iterator[Row]:
     """Three steps with parameters, moments or activations kept in host memory against three steps without."""
     if device.type != "cuda":
         return
-    plain, held = _trained(device, {}, {})
+    plain, held, _ = _trained(device, {}, {})
     cases: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         "offload and onload between steps": ({}, {}, True),
         "model.enable_activation_offload": ({"enable_activation_offload": True}, {}, False),
@@ -261,19 +261,22 @@ def check_offload(device: torch.device) -> Iterator[Row]:
     }
     for label, (model_options, fsdp_options, between) in cases.items():
         try:
-            found, _ = _trained(device, model_options, fsdp_options, between)
+            found, _, activations = _trained(device, model_options, fsdp_options, between)
         except Exception as error:  # the check is there to find out
             yield (label, f"{type(error).__name__}: {str(error).splitlines()[0][:80]}", "WRONG")
             continue
         gap = max(float((found[name] - value).abs().max()) for name, value in plain.items())
         moved = max(float((plain[name] - value).abs().max()) for name, value in held.items())
-        yield (label, f"{gap:.1e} of {moved:.1e} moved", "ok" if gap <= 0.02 * moved else "WRONG")
+        what, good = f"{gap:.1e} of {moved:.1e} moved", gap <= 0.02 * moved
+        if "enable_activation_offload" in model_options:
+            what, good = f"{what}, {activations / 2**20:.0f} MiB of activations", good and activations > 0
+        yield (label, what, "ok" if good else "WRONG")
 
 
 def _trained(
     device: torch.device, model_options: dict[str, Any], fsdp_options: dict[str, Any], between: bool = False
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights after three steps, and before."""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    """Weights after three steps and before, and the bytes of activations that were moved to host memory."""
     from verl.config.schema import ActorConfig, ModelConfig
     from verl.engines import build_engine
 
@@ -297,4 +300,6 @@ def _trained(
         engine.optimizer_step()
         if between:
             engine.offload()
-    return {name: value.clone().cpu() for name, value in engine.export_parameters()}, before
+    after = {name: value.clone().cpu() for name, value in engine.export_parameters()}
+    offload = engine.passes.activation_offload  # type: ignore[attr-defined]
+    return after, before, offload.moved_bytes if offload else 0

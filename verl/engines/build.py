@@ -131,7 +131,7 @@ def assemble(
         _try_compiled(passes, decoder_layers(module))
     _notice_what_has_no_effect(settings, ranks)
     if settings.activation_offload and ranks.device.type != "cpu":
-        passes.activation_context = ActivationOffload(ranks.device).hooks
+        passes.activation_offload = ActivationOffload(ranks.device)
     optimizer = _optimizer(module, settings, optim, schedule)
     if optimizer is not None:
         passes.clear_gradients = optimizer.zero_grad

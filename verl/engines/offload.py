@@ -17,6 +17,11 @@ from verl.rollout.native.parkable import Parkable, reserve_tensors
 log = logging.getLogger(__name__)
 
 
+def same_device(first: torch.device, second: torch.device) -> bool:
+    """`cuda` is the current GPU, whichever it is: torch does not hold it equal to `cuda:0`."""
+    return first.type == second.type and (None in (first.index, second.index) or first.index == second.index)
+
+
 def _copy_to_host(x: torch.Tensor) -> torch.Tensor:
     if not x.is_cuda:
         return x.to("cpu", copy=True)
@@ -93,7 +98,7 @@ class ActivationOffload:
 
     def _pack(self, x: torch.Tensor) -> Any:
         held_by_model = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
-        if held_by_model or x.device != self.device or x.nbytes < self.smallest_bytes:
+        if held_by_model or not same_device(x.device, self.device) or x.nbytes < self.smallest_bytes:
             return x
         self.moved_bytes += x.nbytes
         return (x.device, _copy_to_host(x.detach()))

@@ -20,6 +20,7 @@ from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
 from verl.engines.in_step import InStep
 from verl.engines.micro_batches import CutRule, cut
+from verl.engines.offload import ActivationOffload
 from verl.engines.ranks import Ranks
 from verl.engines.shortage import Shortage, batched_pairs, first_line, split_notice, too_long, unrecoverable
 from verl.errors import TrainingHalted
@@ -54,7 +55,7 @@ class Passes:
         self.packed = packed
         self.rules = {"train": train_cut, "forward": forward_cut}
         self.label = label
-        self.activation_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.activation_offload: ActivationOffload | None = None
         self.reserve_bytes: Callable[[], int] = lambda: 0
         self.release: Callable[[], None] = lambda: None
         self.clear_gradients: Callable[[], None] = lambda: None
@@ -74,6 +75,9 @@ class Passes:
 
     def run(self, described: Pack, options: HeadOptions | None) -> dict[str, torch.Tensor]:
         return getattr(self.model, FORWARD_METHOD)(described, options)  # type: ignore[no-any-return]
+
+    def _saving_activations(self) -> AbstractContextManager[Any]:
+        return self.activation_offload.hooks() if self.activation_offload else nullcontext()
 
     @staticmethod
     def checked(batch: DataProto) -> DataProto:
@@ -139,7 +143,7 @@ class Passes:
             return
         self.model.train()
         try:
-            with self.activation_context():
+            with self._saving_activations():
                 answers = self.run(described, options)
             if any(answer.requires_grad for answer in answers.values()):
                 _sum_of(answers).mul(0.0).backward()
@@ -234,13 +238,13 @@ class Passes:
         self, batch: DataProto, rows: list[int], loss_fn: LossFn, options: HeadOptions, loss_scale: float
     ) -> dict[str, Metric]:
         if not rows:
-            with self.activation_context():
+            with self._saving_activations():
                 answers = self.run(self._nothing(), options)
             _sum_of(answers).backward()
             return {}
         micro = batch[rows]
         described = self.describe(micro)
-        with self.activation_context():
+        with self._saving_activations():
             answers = {name: described.unpack(value) for name, value in self.run(described, options).items()}
         output = ModelOutput(answers.get("log_probs"), answers.get("entropy"), answers.get("values"))
         loss, metrics = loss_fn(output, micro.to(self.device))
