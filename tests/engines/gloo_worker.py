@@ -112,7 +112,27 @@ def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     assert masters == {"torch.float32"}
     with engine.full_parameters() as model:
         assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    _check_one_context_for_all_layers(engine)
     return train(engine, rank, world)
+
+
+def _check_one_context_for_all_layers(engine: Any) -> None:
+    """Masks are cached in the attention context: FSDP's cast of inputs must not give each layer a copy of it."""
+    from verl.models.attention import PackedAttention
+
+    seen = []
+    plain = PackedAttention.attend
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(self)
+        return plain(self, *args, **kwargs)
+
+    PackedAttention.attend = recorded  # type: ignore[method-assign]
+    try:
+        engine.log_probs(conftest.make_batch([(3, 5), (2, 4)]))
+    finally:
+        PackedAttention.attend = plain  # type: ignore[method-assign]
+    assert len(seen) == 2 and seen[0] is seen[1]
 
 
 def small_moments(rank: int, world: int, folder: Path) -> dict[str, Any]:

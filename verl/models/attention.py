@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, Protocol, cast
@@ -97,16 +96,15 @@ def use_verl_attention(model: Any) -> bool:
     return bool(model.config._attn_implementation == ATTENTION_NAME)
 
 
-@dataclass
 class PackedAttention:
     """Attention within each sequence of a pack: the tokens of sequence i are those from cu_seqlens[i] to [i+1].
 
-    `lengths` is the same on the host, so that no kernel launch has to ask the device."""
+    `lengths` is the same on the host, so that no kernel launch has to ask the device. (No dataclass: FSDP2 would copy
+    it for every layer when it casts inputs, and the masks would be made again in each.)"""
 
-    cu_seqlens: torch.Tensor
-    lengths: Sequence[int]
-    backend: Backend = "auto"
-    _flex_masks: dict[int | None, Any] = field(default_factory=dict, repr=False)
+    def __init__(self, cu_seqlens: torch.Tensor, lengths: Sequence[int], backend: Backend = "auto") -> None:
+        self.cu_seqlens, self.lengths, self.backend = cu_seqlens, lengths, backend
+        self._flex_masks: dict[int | None, Any] = {}
 
     @classmethod
     def from_lengths(
