@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -269,6 +270,22 @@ def test_activations_kept_elsewhere_give_the_same_gradients(tools, device):
         each.forward_backward(batch, tools.policy_loss, with_entropy=True)
     assert offload.moved_bytes > 10_000
     same(engine.optimizer.named_gradients(), plain.optimizer.named_gradients(), rtol=0, atol=0)
+
+
+def test_the_work_of_a_token_leaves_out_lookups_idle_experts_and_gradients_of_frozen_weights(tools):
+    from verl.workers.local import LocalGroup
+
+    def size(**options):
+        engine = tools.engine(model=tools.model("qwen3_moe"), **options)
+        return engine.model, LocalGroup.model_size(SimpleNamespace(actor_engine=engine))
+
+    model, full = size()
+    lookup = model.get_input_embeddings().weight.numel()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    everything = sum(p.numel() for p in model.parameters())
+    assert full.parameters == everything - lookup - experts // 2 and full.frozen == 0
+    _, adapted = size(lora_rank=4, target_modules=["q_proj", "v_proj"])
+    assert adapted.frozen == full.parameters < adapted.parameters
 
 
 def test_a_device_without_an_index_is_the_same_device():

@@ -51,12 +51,16 @@ class ModelSize:
     """Those that take part in matrix products for each token (for mixtures: the active ones)."""
     layers: int = 0
     hidden: int = 0
+    frozen: int = 0
+    """Those of `parameters` that get no gradient (under LoRA, the model's own)."""
 
-    def training_flops(self, lengths: torch.Tensor, recompute: bool = False) -> float:
-        """Forward and backward over sequences of these lengths; causal attention counts half its square."""
+    def training_flops(self, lengths: torch.Tensor) -> float:
+        """Model FLOPs of a forward and a backward over sequences of these lengths, as `verl bench train` counts them:
+        6 per weight and token, 4 where the weight is frozen; causal attention counts half its square; what gradient
+        checkpointing computes again does not count."""
         lengths = lengths.double()
-        forward = 2.0 * self.parameters * lengths.sum() + 2.0 * self.layers * self.hidden * (lengths**2).sum()
-        return float(forward) * (4.0 if recompute else 3.0)
+        products = (6.0 * self.parameters - 2.0 * self.frozen) * lengths.sum()
+        return float(products + 6.0 * self.layers * self.hidden * (lengths**2).sum())
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -111,7 +115,6 @@ def step_metrics(
     *,
     devices: int = 1,
     model: ModelSize | None = None,
-    recompute: bool = False,
     updates_per_token: float = 1.0,
 ) -> dict[str, float]:
     """Speed of the step. `timing_s` maps span names ("gen", "update_actor", "step", ...) to seconds;
@@ -132,7 +135,7 @@ def step_metrics(
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
         peak = peak_flops(torch.cuda.get_device_name())
         if model is not None and peak and timing_s.get("update_actor"):
-            work = model.training_flops(prompt_B + response_B, recompute) * updates_per_token
+            work = model.training_flops(prompt_B + response_B) * updates_per_token
             metrics["perf/mfu/actor"] = work / timing_s["update_actor"] / (peak * devices)
     return metrics
 

@@ -137,7 +137,6 @@ class RLLoop:
                 timer.seconds,
                 devices=cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes,
                 model=self.model_size,
-                recompute=cfg.actor_rollout_ref.model.enable_gradient_checkpointing,
                 updates_per_token=cfg.actor_rollout_ref.actor.ppo_epochs,
             ),
             "training/global_step": self.step_number,

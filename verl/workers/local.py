@@ -16,6 +16,7 @@ import torch
 from verl.data.proto import DataProto
 from verl.engines import build_engine
 from verl.errors import ConfigError
+from verl.models.sizes import token_weights
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout import build_rollout
@@ -155,12 +156,13 @@ class LocalGroup(WorkerGroup):
         module: Any
         with module_of(self.actor_engine) as module:
             config = module.config.get_text_config()
-            embeddings = module.get_input_embeddings()
-            weights = sum(p.numel() for p in module.parameters())
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        # A lookup is no matrix product; a tied matrix is multiplied with at the output.
-        active = weights if tied else weights - embeddings.weight.numel()
-        return ModelSize(active, config.num_hidden_layers, config.hidden_size)
+            tied = bool(getattr(config, "tie_word_embeddings", False))
+            # A lookup is no matrix product; a tied matrix is multiplied with at the output.
+            lookup = None if tied else module.get_input_embeddings().weight
+            weights = [(p, count) for p, count in token_weights(module, config) if p is not lookup]
+            active = round(sum(count for _, count in weights))
+            frozen = round(sum(count for p, count in weights if not p.requires_grad))
+        return ModelSize(active, config.num_hidden_layers, config.hidden_size, frozen)
 
     def checkpoint_parts(self) -> dict[str, Any]:
         return {name: engine for name, engine in self._engines() if name != "ref"}
