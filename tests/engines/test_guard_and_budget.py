@@ -49,3 +49,74 @@ def test_the_cost_of_a_pass_is_a_line_over_its_tokens(monkeypatch):
         held["peak"] = max(held["peak"], 500 + 7000 + 30 * tokens)
 
     assert budget._cuda_cost(probe, torch.device("cuda")) == (7000.0, 30.0)
+
+
+def test_every_model_takes_the_budget_of_the_measured_size_nearest_to_it():
+    known = sorted(budget.BEST_TOKENS)
+    for weights in known:
+        assert (
+            budget.best_tokens(weights * 1.1)
+            == budget.best_tokens(weights * 0.9)
+            == budget.BEST_TOKENS[weights]
+        )
+    assert budget.best_tokens(0) == budget.BEST_TOKENS[known[0]]
+    assert budget.best_tokens(1e12) == budget.BEST_TOKENS[known[-1]]
+    assert all(tokens & (tokens - 1) == 0 for tokens in budget.BEST_TOKENS.values())
+
+
+def test_room_is_left_for_moments_that_do_not_exist_yet(tools, monkeypatch):
+    """Also beside passes without gradient: the first of them comes before the first step, and later ones after it."""
+    engine = tools.engine(model=tools.model(), role={"ppo_micro_batch_size_per_gpu": None})
+    asked = {}
+
+    def measure(probe, device, *, cap, reserve_bytes, label):
+        asked[label] = reserve_bytes
+        return cap
+
+    monkeypatch.setattr(budget, "measure", measure)
+    engine.log_probs(tools.batch())
+    engine.forward_backward(tools.batch(), tools.policy_loss)
+    numbers, head = sum(p.numel() for p in engine.model.parameters()), engine.passes._head_bytes()
+    assert asked == {"actor (forward)": 8 * numbers + head, "actor (train)": 12 * numbers + head}
+    engine.optimizer_step()
+    assert engine.passes.reserve_bytes("forward") == 0
+    assert engine.passes.reserve_bytes("train") == 4 * numbers
+    away = tools.engine(model=tools.model(), role={"fsdp_config.optimizer_offload": True})
+    assert away.passes.reserve_bytes("forward") == 0, "moments wait in host memory"
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_moments_are_missing_until_the_first_step(moments):
+    weight = torch.nn.Parameter(torch.ones(40, 10))
+    optimizer = MasterAdamW([("weight", weight)], schedule=Schedule.constant(0.1), moments=moments)
+    assert optimizer.missing_moments() == 400 * {"float32": 8, "int8": 2}[moments]
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.missing_moments() == 0
+
+
+@pytest.mark.parametrize("kind", ["train", "forward"])
+def test_the_probe_does_not_take_the_slice_of_logits_for_a_cost_of_every_token(tools, monkeypatch, kind):
+    """A larger probe would hold a larger slice, until it reaches its bound; a real micro-batch is far above that."""
+    from verl.models import fused_linear
+
+    engine = tools.engine(model=tools.model(vocab_size=700))
+    widths = set()
+    product = fused_linear._product
+
+    def recorded(a, b, bias=None):
+        widths.add(b.shape[1])
+        return product(a, b, bias)
+
+    monkeypatch.setattr(fused_linear, "_product", recorded)
+    for tokens in (128, 512):
+        engine.passes._probe(tokens, kind)
+    assert max(widths) == fused_linear.FEWEST_COLUMNS
+
+
+def test_the_slice_of_logits_is_bounded():
+    from verl.models.fused_linear import slice_bytes
+
+    gpu = torch.device("cuda")
+    assert slice_bytes(1024, 1000, gpu) == 2 * 4 * 1024 * 1000
+    assert slice_bytes(32768, 150_000, gpu) == slice_bytes(65536, 150_000, gpu) == 1 << 30

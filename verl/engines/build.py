@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl.engines import budget
 from verl.engines.filling import fill
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.in_step import InStep
@@ -34,6 +36,7 @@ from verl.models.fused_layers import fuse
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
 from verl.models.packability import head_fault, packing_fault
+from verl.models.sizes import token_weights
 from verl.models.skeleton import CannotStream, WeightSource, open_causal_lm, open_value_model
 from verl.models.value_model import ValueModel
 
@@ -113,7 +116,12 @@ def assemble(
             fill(module, mesh, source, torch.device("cpu") if on_host else ranks.device)
         if copy is not None:
             whole_copy = WholeCopy(module, copy, ranks.device, settings.dtype)
-    hidden_size = int(module.config.get_text_config().hidden_size)
+    text_config = module.config.get_text_config()
+    hidden_size = int(text_config.hidden_size)
+    layers = decoder_layers(module)
+    layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config)) / len(
+        layers
+    )
     passes = Passes(
         module,
         ranks.device,
@@ -122,20 +130,21 @@ def assemble(
         train_cut=replace(settings.train_cut, hidden_size=hidden_size),
         forward_cut=replace(settings.forward_cut, hidden_size=hidden_size),
         label=settings.kind,
+        cap_tokens=budget.best_tokens(layer_weights) if ranks.device.type == "cuda" else budget.CAP_CPU,
     )
     if mesh is not None:
         passes.release = lambda: release(module)
         passes.in_step = InStep(module, replicated=mesh.ndim == 2)
     _find_out(module, passes, stock_attention)
     if settings.torch_compile:
-        _try_compiled(passes, decoder_layers(module))
+        _try_compiled(passes, layers)
     _notice_what_has_no_effect(settings, ranks)
     if settings.activation_offload and ranks.device.type != "cpu":
         passes.activation_offload = ActivationOffload(ranks.device)
     optimizer = _optimizer(module, settings, optim, schedule)
     if optimizer is not None:
         passes.clear_gradients = optimizer.zero_grad
-        passes.reserve_bytes = optimizer.reserved_bytes
+        passes.reserve_bytes = partial(_reserved_bytes, optimizer, settings.sharding.optimizer_offload)
     return FSDPEngine(
         module, settings, ranks, passes, optimizer, sharded=mesh is not None, whole_copy=whole_copy
     )
@@ -220,6 +229,13 @@ def _optimizer(
         seed=settings.seed,
         scale_loss=settings.dtype == torch.float16,
     )
+
+
+def _reserved_bytes(optimizer: MasterAdamW, moments_on_host: bool, kind: str) -> int:
+    """What the optimiser will hold beside a pass of this kind and does not hold yet."""
+    if kind == "train":
+        return optimizer.missing_moments() + optimizer.gradient_sums()
+    return 0 if moments_on_host else optimizer.missing_moments()
 
 
 def _find_out(module: Any, passes: Passes, stock_attention: str) -> None:

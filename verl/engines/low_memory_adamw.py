@@ -136,6 +136,9 @@ class LowMemoryAdamW:
             "step": torch.tensor(float(self._steps[name])),
         }
 
+    def has_state(self, name: str) -> bool:
+        return name in self._first
+
     @torch.no_grad()
     def load(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         self._write(self._first, name, _local(state["exp_avg"]).clone(), signed=True)

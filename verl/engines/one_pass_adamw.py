@@ -60,6 +60,9 @@ class OnePassAdamW:
             }
         return self._state[name]
 
+    def has_state(self, name: str) -> bool:
+        return name in self._state
+
     @torch.no_grad()
     def load(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         for key, value in self.state(name).items():

@@ -89,6 +89,9 @@ class TorchAdamW:
             state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
         return state
 
+    def has_state(self, name: str) -> bool:
+        return bool(self._home[name].state.get(self.masters[name]))
+
     @torch.no_grad()
     def load(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         for key, value in self.state(name).items():
@@ -292,9 +295,14 @@ class MasterAdamW:
         for name in self.masters:
             self.rule.load(name, {key: values[name] for key, values in state.items()})
 
-    def reserved_bytes(self) -> int:
-        """What a first step will still allocate: moments and float32 gradients."""
-        return sum(12 * local(master).numel() for master in self.masters.values())
+    def missing_moments(self) -> int:
+        """Bytes of the moments the first step will still allocate."""
+        missing = sum(local(m).numel() for name, m in self.masters.items() if not self.rule.has_state(name))
+        return (2 if isinstance(self.rule, LowMemoryAdamW) and self.rule.int8 else 8) * missing
+
+    def gradient_sums(self) -> int:
+        """Bytes of the float32 gradients summed over micro-batches."""
+        return sum(4 * local(master).numel() for master in self.masters.values())
 
     def move(self, device: torch.device) -> None:
         """Moments, and masters that are not the parameters themselves, to `device`."""

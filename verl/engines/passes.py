@@ -25,8 +25,9 @@ from verl.engines.ranks import Ranks
 from verl.engines.shortage import Shortage, batched_pairs, first_line, split_notice, too_long, unrecoverable
 from verl.errors import TrainingHalted
 from verl.models.forward import FORWARD_METHOD
-from verl.models.fused_linear import HeadOptions
+from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
 from verl.models.packing import Pack, check_batch, pack, pad, sequence_lengths
+from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,9 @@ class Passes:
         train_cut: CutRule,
         forward_cut: CutRule,
         label: str,
+        cap_tokens: int = budget.CAP_CPU,
     ) -> None:
+        """`cap_tokens`: of a micro-batch, where the config gives no number and memory allows more."""
         self.model = model
         self.device = device
         self.ranks = ranks
@@ -56,7 +59,9 @@ class Passes:
         self.rules = {"train": train_cut, "forward": forward_cut}
         self.label = label
         self.activation_offload: ActivationOffload | None = None
-        self.reserve_bytes: Callable[[], int] = lambda: 0
+        self.cap_tokens = cap_tokens
+        self.reserve_bytes: Callable[[str], int] = lambda kind: 0
+        """Of the optimiser, beside a pass of this kind ("train" or "forward"), and not allocated yet."""
         self.release: Callable[[], None] = lambda: None
         self.clear_gradients: Callable[[], None] = lambda: None
         self.in_step: InStep | None = None
@@ -119,13 +124,24 @@ class Passes:
         tokens = budget.measure(
             probe,
             self.device,
-            reserve_bytes=self.reserve_bytes() if kind == "train" else 0,
+            cap=self.cap_tokens,
+            reserve_bytes=self.reserve_bytes(kind) + self._head_bytes(),
             label=label,
         )
         return budget.smallest(label) if any(faults) else tokens
 
+    def _head_bytes(self) -> int:
+        """Of the logits an output layer holds at once; a critic has none."""
+        if isinstance(self.model, ValueModel):
+            return 0
+        vocab = int(self.model.config.get_text_config().vocab_size)
+        return slice_bytes(self.cap_tokens, vocab, self.device)
+
     def _probe(self, tokens: int, kind: str) -> None:
-        """One pass over random tokens, all of them wanted; no gradient survives it."""
+        """One pass over random tokens, all of them wanted; no gradient survives it.
+
+        The slice of logits held at once grows with the tokens up to a bound that a probe does not reach: it is kept
+        narrow here and counted apart (`_head_bytes`), or its growth would be taken for a cost of every token."""
         config = self.model.config.get_text_config()
         length = min(tokens, 512, int(getattr(config, "max_position_embeddings", None) or 512))
         rows = -(-tokens // length)
@@ -135,7 +151,7 @@ class Passes:
         wanted = torch.ones_like(ids)
         wanted[:, 0] = 0
         described = self._make(ids, torch.ones_like(ids), wanted)
-        options = HeadOptions(with_entropy=True)
+        options = HeadOptions(with_entropy=True, columns=FEWEST_COLUMNS)
         if kind == "forward":
             with torch.no_grad():
                 self.run(described, options)

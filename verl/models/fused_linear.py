@@ -24,7 +24,7 @@ from verl.models.kernels import triton_fault
 
 _SLICE_BYTES_CPU = 16 << 20
 _SLICE_BYTES_CUDA = 512 << 20
-_FEWEST_COLUMNS = 256
+FEWEST_COLUMNS = 256
 
 HeadKernel = Literal["auto", "torch", "triton"]
 
@@ -59,7 +59,12 @@ def slice_columns(tokens: int, device: torch.device) -> int:
     """Columns of the logits held at once: enough for an efficient product, little beside the model."""
     budget = _SLICE_BYTES_CUDA if device.type == "cuda" else _SLICE_BYTES_CPU
     columns = budget // (4 * max(tokens, 1))
-    return max(columns // _FEWEST_COLUMNS * _FEWEST_COLUMNS, _FEWEST_COLUMNS)
+    return max(columns // FEWEST_COLUMNS * FEWEST_COLUMNS, FEWEST_COLUMNS)
+
+
+def slice_bytes(tokens: int, vocab: int, device: torch.device) -> int:
+    """Of one slice of float32 logits and its gradient, which are held together."""
+    return 2 * 4 * tokens * min(slice_columns(tokens, device), vocab)
 
 
 def _use_triton(options: HeadOptions, x: torch.Tensor) -> bool:
