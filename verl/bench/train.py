@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl.bench import train_parts
+from verl.bench import token_budget, train_parts
 from verl.bench.train_shapes import SHAPES
 from verl.bench.train_steps import Measured, Workload, measure, our_step, plain_step, ragged
 
@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", action="store_true", help="checks, parts and all rows of the table")
     parser.add_argument(
         "--parts", action="store_true", help="checks and parts only (attention, output layer)"
+    )
+    parser.add_argument(
+        "--token-budgets",
+        metavar="N,N,...",
+        help="throughput and memory of an update for these sizes of micro-batch (--shape: one shape only)",
     )
     parser.add_argument("--json", type=Path, default=None, help="write all figures to this file as well")
 
@@ -166,6 +171,20 @@ class Bench:
         )
         self.verdicts()
 
+    def token_budgets(self, budgets: Sequence[int]) -> None:
+        shapes = [self.args.shape] if self.args.shape else ["135m", "1.5b", "7b"] if self.cuda else ["tiny"]
+        head = ("shape", "tokens per micro-batch", "micro-batches", "update tok/s", "log-probs tok/s", "GiB")
+        kept: list[list[str]] = []
+        measured = (
+            row
+            for shape in shapes
+            for row in token_budget.rows(
+                token_budget.CASES[shape], budgets, self.device, self.dtype, self.args.tokens
+            )
+        )
+        table("token budgets", head, _kept(measured, kept))
+        self.figures["token_budgets"] = kept
+
     def verdicts(self) -> None:
         """The measured figures beside their bars and aims."""
 
@@ -229,13 +248,17 @@ def run(args: argparse.Namespace) -> int:
         return 2
     bench = Bench(args)
     say(", ".join(f"{name} {value}" for name, value in bench.figures["versions"].items()))
-    say(
-        f"{bench.tokens} tokens per step, {args.steps} timed steps, 100 % utilisation = {args.peak_tflops:g} TFLOP/s"
-    )
+    if not args.token_budgets:
+        say(
+            f"{bench.tokens} tokens per step, {args.steps} timed steps, "
+            f"100 % utilisation = {args.peak_tflops:g} TFLOP/s"
+        )
     if args.suite:
         bench.suite()
     elif args.parts:
         bench.parts()
+    elif args.token_budgets:
+        bench.token_budgets([int(tokens) for tokens in args.token_budgets.split(",")])
     else:
         shape = args.shape or ("1.5b" if bench.cuda else "tiny")
         work = bench.workload(
