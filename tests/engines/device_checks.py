@@ -1,0 +1,416 @@
+"""Generation between training steps on a CUDA device: sharded by FSDP2, with offloaded weights, with offloaded
+activations. A script, since most machines have no GPU:
+
+    python tests/engines/device_checks.py [--only NAME] [--cpu]
+
+prints one line per check and exits 1 if one fails. `--cpu` runs what can run without CUDA (a rehearsal).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+CHECKS: list[tuple[str, Callable[[], str]]] = []
+VOCAB = 8192
+PATIENCE = timedelta(seconds=120)
+
+
+def check(function: Callable[[], str]) -> Callable[[], str]:
+    CHECKS.append((function.__name__, function))
+    return function
+
+
+def require(fact: bool, otherwise: str) -> None:
+    if not fact:
+        raise AssertionError(otherwise)
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def make_model() -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    large = DEVICE.type == "cuda"
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=512 if large else 64,
+        intermediate_size=1408 if large else 96,
+        num_hidden_layers=6 if large else 2,
+        num_attention_heads=8 if large else 4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+    )
+    return Qwen2ForCausalLM(config).to(DTYPE)
+
+
+def make_engine(model: Any, sharded: bool = False, **options: Any) -> Any:
+    """The actor's engine; `sharded` forces FSDP2 over one rank where there is only one."""
+    from verl.config.schema import ActorConfig, ModelConfig
+    from verl.engines.build import assemble
+    from verl.engines.ranks import Ranks
+    from verl.engines.schedule import Schedule
+    from verl.engines.settings import read_settings
+
+    role = ActorConfig(ppo_micro_batch_size_per_gpu=4)
+    role.optim.lr = 1e-3
+    config = ModelConfig(dtype=str(DTYPE).removeprefix("torch."), **options)
+    settings = read_settings("actor", config, role, device=DEVICE)
+    ranks = Ranks(DEVICE)
+    if sharded and ranks.mesh is None:
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        ranks.mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("shard",))
+    model = model.to("cpu" if sharded else DEVICE)
+    schedule = Schedule.from_config(role.optim, None)
+    return assemble(model, settings, ranks, optim=role.optim, schedule=schedule)
+
+
+def make_batch(rows: int = 8, length: int = 128) -> Any:
+    from verl.data.proto import DataProto
+
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    wanted = torch.ones(rows, length // 2, dtype=torch.long)
+    advantages = torch.randn(wanted.shape, generator=generator)
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": wanted,
+        "advantages": advantages,
+    }
+    return DataProto.from_dict(tensors=tensors)
+
+
+def train(engine: Any, batch: Any | None = None) -> int:
+    """One step; the device memory that was free between forward and backward."""
+    free = []
+
+    def loss(output: Any, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        free.append(free_bytes())
+        return -(output.log_probs * micro.batch["advantages"]).mean(), {}
+
+    engine.forward_backward(batch if batch is not None else make_batch(), loss)
+    engine.optimizer_step()
+    return min(free)
+
+
+def free_bytes() -> int:
+    if DEVICE.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def make_rollout(source: Any, **limits: Any) -> Any:
+    from verl.rollout.native import Limits, NativeRollout
+
+    return NativeRollout(source, None, Limits(**{"cache_tokens": 8192, **limits}), on_device=True)
+
+
+def generate(rollout: Any) -> list[list[int]]:
+    from verl.rollout import Request, SamplingParams
+
+    prompts = [[5, 17, 900], [44, 3, 7, 9, 1200, 8], list(range(30, 70))]
+    asked = [
+        Request(
+            f"r{at}", prompt, SamplingParams(max_tokens=24, temperature=at % 2, ignore_eos=True), n=2, seed=3
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+    found = sorted(rollout.generate(asked), key=lambda r: (r.request_id, r.sample))
+    return [response.token_ids for response in found]
+
+
+def unsharded_tokens(weights: dict[str, torch.Tensor], **limits: Any) -> list[list[int]]:
+    """What a plain model with these weights generates."""
+    model = make_model().to(DEVICE).eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(weights[name])
+    return generate(make_rollout(model, **limits))
+
+
+def sleep(rollout: Any) -> None:
+    """On a CPU the KV cache has no address to come back to, and the session would go."""
+    if DEVICE.type == "cuda":
+        rollout.sleep()
+        require(rollout._session is not None, "the session is not kept over sleep")
+
+
+def graphs(rollout: Any) -> int:
+    return len(rollout._session.runner._graphs)
+
+
+def two_steps(engine: Any, **limits: Any) -> str:
+    """Generate, train, generate: the second time from new weights, with the session of the first."""
+    rollout = make_rollout(engine, **limits)
+    seen, kept = [], []
+    for _ in range(2):
+        with engine.full_parameters() as module:
+            tokens = generate(rollout)
+            weights = {name: param.detach().clone() for name, param in module.named_parameters()}
+            size = sum(param.nbytes for param in module.parameters())
+            inside = free_bytes()
+        released = free_bytes() - inside
+        require(
+            tokens == unsharded_tokens(weights, **limits), "tokens differ from those of an unsharded model"
+        )
+        sleep(rollout)
+        require(rollout._session.runner.fused is not None, "the fused decoder is not used")
+        seen.append(tokens)
+        kept.append((rollout._session, graphs(rollout)))
+        if DEVICE.type == "cuda":
+            require(graphs(rollout) > 0, "no CUDA graph was captured")
+            require(released > 0.9 * size, f"{released} bytes released of {size}")
+        del weights
+        in_training = train(engine) - inside
+    require(seen[0] != seen[1], "the step did not change what is generated")
+    require(kept[0][0] is kept[1][0], "the session was made anew after the step")
+    require(kept[0][1] == kept[1][1], f"{kept[1][1] - kept[0][1]} graphs were captured again")
+    return (
+        f"fused decoder, {kept[0][1]} graphs in step 1 and 0 new in step 2, tokens equal; {released / 2**20:.0f} MiB "
+        f"released after generating, {size / 2**20:.0f} MiB of whole weights; free in training against generating "
+        f"{in_training / 2**20:+.0f} MiB"
+    )
+
+
+# -- checks ---------------------------------------------------------------------------------------------------------
+
+
+@check
+def one_rank_sharded_keeps_graphs_over_a_step() -> str:
+    return two_steps(make_engine(make_model(), sharded=True))
+
+
+@check
+def one_rank_sharded_generates_in_fp8() -> str:
+    """On a CPU the products are emulated."""
+    return two_steps(make_engine(make_model(), sharded=True), dtype="fp8")
+
+
+@check
+def sharded_weights_in_host_memory_keep_graphs() -> str:
+    """fsdp_config.param_offload: the shards leave between the phases."""
+    engine = make_engine(make_model(), sharded=True)
+    rollout = make_rollout(engine)
+    kept = []
+    for _ in range(2):
+        engine.offload()
+        tokens = generate(rollout)
+        kept.append((rollout._session, graphs(rollout), tokens))
+        train(engine)
+    require(kept[0][0] is kept[1][0] and kept[0][1] == kept[1][1], "graphs were captured again")
+    require(kept[0][2] != kept[1][2], "the step did not change what is generated")
+    return f"{kept[0][1]} graphs kept"
+
+
+@check
+def offloaded_weights_come_back_to_captured_graphs() -> str:
+    """fsdp_config.param_offload on one GPU, unsharded."""
+    engine = make_engine(make_model())
+    rollout = make_rollout(engine)
+    size = sum(param.nbytes for param in engine.model.parameters())
+    kept, freed = [], 0
+    for step in range(3):
+        before = free_bytes()
+        engine.offload(optimizer=False)
+        freed = free_bytes() - before
+        if (
+            DEVICE.type == "cuda" and step > 0
+        ):  # the first time they leave torch's allocator, not memory of their own
+            require(freed > 0.9 * size, f"{freed} bytes released of {size}")
+        tokens = generate(rollout)
+        weights = {name: param.detach().clone() for name, param in engine.model.named_parameters()}
+        require(tokens == unsharded_tokens(weights), "tokens differ from those of a model that stays")
+        del weights
+        kept.append((rollout._session, graphs(rollout)))
+        train(engine)
+    require(all(each == kept[0] for each in kept), "graphs were captured again")
+    return f"{kept[0][1]} graphs kept over 3 steps, {freed / 2**20:.0f} MiB released while offloaded"
+
+
+@check
+def offloaded_activations_lower_the_peak() -> str:
+    from verl.engines.offload import ActivationOffload
+
+    batch = make_batch(rows=4, length=2048 if DEVICE.type == "cuda" else 64)
+    model = make_model()
+    found = []
+    for offloads in (False, True):
+        engine = make_engine(copy.deepcopy(model), enable_activation_offload=offloads)
+        if offloads and DEVICE.type == "cpu":
+            engine.passes.activation_offload = ActivationOffload(DEVICE, smallest_bytes=1024)
+
+        def loss(output: Any, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+            return -(output.log_probs * micro.batch["advantages"]).mean(), {}
+
+        peak = 0
+        for _ in range(2):  # the first pass compiles kernels and allocates workspaces
+            engine.optimizer.zero_grad()
+            free_bytes()
+            if DEVICE.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                peak = -torch.cuda.memory_allocated()
+            engine.forward_backward(batch, loss)
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+                peak += torch.cuda.max_memory_allocated()
+        moved = engine.passes.activation_offload.moved_bytes if offloads else 0
+        gradient = torch.cat([g.detach().flatten().float() for g in engine.optimizer.gradients()])
+        found.append((gradient, peak, moved))
+        del engine
+    (plain, held, _), (gradient, peak, moved) = found
+    gap = float((gradient - plain).norm() / plain.norm())
+    require(moved > 0, "no byte was moved")
+    require(gap <= 1e-2, f"gradients differ by {gap:.1e}")
+    require(DEVICE.type == "cpu" or peak < 0.8 * held, f"peak {peak} bytes against {held}")
+    return (
+        f"{moved / 2**20:.1f} MiB moved in 2 passes, peak {peak / 2**20:.0f} MiB against {held / 2**20:.0f}, "
+        f"gradients differ by {gap:.1e}"
+    )
+
+
+@check
+def two_ranks_share_the_device() -> str:
+    """Over gloo, which stages what it sends in host memory. The second rank gets no prompts."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--meeting", str(Path(folder) / "store"), "--rank"]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+        running = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        texts = [process.communicate()[0] for process in running]
+    for process, text in zip(running, texts, strict=True):
+        require(process.returncode == 0, text[-1500:])
+    return texts[0].strip().splitlines()[-1]
+
+
+def rank_main(rank: int, meeting: str) -> None:
+    store = dist.FileStore(meeting, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
+    if DEVICE.type == "cuda":
+        stage_collectives()
+    from verl.workers.rank_group import HeldWeights
+
+    engine = make_engine(make_model(), sharded=True)
+    held = HeldWeights(engine)
+    rollout = make_rollout(held)
+    sessions, said = [], "no prompts"
+    for _ in range(2):
+        with held.hold():
+            if rank == 0:
+                tokens = generate(rollout)
+            with held.full_parameters() as module:
+                weights = {name: param.detach().clone() for name, param in module.named_parameters()}
+        for name, shard in engine.model.named_parameters():
+            own = shard.to_local().to(DTYPE)
+            start = rank * -(-shard.shape[0] // 2)
+            require(
+                torch.equal(weights[name][start : start + len(own)], own), f"{name} is not gathered right"
+            )
+        if rank == 0:
+            require(tokens == unsharded_tokens(weights), "tokens differ from those of an unsharded model")
+            sleep(rollout)
+            sessions.append((rollout._session, graphs(rollout)))
+            require(rollout._session.runner.fused is not None, "the fused decoder is not used")
+            said = f"fused decoder, {sessions[0][1]} graphs in step 1 and 0 new in step 2, tokens equal"
+        train(engine, make_batch()[list(range(4 * rank, 4 * rank + 4))])
+    if rank == 0:
+        require(sessions[0] == sessions[1], "graphs were captured again")
+    dist.barrier()
+    sys.stdout.write(f"{said}\n")
+
+
+def stage_collectives() -> None:
+    """Two processes cannot share one GPU under NCCL, and gloo has no such collectives for device memory: send copies
+    in host memory. To be called before the engine's modules are imported."""
+    for names in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    ):
+        for name in names:
+            if hasattr(dist, name):
+                setattr(dist, name, staged(getattr(dist, name)))
+
+
+def staged(collective: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*tensors: torch.Tensor, async_op: bool = False, **kwargs: Any) -> None:
+        names = [("output_tensor", "output"), ("input_tensor", "input")]
+        given = [kwargs.pop(name) for pair in names for name in pair if name in kwargs]
+        output, source = [*tensors, *given]
+        average = kwargs.get("op") == dist.ReduceOp.AVG
+        if average:  # gloo only adds
+            kwargs["op"] = dist.ReduceOp.SUM
+        there = torch.empty_like(output, device="cpu")
+        collective(there, source.cpu(), **kwargs)
+        output.copy_(there / dist.get_world_size(kwargs.get("group")) if average else there)
+
+    return call
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        rank_main(options.rank, options.meeting)
+        return 0
+    if DEVICE.type == "cpu" and not options.cpu:
+        sys.stdout.write("no CUDA device here; --cpu rehearses without one\n")
+        return 2
+    failed = 0
+    for name, function in CHECKS:
+        if options.only not in name:
+            continue
+        start = time.perf_counter()
+        try:
+            line = f"ok   {name}: {function()}"
+        except Exception as error:  # every check is to be heard, whatever the first one dies of
+            failed += 1
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            line = f"FAIL {name}: {type(error).__name__}: {str(error)[:1500]} ({last.filename}:{last.lineno})"
+        gc.collect()
+        sys.stdout.write(f"{line} [{time.perf_counter() - start:.1f} s]\n")
+        sys.stdout.flush()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
