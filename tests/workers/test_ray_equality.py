@@ -49,3 +49,17 @@ def test_one_two_and_three_processes_agree(algorithm, train, joined):
                 torch.testing.assert_close(
                     together[name], tensor, rtol=1e-3, atol=2e-4, msg=f"{world} {part} {name}"
                 )
+
+
+def test_fewer_prompts_than_ranks(train, joined):
+    """The second rank generates nothing; its updates match those of the first all the same."""
+    settings = [
+        "data.train_batch_size=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "trainer.total_training_steps=2",
+    ]
+    alone, _ = train(*settings, folder="alone")
+    rows, _ = train(*settings, "trainer.n_gpus_per_node=2", "trainer.watchdog_s=120", folder="world2")
+    for mine, one in zip(rows, alone, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
+            assert mine[name] == pytest.approx(one[name], rel=2e-3, abs=2e-5), name

@@ -1,0 +1,35 @@
+"""The copy of a model that generates while the model itself is sharded; what it computes is tested with real ranks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from verl.engines.whole_copy import copy_without_weights
+from verl.models.forward import FORWARD_METHOD, attach
+from verl.models.lora import add_lora
+
+
+def test_a_copy_has_the_classes_and_ties_of_the_model_and_none_of_its_weights(tools):
+    model = tools.model(tie_word_embeddings=True)
+    add_lora(model, rank=2, alpha=4, target_modules=["q_proj"])
+    attach(model)
+    copied = copy_without_weights(model)
+    assert [type(part) for part in copied.modules()] == [type(part) for part in model.modules()]
+    assert all(param.is_meta for param in copied.parameters())
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    for (name, own), (_, theirs) in zip(copied.named_buffers(), model.named_buffers(), strict=True):
+        assert torch.equal(own, theirs) and own is not theirs, name
+    adapted = copied.model.layers[0].self_attn.q_proj
+    assert adapted.forward.__self__ is adapted, "a method bound to the model would compute with its shards"
+    assert getattr(copied, FORWARD_METHOD).__self__ is copied
+
+
+def test_a_model_that_cannot_be_copied_is_named(tools, caplog):
+    model = tools.model()
+    model.lock = threading.Lock()
+    with caplog.at_level(logging.WARNING):
+        assert copy_without_weights(model) is None
+    assert "LlamaForCausalLM cannot be copied" in caplog.text and "lock" in caplog.text
