@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,102 @@ def same_draws_in_any_order() -> None:
     for module, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
         if module in sys.modules:
             getattr(sys.modules[module], seed)(0)
+
+
+class Forked:
+    """A process of the fork server, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, server: ForkServer) -> None:
+        self.pid, self._server = pid, server
+
+    def poll(self) -> int | None:
+        return self._server.ended.get(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._server.news:
+            if not self._server.news.wait_for(lambda: self.pid in self._server.ended, timeout):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self._server.ended[self.pid]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """Starts Python programs by forking a process that has torch and transformers imported (fork_server.py)."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, int] = {}
+        self.news = threading.Condition()
+        self._started: list[int] = []
+        self._serving = self._gone = False
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(ROOT / "tests" / "fork_server.py")]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._wait_for(lambda: self._serving)
+
+    def _listen(self) -> None:
+        for line in self._process.stdout or ():
+            word, *numbers = line.split()
+            with self.news:
+                self._serving = True
+                if word == "started":
+                    self._started.append(int(numbers[0]))
+                elif word == "ended":
+                    self.ended[int(numbers[0])] = os.waitstatus_to_exitcode(int(numbers[1]))
+                self.news.notify_all()
+        with self.news:
+            self._gone = True
+            self.news.notify_all()
+
+    def _wait_for(self, reached: Callable[[], bool]) -> None:
+        with self.news:
+            answered = self.news.wait_for(lambda: reached() or self._gone, timeout=600)
+            assert answered and not self._gone, "the fork server does not answer (its stderr says why)"
+
+    def start(
+        self,
+        program: Path | str,
+        arguments: Sequence[str] = (),
+        *,
+        stdout: Path = Path(os.devnull),
+        stderr: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Forked:
+        """As `python PROGRAM ARGUMENTS`, or with the name of a module as `python -m PROGRAM ARGUMENTS`. What libraries
+        read from the environment when they are imported stays what it was in this process."""
+        count = len(self._started)
+        request = {
+            "program": str(program),
+            "arguments": list(arguments),
+            "stdout": str(stdout),
+            "stderr": str(stderr or stdout),
+            "environment": {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        self._wait_for(lambda: len(self._started) > count)
+        return Forked(self._started[-1], self)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=240)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

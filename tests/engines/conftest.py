@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -145,28 +144,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(LIMIT_S + 300))
 
 
-def start_ranks(
-    worker: Path, world: int, folder: Path, arguments: list[str]
-) -> list[subprocess.Popen[bytes]]:
+def start_ranks(fork_server: Any, worker: Path, world: int, folder: Path, arguments: list[str]) -> list[Any]:
     """`worker` once per rank, as `worker RANK WORLD MEETING FOLDER ARGUMENTS...`; in the file MEETING the first says
     where it listens."""
     meeting = folder / f"meeting_{uuid.uuid4().hex}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     root = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Large tensors go back to the system when they are freed: what a process holds can then be measured.
-    environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
     return [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(world), str(meeting), str(folder), *arguments],
-            env=environment,
-            stderr=(folder / f"stderr{rank}.txt").open("wb"),
+        fork_server.start(
+            worker,
+            [str(rank), str(world), str(meeting), str(folder), *arguments],
+            stdout=folder / f"stderr{rank}.txt",
+            environment={"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root},
         )
         for rank in range(world)
     ]
 
 
-def finish_ranks(processes: list[subprocess.Popen[bytes]], folder: Path, expected: list[int]) -> None:
+def finish_ranks(processes: list[Any], folder: Path, expected: list[int]) -> None:
     """Wait for all; on any other exit status than expected the logs are shown."""
     try:
         deadline = time.monotonic() + LIMIT_S
@@ -181,10 +175,15 @@ def finish_ranks(processes: list[subprocess.Popen[bytes]], folder: Path, expecte
 
 
 def run_scenarios(
-    worker: Path, world: int, folder: Path, names: list[str], expected: list[int] | None = None
+    fork_server: Any,
+    worker: Path,
+    world: int,
+    folder: Path,
+    names: list[str],
+    expected: list[int] | None = None,
 ) -> dict[str, list[Any]]:
     """Results by scenario and rank; `expected` are the exit statuses where not all are 0."""
-    finish_ranks(start_ranks(worker, world, folder, names), folder, expected or [0] * world)
+    finish_ranks(start_ranks(fork_server, worker, world, folder, names), folder, expected or [0] * world)
     files = {name: [folder / f"{name}_{world}_{rank}.pt" for rank in range(world)] for name in names}
     return {
         name: [torch.load(file, weights_only=True) for file in own]
@@ -194,8 +193,8 @@ def run_scenarios(
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Callable[..., dict[str, list[Any]]]:
-    return run_scenarios
+def run_ranks(fork_server: Any) -> Callable[..., dict[str, list[Any]]]:
+    return functools.partial(run_scenarios, fork_server)
 
 
 @pytest.fixture(scope="session")

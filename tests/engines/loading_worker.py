@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
 import conftest
@@ -19,6 +22,7 @@ import gloo_worker
 
 from verl.engines import build
 from verl.models.skeleton import CannotStream
+from verl.models.weight_files import WeightFiles
 
 
 @contextmanager
@@ -49,6 +53,8 @@ def state(engine: Any) -> dict[str, Any]:
         "buffers": {name: buffer.clone() for name, buffer in engine.model.named_buffers()},
     }
 
+
+LARGE = {"hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 12, "num_attention_heads": 8}
 
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # name: kind, folder, role, model section
@@ -119,33 +125,51 @@ def cases(rank: int, world: int, folder: Path, names: Sequence[str] = tuple(CASE
     return found
 
 
-def _peak() -> int:
-    """Most memory this process has held at once, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+@contextmanager
+def most_held(mapped: int) -> Iterator[list[int]]:
+    """The most bytes that tensors made inside held at once, as torch's allocator counts them; a file of `mapped`
+    bytes that is mapped meanwhile holds none."""
+    found: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield found
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [(event.start_ns(), event.nbytes()) for event in events if abs(event.nbytes()) != mapped]
+    found.append(max(accumulate(change for _, change in sorted(changes))))
 
 
-def peak(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """How far memory rises while an engine is built: until its shards are filled, and until it has run once; then,
-    further, when it is built from a whole model. A tiny model goes first, so that code is in memory already."""
-    conftest.make_engine(path=str(folder / "llama"))
-    fill, found = build.fill, {}
+def memory(rank: int, world: int, folder: Path) -> dict[str, int]:
+    """Bytes of weights read from the file, and the most bytes held until the shards are filled, until the engine has
+    run once, and, to compare, when it is built from a whole model."""
+    path = folder / "large"
+    size = (path / "model.safetensors").stat().st_size
+    fill, read_rows, found = build.fill, WeightFiles.read_rows, {"read": 0}
 
-    def fill_and_look(*arguments: Any) -> None:
+    def count(self: Any, name: str, start: int, stop: int, into: Any, through: Any) -> None:
+        found["read"] += into.nbytes
+        read_rows(self, name, start, stop, into, through)
+
+    def fill_and_stop(*arguments: Any) -> None:
         fill(*arguments)
-        found["filled"] = _peak() - start
+        raise Filled
 
-    build.fill = fill_and_look
-    start = _peak()
-    engine = conftest.make_engine(path=str(folder / "large"))
-    found["built"] = _peak() - start
-    del engine
-    with whole_models():
-        conftest.make_engine(path=str(folder / "large"))
-    found["whole"] = _peak() - start
+    WeightFiles.read_rows, build.fill = count, fill_and_stop
+    with most_held(size) as held, suppress(Filled):
+        conftest.make_engine(path=str(path))
+    found["filled"] = held[0]
+    WeightFiles.read_rows, build.fill = read_rows, fill
+    with most_held(size) as held:
+        conftest.make_engine(path=str(path))
+    found["built"] = held[0]
+    with most_held(size) as held:
+        conftest.make_engine(model=conftest.make_model(**LARGE))
+    found["whole"] = held[0]
     return found
 
 
+class Filled(Exception):
+    """The shards have their weights."""
+
+
 if __name__ == "__main__":
-    gloo_worker.SCENARIOS = {"cases": cases, "few_cases": few_cases, "peak": peak}
+    gloo_worker.SCENARIOS = {"cases": cases, "few_cases": few_cases, "memory": memory}
     gloo_worker.main()

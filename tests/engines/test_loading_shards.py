@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 WORKER = Path(__file__).with_name("loading_worker.py")
-LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 18, "num_attention_heads": 8}
+LARGE = {"hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 12, "num_attention_heads": 8}
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,7 @@ def models(tmp_path_factory, tools_of_session):
     for name in ("llama", "qwen2", "gemma", "qwen3_moe"):
         make(name).save_pretrained(folder / name)
     make(tie_word_embeddings=True).save_pretrained(folder / "tied")
+    make(**LARGE).save_pretrained(folder / "large")
     make().save_pretrained(folder / "parts", max_shard_size="20KB")
     assert (folder / "parts/model.safetensors.index.json").is_file()
     weights = {**load_file(folder / "tied/model.safetensors"), "lm_head.weight": torch.ones(61, 32)}
@@ -32,14 +33,10 @@ def models(tmp_path_factory, tools_of_session):
     return folder
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def loaded(request, models, tools_of_session, run_ranks):
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def loaded(request, models, run_ranks):
     world = request.param
-    names = ["cases"] if world == 2 else ["few_cases", "peak"]
-    if world == 3:
-        large = tools_of_session.model(**LARGE)
-        large.save_pretrained(models / "large")
-    results = run_ranks(WORKER, world, models, names)
+    results = run_ranks(WORKER, world, models, ["cases" if world == 2 else "few_cases", "memory"])
     return {"cases": results.pop("few_cases", None), **results}, models
 
 
@@ -111,16 +108,14 @@ def test_weights_are_those_of_the_files(loaded):
 
 
 def test_a_rank_holds_its_share_of_the_model_and_not_the_whole(loaded):
-    """A third, and the rows it reads; while the engine runs its first pass also one layer, gathered and on its way
-    there. The whole model shows that the measure can tell."""
+    """Counted by torch's allocator. Once the engine has run, one layer was gathered as well; an engine made from a
+    whole model shows that the count can tell."""
     results, models = loaded
-    if "peak" not in results:
-        return
-    size = (models / "large/model.safetensors").stat().st_size
-    assert size > 200e6
-    for rank in results["peak"]:
-        shares = {name: round(rise / size, 3) for name, rise in rank.items()}
-        # A third on each of three ranks. What the system counts wavers by some percent.
-        assert 0.3 <= shares["filled"] < 0.42, shares
-        assert shares["built"] < 0.65, shares
-        assert shares["whole"] > 0.85, shares
+    file = models / "large/model.safetensors"
+    size, world = sum(tensor.nbytes for tensor in load_file(file).values()), len(results["memory"])
+    assert sum(rank["read"] for rank in results["memory"]) == size
+    for rank in results["memory"]:
+        shares = {name: round(held / size, 3) for name, held in rank.items()}
+        assert 1 / world - 0.05 < shares["read"] <= shares["filled"] < 1 / world + 0.05, shares
+        assert shares["filled"] < shares["built"] < 1 / world + 0.3, shares
+        assert shares["whole"] > 1, shares

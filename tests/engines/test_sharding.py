@@ -33,7 +33,7 @@ def alone(tmp_path_factory):
     return {name: worker.SCENARIOS[name](0, 1, folder) for name in [*ALL, "idle_rank"]}, folder
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def together(request, tmp_path_factory, run_ranks):
     """Two ranks go through every scenario; of three, the last one is killed at the end."""
     world = request.param
