@@ -90,7 +90,7 @@ def run(program: str, arguments: list[str], stdout: str, stderr: str, environmen
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin = Path(os.devnull).open()
+    sys.stdin = os.fdopen(0)
     os.environ.clear()
     os.environ.update(environment)
     random.seed()

@@ -309,7 +309,7 @@ def test_where_temporary_files_have_a_long_way_a_socket_still_has_room(
 
 LINE = """
 import subprocess, sys
-from verl.rollout.handover.processes import between
+from processes import between
 host, generation = int(sys.argv[1]), int(sys.argv[2])
 if generation:
     command = [sys.executable, sys.argv[0], str(host), str(generation - 1)]
@@ -321,10 +321,12 @@ print(*(process.pid for process in between(host)), flush=True)
 def test_who_stands_between_a_worker_and_its_host(tmp_path: Path) -> None:
     script = tmp_path / "line.py"
     script.write_text(LINE)
+    # The module alone: its package would import torch in each of the processes.
+    environment = {**os.environ, "PYTHONPATH": str(Path(processes.__file__).parent)}
 
     def line(host: int) -> tuple[int, list[int]]:
         command = [sys.executable, str(script), str(host), "2"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=HERE) as first:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as first:
             return first.pid, [int(pid) for pid in first.communicate()[0].split()]
 
     first, found = line(os.getpid())

@@ -1,4 +1,4 @@
-"""`python -m sglang.launch_server --config FILE`: SGLang's interface over a transformers model.
+"""`python -m sglang.launch_server --config FILE`: SGLang's interface over a Llama in numpy, which starts at once.
 
 Follows the definitions of SGLang 0.5.23: fields of /generate and of its streamed events (cumulative), the weight,
 memory and cache endpoints, the key. What the adapter sent is kept for the tests under /seen.
@@ -12,9 +12,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+import numpy as np
+from safetensors.numpy import load_file
 
 KNOWN = {
     "model-path", "load-format", "skip-tokenizer-init", "dtype", "tp-size", "max-running-requests",
@@ -27,18 +26,69 @@ SAMPLING = {
 }  # fmt: skip
 
 
+class Llama:
+    """Only what is needed for the logits behind the last token."""
+
+    def __init__(self, config):
+        self.config = config
+        self.weights = {}
+        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.size = config.get("head_dim") or config["hidden_size"] // self.heads
+        rope = config.get("rope_parameters") or config
+        self.frequencies = rope["rope_theta"] ** (-np.arange(0, self.size, 2) / self.size)
+
+    def norm(self, x, name):
+        scale = np.sqrt((x * x).mean(-1, keepdims=True) + self.config["rms_norm_eps"])
+        return x / scale * self.weights[f"{name}.weight"]
+
+    def linear(self, x, name):
+        return x @ self.weights[f"{name}.weight"].T
+
+    def rotated(self, x):
+        angles = np.arange(x.shape[1])[:, None] * self.frequencies
+        cos, sin = (np.concatenate([part, part], -1) for part in (np.cos(angles), np.sin(angles)))
+        first, second = np.split(x, 2, -1)
+        return x * cos + np.concatenate([-second, first], -1) * sin
+
+    def attention(self, x, layer):
+        def heads(name, count):
+            return self.linear(x, f"{layer}.{name}").reshape(len(x), count, self.size).swapaxes(0, 1)
+
+        q, k = self.rotated(heads("q_proj", self.heads)), self.rotated(heads("k_proj", self.kv_heads))
+        k, v = (np.repeat(t, self.heads // self.kv_heads, 0) for t in (k, heads("v_proj", self.kv_heads)))
+        scores = q @ k.swapaxes(1, 2) / np.sqrt(self.size)
+        scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = (weights / weights.sum(-1, keepdims=True)) @ v
+        return self.linear(mixed.swapaxes(0, 1).reshape(len(x), -1), f"{layer}.o_proj")
+
+    def mlp(self, x, layer):
+        gate = self.linear(x, f"{layer}.gate_proj")
+        return self.linear(
+            gate / (1 + np.exp(-gate)) * self.linear(x, f"{layer}.up_proj"), f"{layer}.down_proj"
+        )
+
+    def logits(self, ids):
+        x = self.weights["model.embed_tokens.weight"][ids]
+        for number in range(self.config["num_hidden_layers"]):
+            layer = f"model.layers.{number}"
+            x = x + self.attention(self.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
+            x = x + self.mlp(self.norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
+        return self.linear(self.norm(x[-1], "model.norm"), "model.embed_tokens").astype(np.float64)
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
 class State:
     def __init__(self, arguments):
         self.arguments = arguments
-        self.model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(arguments["model-path"])
-        ).eval()
+        self.model = Llama(json.loads((Path(arguments["model-path"]) / "config.json").read_text()))
         self.lock = threading.Lock()
         self.seen = []
-        self.cache_is_stale = False
-        self.asleep = []
 
-    @torch.no_grad()
     def generate(self, body):
         """Yields the events of a streamed answer."""
         params = body["sampling_params"]
@@ -46,22 +96,17 @@ class State:
         if unknown:
             yield {"error": {"message": f"unexpected sampling parameters {sorted(unknown)}"}}
             return
-        generator = torch.Generator().manual_seed(params["sampling_seed"])
+        draw = np.random.default_rng(params["sampling_seed"])
         ids, rows, temperature = list(body["input_ids"]), [], params["temperature"]
         reason = None
         while reason is None:
             with self.lock:
-                logits = self.model(torch.tensor([ids]), use_cache=False).logits[0, -1].float()
-            scaled = logits if temperature == 0 else logits / temperature
-            log_probs = scaled.log_softmax(-1)
-            if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB") == "1":
-                log_probs = logits.log_softmax(-1)
-            if temperature == 0:
-                token = int(logits.argmax())
-            else:
-                token = int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
+                logits = self.model.logits(ids)
+            scaled = log_softmax(logits if temperature == 0 else logits / temperature)
+            original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB") == "1"
+            token = int(logits.argmax() if temperature == 0 else draw.choice(len(logits), p=np.exp(scaled)))
             ids.append(token)
-            rows.append([float(log_probs[token]), token, None])
+            rows.append([float((log_softmax(logits) if original else scaled)[token]), token, None])
             if token in params["stop_token_ids"]:
                 reason = {"type": "stop", "matched": token}
             elif len(rows) >= params["max_new_tokens"]:
@@ -86,7 +131,7 @@ class State:
         with self.lock:
             if fault == "refuse":
                 return {"success": False, "message": "out of memory", "num_paused_requests": 0}
-            self.model.load_state_dict(weights, strict=False)
+            self.model.weights.update(weights)
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
 
@@ -128,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
             answer = self.state.update(body)
             self.reply(answer, 200 if answer["success"] else 400)
         elif self.path == "/get_weights_by_name":
-            self.reply(self.state.model.get_parameter(body["name"])[: body["truncate_size"]].tolist())
+            self.reply(self.state.model.weights[body["name"]][: body["truncate_size"]].tolist())
         elif self.path in ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"):
             self.reply({})
         else:
