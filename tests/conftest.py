@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +87,31 @@ def same_draws_in_any_order() -> None:
 class Forked:
     """A process of the fork server, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, pid: int, server: ForkServer) -> None:
-        self.pid, self._server = pid, server
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.returncode: int | None = None
+        self.pid = self._answer()
 
-    def poll(self) -> int | None:
-        return self._server.ended.get(self.pid)
+    def _answer(self) -> int:
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = self._connection.recv(1)
+            assert byte, "the fork server ended"
+            line += byte
+        return int(line)
 
     def wait(self, timeout: float | None = None) -> int:
-        with self._server.news:
-            if not self._server.news.wait_for(lambda: self.pid in self._server.ended, timeout):
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        return self._server.ended[self.pid]
+            self.returncode = self._answer()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -108,66 +125,45 @@ class ForkServer:
     """Starts Python programs by forking a process that has torch and transformers imported (fork_server.py)."""
 
     def __init__(self) -> None:
-        self.ended: dict[int, int] = {}
-        self.news = threading.Condition()
-        self._started: list[int] = []
-        self._serving = self._gone = False
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "tests" / "fork_server.py")]
+        # Not below pytest's folder: the path of a socket has at most 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="verl-fork-", dir="/tmp"))
+        self.address = str(self._folder / "socket")
+        command = [sys.executable, str(ROOT / "tests" / "fork_server.py"), self.address]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
-        threading.Thread(target=self._listen, daemon=True).start()
-        self._wait_for(lambda: self._serving)
-
-    def _listen(self) -> None:
-        for line in self._process.stdout or ():
-            word, *numbers = line.split()
-            with self.news:
-                self._serving = True
-                if word == "started":
-                    self._started.append(int(numbers[0]))
-                elif word == "ended":
-                    self.ended[int(numbers[0])] = os.waitstatus_to_exitcode(int(numbers[1]))
-                self.news.notify_all()
-        with self.news:
-            self._gone = True
-            self.news.notify_all()
-
-    def _wait_for(self, reached: Callable[[], bool]) -> None:
-        with self.news:
-            answered = self.news.wait_for(lambda: reached() or self._gone, timeout=600)
-            assert answered and not self._gone, "the fork server does not answer (its stderr says why)"
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n", "the fork server did not start"
 
     def start(
         self,
         program: Path | str,
         arguments: Sequence[str] = (),
         *,
-        stdout: Path = Path(os.devnull),
-        stderr: Path | None = None,
+        output: Path,
+        errors: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Forked:
         """As `python PROGRAM ARGUMENTS`, or with the name of a module as `python -m PROGRAM ARGUMENTS`. What libraries
-        read from the environment when they are imported stays what it was in this process."""
-        count = len(self._started)
-        request = {
+        read from the environment when they are imported stays as it is in this process."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self.address)
+        job = {
             "program": str(program),
             "arguments": list(arguments),
-            "stdout": str(stdout),
-            "stderr": str(stderr or stdout),
             "environment": {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        self._wait_for(lambda: len(self._started) > count)
-        return Forked(self._started[-1], self)
+        with open(os.devnull) as stdin, output.open("ab") as stdout, (errors or output).open("ab") as stderr:
+            streams = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
+            socket.send_fds(connection, [json.dumps(job).encode() + b"\n"], streams)
+        return Forked(connection)
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=240)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,26 @@
 """Runs Python programs in processes forked from one that has torch and transformers imported.
 
-Importing them costs a new process seconds of CPU time, a fork milliseconds. One request per line of stdin, as JSON
-(`ForkServer.start` in conftest.py); answers are `started PID` and, at its end, `ended PID STATUS`. At the end of stdin
-the processes that are left are killed.
+Importing them costs a new process seconds of CPU time, a fork milliseconds. One connection to the socket given as the
+argument for each process: it takes stdin, stdout, stderr and a line of JSON (`Program`), and is answered with the
+process number, and with the exit status at its end. At the end of this server's stdin it kills the processes left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import random
 import runpy
+import select
 import signal
+import socket
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 PRELOADED = (
     "hydra",
@@ -27,11 +30,25 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.profiler",
     "transformers.models.llama.modeling_llama",
+    "verl.checkpoint.manager",
+    "verl.rollout.native",
+    "verl.trainer.main_ppo",
+    "verl.trainer.sft_trainer",
+    "verl.workers.rank",
 )
+"""Not Ray: it reads the environment of its process when it is imported."""
+
+
+class Program(TypedDict):
+    """`python SCRIPT ARGUMENTS` or, with the name of a module, `python -m MODULE ARGUMENTS`."""
+
+    program: str
+    arguments: list[str]
+    environment: dict[str, str]
 
 
 def preload() -> None:
-    """Import what the programs need, also what transformers imports only when it builds, saves or loads a model."""
+    """Import what the programs need, also what is imported only when a model is saved, loaded or put to work."""
     import torch
     from tqdm import tqdm
 
@@ -40,72 +57,93 @@ def preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.utils import logging
 
+    from verl.config.schema import ActorConfig, ModelConfig
+    from verl.engines import build_engine
+
+    logging.disable_progress_bar()
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     with tempfile.TemporaryDirectory() as folder:
         model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=1))
         model.save_pretrained(folder)
-        AutoModelForCausalLM.from_pretrained(folder)
+        build_engine("actor", ModelConfig(path=folder), ActorConfig(), device="cpu")
+    logging.enable_progress_bar()
 
 
-def say(text: str) -> None:
-    os.write(1, f"{text}\n".encode())
+def receive(connection: socket.socket) -> tuple[Program, list[int]]:
+    data, streams, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    while not data.endswith(b"\n"):
+        data += connection.recv(1 << 16)
+    return json.loads(data), streams
 
 
-def serve() -> dict[str, Any] | None:
-    """In a forked child the request it is to run; None in the server, at the end of stdin."""
-    children: set[int] = set()
-
-    def reap(*_: Any) -> None:
+def serve(address: str) -> Program | None:
+    """In a forked process what it is to run; None in the server, at the end of stdin."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, socket.socket] = {}
+    os.write(1, b"ready\n")
+    while True:
+        ready, _, _ = select.select([0, listener, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
         for child in tuple(children):
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
-                children.discard(pid)
-                say(f"ended {pid} {status}")
+                answer(children.pop(pid), os.waitstatus_to_exitcode(status))
+        if listener in ready:
+            connection, _ = listener.accept()
+            program, streams = receive(connection)
+            child = os.fork()
+            if child == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                os.closerange(3, 4096)
+                return program
+            for stream in streams:
+                os.close(stream)
+            connection.sendall(f"{child}\n".encode())
+            children[child] = connection
+        if 0 in ready:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            return None
 
-    signal.signal(signal.SIGCHLD, reap)
-    say("serving")
-    for line in sys.stdin:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # not before the child is in the set
-        child = os.fork()
-        if child == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        else:
-            children.add(child)
-            say(f"started {child}")
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        if child == 0:
-            request: dict[str, Any] = json.loads(line)
-            return request
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return None
+
+def answer(connection: socket.socket, status: int) -> None:
+    with connection, contextlib.suppress(OSError):  # whoever wanted to know may be gone
+        connection.sendall(f"{status}\n".encode())
 
 
-def run(program: str, arguments: list[str], stdout: str, stderr: str, environment: dict[str, str]) -> None:
-    """As `python PROGRAM ARGUMENTS`; with the name of a module, as `python -m`."""
-    for number, file in ((0, os.devnull), (1, stdout), (2, stderr)):
-        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(opened, number)
-        os.close(opened)
+def run(program: Program) -> None:
     sys.stdin = os.fdopen(0)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(program["environment"])
     random.seed()
-    sys.argv = [program, *arguments]
-    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    if program.endswith(".py"):
-        sys.path.insert(0, str(Path(program).parent))
-        runpy.run_path(program, run_name="__main__")
+    name = program["program"]
+    sys.argv = [name, *program["arguments"]]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if name.endswith(".py"):
+        sys.path.insert(0, str(Path(name).parent))
+        runpy.run_path(name, run_name="__main__")
     else:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
     preload()
     assert threading.active_count() == 1, threading.enumerate()  # a fork copies no other thread
-    wanted = serve()
-    if wanted is not None:
-        run(**wanted)
+    assert "ray" not in sys.modules
+    wanted = serve(sys.argv[1])
+    if wanted is None:
+        os._exit(0)  # at once, without unloading what was preloaded
+    run(wanted)

@@ -1,5 +1,5 @@
-"""A small training job on the real engine, for the tests of checkpoints; also a program that runs it in processes
-that get killed, or that form a group.
+"""A small training job on the real engine, for the tests of checkpoints; as a program (`training.py CALL ARGUMENTS`) it
+runs one of its functions.
 
 Each step draws its batch from a loader position and from every kind of random state, so a resume that forgets any
 of them goes another way.
@@ -11,10 +11,7 @@ import json
 import os
 import random
 import sys
-import tempfile
-import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -201,36 +198,5 @@ def rank(
         dist.destroy_process_group()
 
 
-def serve() -> None:
-    """Fork a child for each line of JSON on stdin: {"call": name, "output": file, ...arguments}. Forking from a
-    process that has everything imported costs milliseconds where starting Python with torch costs seconds."""
-    torch.set_num_threads(1)
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # imports what engines and saves import, and warms their caches
-        engines = {"actor": make_engine(), "critic": make_engine("critic")}
-        CheckpointManager(folder).save(1, engines, {})
-        CheckpointManager(folder).resume(engines)
-    say("serving")
-    for line in sys.stdin:
-        request = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                output = os.open(request.pop("output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                globals()[request.pop("call")](**request)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        say(f"started {child}")
-        threading.Thread(target=lambda pid=child: say(f"ended {pid} {os.waitpid(pid, 0)[1]}")).start()
-
-
 if __name__ == "__main__":
-    serve()
+    globals()[sys.argv[1]](**json.loads(sys.argv[2]))

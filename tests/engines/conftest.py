@@ -153,7 +153,7 @@ def start_ranks(fork_server: Any, worker: Path, world: int, folder: Path, argume
         fork_server.start(
             worker,
             [str(rank), str(world), str(meeting), str(folder), *arguments],
-            stdout=folder / f"stderr{rank}.txt",
+            output=folder / f"stderr{rank}.txt",
             environment={"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root},
         )
         for rank in range(world)
