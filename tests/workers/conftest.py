@@ -20,17 +20,20 @@ for _name, _value in {
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[Any]:
-    """An existing cluster, which runs join by RAY_ADDRESS. Starting one for every test would cost seconds each."""
+def ray_cluster(fork_server: Any) -> Iterator[Any]:
+    """An existing cluster, which runs join by RAY_ADDRESS. Starting one for every test would cost seconds each, and so
+    would a worker that imports torch by itself."""
     pytest.importorskip("ray", reason="needs the package ray (pip install 'verl[ray]')")
     from ray.cluster_utils import Cluster
 
+    os.environ["VERL_TEST_FORK_SERVER"] = fork_server.address
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
             "num_cpus": 4,
             "object_store_memory": 200_000_000,
             "include_dashboard": False,
+            "worker_path": str(Path(__file__).with_name("forked_worker.py")),
             # A dead node is noticed after five seconds instead of fifteen.
             "_system_config": {"health_check_period_ms": 1000, "health_check_failure_threshold": 5},
         },
