@@ -12,7 +12,7 @@ def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     return bench.run(
-        parser.parse_args(["--batch", "24", "--width", "32", "--group", "4", "--repeat", "1", *words])
+        parser.parse_args(["--batch", "8", "--width", "12", "--group", "4", "--repeat", "1", *words])
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,20 +21,25 @@ def demo_model(tmp_path_factory) -> Path:
     return folder
 
 
-def run_example(name: str, *arguments: str) -> str:
-    out = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "python_api" / name), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert out.returncode == 0, out.stdout + out.stderr
-    return out.stdout
+@pytest.fixture
+def run_example(fork_server: Any, tmp_path: Path) -> Callable[..., str]:
+    def run(name: str, *arguments: str) -> str:
+        output, errors = tmp_path / "output.txt", tmp_path / "errors.txt"
+        process = fork_server.start(
+            ROOT / "examples" / "python_api" / name,
+            arguments,
+            output=output,
+            errors=errors,
+            environment={"PYTHONPATH": str(ROOT)},
+        )
+        status = process.wait(timeout=800)
+        assert status == 0, output.read_text() + errors.read_text()
+        return output.read_text()
+
+    return run
 
 
-def test_grpo_trainer(demo_model, tmp_path):
+def test_grpo_trainer(run_example, demo_model, tmp_path):
     out = run_example(
         "grpo.py", "--model", str(demo_model), "--out", str(tmp_path / "run"), "--prompts", "32"
     )
@@ -43,12 +47,12 @@ def test_grpo_trainer(demo_model, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "run" / "report.html").exists()
 
 
-def test_ppo_trainer(demo_model, tmp_path):
+def test_ppo_trainer(run_example, demo_model, tmp_path):
     out = run_example("ppo.py", "--model", str(demo_model), "--out", str(tmp_path / "run"))
     assert "after 8 steps" in out
 
 
-def test_own_loop_raises_the_reward(demo_model):
+def test_own_loop_raises_the_reward(run_example, demo_model):
     out = run_example("own_loop.py", "--model", str(demo_model), "--steps", "12")
     rewards = [float(line.split("reward ")[1].split(",")[0]) for line in out.splitlines() if "reward" in line]
     assert len(rewards) == 12 and sum(rewards[-3:]) > sum(rewards[:3])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,15 +44,16 @@ def test_metrics_after_resuming_equal_those_of_an_uninterrupted_run(train, digit
 
 
 @pytest.mark.timeout(1200)
-def test_sigterm_saves_and_the_same_command_goes_on(overrides, tmp_path):
+def test_sigterm_saves_and_the_same_command_goes_on(overrides, tmp_path, fork_server):
     steps = 100_000
-    command = [
-        sys.executable, "-m", "verl.trainer.main_ppo", *overrides(f"trainer.total_training_steps={steps}")
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     log = tmp_path / "log.txt"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+    def command(steps: int) -> Any:
+        arguments = overrides(f"trainer.total_training_steps={steps}")
+        environment = {"PYTHONPATH": str(ROOT)}
+        return fork_server.start("verl.trainer.main_ppo", arguments, output=log, environment=environment)
+
+    process = command(steps)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 400
     try:
@@ -66,22 +66,12 @@ def test_sigterm_saves_and_the_same_command_goes_on(overrides, tmp_path):
         pytest.fail(f"it does not end: {log.read_text()[-3000:]}")
     finally:
         process.kill()
-        process.wait()
     assert code == 0, log.read_text()[-3000:]
     reached = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
     assert 2 <= reached < steps
     assert (tmp_path / "run" / f"global_step_{reached}" / "actor" / "huggingface" / "config.json").exists()
 
-    again = [word for word in command if not word.startswith("trainer.total_training_steps")]
-    done = subprocess.run(
-        [*again, f"trainer.total_training_steps={reached + 1}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert command(reached + 1).wait(timeout=400) == 0, log.read_text()[-3000:]
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, reached + 2))
 

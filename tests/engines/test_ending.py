@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 BEATS = """
@@ -30,7 +27,9 @@ while not store.check(["sign/0"]):
 
 
 @pytest.mark.parametrize("program", [BEATS, SIGNS], ids=["heartbeat", "signs"])
-def test_a_process_ends_while_it_gives_signs(program):
+def test_a_process_ends_while_it_gives_signs(program, tmp_path, fork_server):
+    script, output = tmp_path / "program.py", tmp_path / "output.txt"
+    script.write_text(program)
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr
+        status = fork_server.start(script, output=output).wait(timeout=280)
+        assert status == 0, output.read_text()

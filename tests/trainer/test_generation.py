@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -198,18 +197,18 @@ class Gated(RolloutEngine):
 """
 
 
-def test_killed_in_the_middle_it_goes_on_where_it_was(keys, generate, tmp_path, monkeypatch, capfd) -> None:
+def test_killed_in_the_middle_it_goes_on_where_it_was(
+    keys, generate, tmp_path, monkeypatch, capfd, fork_server
+) -> None:
     (tmp_path / "gated_engine.py").write_text(GATED)
     more = ("trainer.plugins=[gated_engine]", "rollout.name=gated", "data.batch_size=5")
     journal = tmp_path / "out.parquet.unfinished" / "rows.jsonl"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    with (tmp_path / "log").open("wb") as log:
-        first = subprocess.Popen(
-            [sys.executable, "-m", "verl.trainer.main_generation", *keys(*more)],
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
+    first = fork_server.start(
+        "verl.trainer.main_generation",
+        keys(*more),
+        output=tmp_path / "log",
+        environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
     try:
         # It cannot finish: after six responses it waits for a file. Of five prompts with two each, one is then whole.
         deadline = time.monotonic() + 600
