@@ -319,6 +319,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
     assert len(dataset) == 1 and "not cached" in caplog.text
 
 
+@pytest.mark.slow
 def test_measuring_in_several_processes_gives_the_same(new_tokenizer: Callable) -> None:
     tokenizer = new_tokenizer(template="{{ messages[-1].content }}{{ mark }}")
     prompts: list[Any] = [user("é" * (n % 7) + "ab") for n in range(8)] + ["plain ab"]

@@ -202,6 +202,7 @@ def test_both_stages_are_valid_command_lines(files, folder, tmp_path):
     assert str(files.held_out) not in [*sft.data.train_files, *sft.data.val_files, *rl.data.train_files]
 
 
+@pytest.mark.slow
 def test_a_stage_stopped_by_hand_ends_the_demo(tmp_path, monkeypatch):
     """SIGTERM in the first stage: no second stage, and the exit code of an interruption."""
     import os

@@ -38,6 +38,7 @@ def typed(*words: str, **environment: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_this_machine_with_a_run(finished_run: Path) -> None:
     code, out, err = typed("--quick", "--json", str(finished_run))
     report: dict[str, Any] = json.loads(out)
@@ -50,6 +51,7 @@ def test_the_whole_command_on_this_machine_with_a_run(finished_run: Path) -> Non
     assert {f["section"] for f in report["findings"]} >= {"software", "machine", "this config", "this run"}
 
 
+@pytest.mark.slow
 def test_something_fatal_is_told_by_the_exit_code(keys: list[str], tmp_path: Path) -> None:
     code, out, _ = typed("--quick", *keys, "data.train_files=nowhere.jsonl")
     assert code == 1
@@ -77,6 +79,7 @@ def test_without_any_package_it_still_says_what_to_install(tmp_path: Path) -> No
     assert "'numpy>=1.26'" in done.stdout and "not tried" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_hung_package_does_not_hold_the_command_up(tmp_path: Path) -> None:
     (tmp_path / "hydra").mkdir()
     (tmp_path / "hydra" / "__init__.py").write_text("import threading; threading.Event().wait()\n")

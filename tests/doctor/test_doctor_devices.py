@@ -153,6 +153,7 @@ def test_a_gpu_without_bf16_is_warned_of_and_a_cpu_is_not() -> None:
     assert devices.judge_calculation("compute on cpu", slow).status == "ok"
 
 
+@pytest.mark.slow
 def test_triton_runs_a_kernel_where_it_can_and_says_why_where_it_cannot() -> None:
     """In its interpreter it works on a CPU; compiled it does not."""
     pytest.importorskip("triton")
@@ -175,6 +176,7 @@ def test_triton_runs_a_kernel_where_it_can_and_says_why_where_it_cannot() -> Non
 # -- several processes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gloo_adds_up_here_and_fails_where_the_network_does() -> None:
     program = (
         "from verl.doctor.together import gloo\n"

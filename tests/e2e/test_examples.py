@@ -47,11 +47,13 @@ def test_grpo_trainer(run_example, demo_model, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_ppo_trainer(run_example, demo_model, tmp_path):
     out = run_example("ppo.py", "--model", str(demo_model), "--out", str(tmp_path / "run"))
     assert "after 8 steps" in out
 
 
+@pytest.mark.slow
 def test_own_loop_raises_the_reward(run_example, demo_model):
     out = run_example("own_loop.py", "--model", str(demo_model), "--steps", "12")
     rewards = [float(line.split("reward ")[1].split(",")[0]) for line in out.splitlines() if "reward" in line]

@@ -22,7 +22,14 @@ def untimed(rows: list[dict]) -> list[dict]:
     "extra",
     [
         ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
-        ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"),
+        pytest.param(
+            (
+                "algorithm.adv_estimator=gae",
+                "algorithm.use_kl_in_reward=True",
+                "algorithm.kl_ctrl.type=adaptive",
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["grpo", "ppo"],
 )

@@ -376,6 +376,7 @@ def test_compiling_that_fails_is_noticed_and_undone(tools, monkeypatch, caplog):
     assert not engine.optimizer.gradients()
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_gradients(tools, monkeypatch):
     """Captured by the real tracer; the code generator is left out because it takes minutes on a small machine."""
     from torch import nn

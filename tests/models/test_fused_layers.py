@@ -68,6 +68,7 @@ for architecture, expected in (("llama", 7), ("qwen3", 11), ("gemma", 0)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fused_layers_equal_plain_ones_in_the_interpreter():
     pytest.importorskip("triton")

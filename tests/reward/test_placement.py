@@ -234,6 +234,7 @@ def test_scorers_a_user_registered_work_in_workers_or_in_process(build, tmp_path
         _REGISTERED.pop("test")
 
 
+@pytest.mark.slow
 def test_algebra_that_does_not_end_counts_as_wrong_not_as_failed(build):
     pytest.importorskip("math_verify", reason="needs the extra 'math'")
     manager = build(config(timeout_s=60.0))

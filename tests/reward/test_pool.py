@@ -258,6 +258,7 @@ def test_an_alarm_the_function_forgot_does_not_hit_the_next_sample(faults, make_
     assert pool.restarts == 0  # not even one that a second try mended
 
 
+@pytest.mark.slow
 def test_the_deadline_is_of_the_call_not_of_the_wait_behind_others(faults, make_sample):
     pool = faults(timeout_s=5.0)
     results = run(
@@ -308,6 +309,7 @@ def test_processes_are_started_once_and_kept(faults, make_sample):
     assert len(first | second) <= 2 and pool.restarts == 0
 
 
+@pytest.mark.slow
 def test_hung_samples_among_many_on_two_workers(faults, make_sample):
     responses = ["hang" if index in (3, 17, 18) else "ok" for index in range(60)]
     results = run(faults(num_workers=2, timeout_s=2.5), make_sample, responses)
@@ -330,6 +332,7 @@ def test_a_hung_async_function_is_cut_off(faults, make_sample, monkeypatch):
     assert pool.restarts == 0
 
 
+@pytest.mark.slow
 def test_an_async_function_that_blocks_or_crashes_is_found_among_its_neighbours(
     faults, make_sample, monkeypatch
 ):

@@ -95,6 +95,7 @@ SYMBOLIC = [
 ]
 
 
+@pytest.mark.slow
 def test_algebra_decides_what_text_cannot_and_is_killed_when_it_does_not_end():
     pytest.importorskip("math_verify", reason="needs the extra 'math'")
     for answer, truth, expected in SYMBOLIC:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kernels_equal_their_references() -> None:
     pytest.importorskip("triton")

@@ -140,6 +140,7 @@ def together(model, data, tmp_path_factory) -> tuple[Path, str]:
     return out, text
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(alone, together):
     ours, one = metrics(together[0]), metrics(alone)
     assert [line["step"] for line in ours] == [1, 2, 3, 4, 5]
@@ -151,6 +152,7 @@ def test_two_processes_give_the_numbers_of_one(alone, together):
         torch.testing.assert_close(weights(together[0])[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_process_of_them_speaks_and_both_share_the_checkpoint(together):
     folder, text = together
     assert text.count("sequences per rank") == 1
@@ -158,6 +160,7 @@ def test_one_process_of_them_speaks_and_both_share_the_checkpoint(together):
     assert json.loads((folder / "global_step_5" / "ckpt_contents.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_checkpoint_of_two_goes_on_in_one(together, alone, model, data, tmp_path):
     import shutil
 
@@ -182,6 +185,7 @@ def test_killed_rank_is_named_and_a_restart_by_torchrun_goes_on_exactly(together
     assert metrics(tmp_path / "run") == metrics(together[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["raise", pytest.param("hang", marks=pytest.mark.components)])
 def test_failing_rank_is_heard(action, model, data, tmp_path):
     (tmp_path / "fault.py").write_text(PLUGIN.format(once=str(tmp_path / "once"), action=ACTIONS[action]))
@@ -204,6 +208,7 @@ def children(pid: int) -> set[int]:
     return {int(child) for child in task.read_text().split()}
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves_nobody(alone, model, data, tmp_path):
     """It began from a checkpoint of one process, whose weights it has."""
     import shutil
