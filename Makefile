@@ -7,22 +7,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Test processes at once. Each computes with one thread: the arrays of the tests are small.
 WORKERS ?= 2
+# A file's tests share what they set up, so a file stays in one process; files that take long begin first
+# (tests/conftest.py). Bytecode is written: many processes import the same modules.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Ray, vLLM's build for CPU and Slurm live apart: vLLM decides on versions of its own.
 COMPONENTS := .venv-components
 APT := slurm-wlm munge bubblewrap
 # They wait more than they compute: two files at once. Real clusters on few cores: what fails among the others is tried
 # once more alone, and both outcomes are shown. A run that was cut off says of nothing that it failed, and is not
 # repeated as a whole.
-COMPONENT_TESTS = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(COMPONENTS)/bin/python -m pytest -m components
+COMPONENT_TESTS = $(TEST_ENV) $(COMPONENTS)/bin/python -m pytest -m components
 BENCH ?= algorithms
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-components system-components lint format bench venv clean
+.PHONY: help demo test test-all test-components system-components lint format bench venv clean
 
 help:
 	@echo "make demo     train a tiny model with reinforcement learning (no download of weights, some minutes)"
-	@echo "make test     all tests but those of optional components"
-	@echo "make test-components   tests with the real Ray, vLLM and Slurm (at most half an hour)"
+	@echo "make test     the tests to run while working: every package, and a run that learns for each kind of algorithm"
+	@echo "make test-all          these and the slow ones, the demo among them (about three times as long)"
+	@echo "make test-components   tests with the real Ray, vLLM and Slurm (about six times as long)"
 	@echo "make lint     ruff (lint and format) and mypy"
 	@echo "make format   let ruff put the format right"
 	@echo "make bench    BENCH=name: one benchmark, see 'verl bench --help'"
@@ -32,10 +37,13 @@ demo: $(VENV)/.core
 	$(BIN)/verl demo
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'not components and not slow' $(SPREAD) $(ARGS)
+
+test-all: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 test-components: $(COMPONENTS)/.ready system-components
-	$(COMPONENT_TESTS) -n $(WORKERS) --dist loadfile --durations=25 $(ARGS) || $(COMPONENT_TESTS) --last-failed --last-failed-no-failures=none $(ARGS)
+	$(COMPONENT_TESTS) $(SPREAD) --durations=25 $(ARGS) || $(COMPONENT_TESTS) --last-failed --last-failed-no-failures=none $(ARGS)
 	$(COMPONENTS)/bin/python -m pytest tests/reward/test_sandbox.py
 
 # Slurm and bubblewrap (the sandbox) come from Debian. Without root or apt their tests say that they were skipped.

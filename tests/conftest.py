@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,38 @@ TEMPLATE = (
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Clusters and servers start many processes; on a machine with other work to do they get the time they need."""
     for item in items:
         if item.get_closest_marker("components") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
+    if hasattr(config, "workerinput"):  # one of several processes: files that take long begin first
+        expected: Counter[Path] = Counter()
+        for item in items:
+            expected[item.path] += expected_seconds(item)
+        items.sort(key=lambda item: -expected[item.path])
+
+
+def expected_seconds(item: pytest.Item) -> float:
+    """Roughly; it only decides what begins first."""
+    slow = item.get_closest_marker("slow")
+    if slow is not None:
+        return float(slow.kwargs.get("seconds", 10))
+    return 10.0 if item.get_closest_marker("components") else 0.2
+
+
+LONG_S = 5.0
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Keeps the mark `slow` honest. For information: how long a test takes also says how busy the machine is."""
+    taken: Counter[str] = Counter()
+    for report in [report for kind in ("passed", "") for report in terminalreporter.stats.get(kind, [])]:
+        if not {"slow", "components"} & set(report.keywords):
+            taken[report.nodeid] += report.duration
+    for nodeid, seconds in taken.most_common(20):
+        if seconds > LONG_S:
+            terminalreporter.write_line(f"took {seconds:.0f} s without the mark `slow`: {nodeid}")
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=260)
 @pytest.mark.timeout(1200)
 def test_demo_learns_and_says_so_in_its_last_line(tmp_path):
     done = subprocess.run(

@@ -39,10 +39,11 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(fork_server) -> Iterator[Any]:
     """One for all tests here: a start takes seconds. Its GPUs exist only for Ray's bookkeeping."""
     from ray.cluster_utils import Cluster
 
+    os.environ["VERL_TEST_FORK_SERVER"] = fork_server.address
     made = Cluster(
         initialize_head=True,
         head_node_args={
@@ -50,6 +51,7 @@ def cluster() -> Iterator[Any]:
             "num_gpus": 4,
             "object_store_memory": 100_000_000,
             "include_dashboard": False,
+            "worker_path": str(Path(__file__).parents[1] / "workers" / "forked_worker.py"),
         },
     )
     yield made

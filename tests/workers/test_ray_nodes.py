@@ -27,7 +27,8 @@ MISSED_IN = {"testing": "open_generation", "reward": "log_probs", "adv": "train_
 
 @pytest.fixture
 def second_node(joined):
-    node = joined.add_node(num_cpus=2, object_store_memory=100_000_000)
+    worker = str(Path(__file__).with_name("forked_worker.py"))
+    node = joined.add_node(num_cpus=2, object_store_memory=100_000_000, worker_path=worker)
     yield node
     if node in joined.list_all_nodes():
         joined.remove_node(node, allow_graceful=False)
