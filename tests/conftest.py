@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -96,6 +97,7 @@ def pytest_collection_finish() -> None:
     the engines ask for when memory is short, would take a quarter of a second each time."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or extension modules complain of leaks at the end
 
 
 @pytest.hookimpl(wrapper=True)

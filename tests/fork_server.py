@@ -7,6 +7,7 @@ process number, and with the exit status at its end. At the end of this server's
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -144,6 +145,7 @@ if __name__ == "__main__":
     preload()
     assert threading.active_count() == 1, threading.enumerate()  # a fork copies no other thread
     assert "ray" not in sys.modules
+    atexit.register(gc.unfreeze)  # or extension modules complain of leaks at the end
     gc.freeze()  # what is loaded stays loaded: no collection in a forked process looks at it, or copies its pages
     wanted = serve(sys.argv[1])
     if wanted is None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +42,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write(folder: Path, numbers: dict[str, Any]) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def write(fork_server: Any, folder: Path, numbers: dict[str, Any]) -> None:
+    log = folder / "log.txt"
     running = [
-        subprocess.Popen(
-            [sys.executable, str(WRITER), json.dumps(numbers), str(folder), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
+        fork_server.start(WRITER, [json.dumps(numbers), str(folder), str(rank)], output=log)
         for rank in range(numbers["tensor_parallel"] * numbers["pipeline_parallel"])
     ]
-    said = [process.communicate(timeout=600)[0] for process in running]
-    assert all(process.returncode == 0 for process in running), "\n".join(said)[-4000:]
+    assert not any(process.wait(timeout=600) for process in running), log.read_text()[-4000:]
 
 
 def write_config(folder: Path, kind: str, numbers: dict[str, Any]) -> None:
@@ -86,14 +76,14 @@ def write_config(folder: Path, kind: str, numbers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_merged_model_answers_as_megatron_does(tmp_path: Path, case: str) -> None:
+def test_the_merged_model_answers_as_megatron_does(tmp_path: Path, case: str, fork_server: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     from verl.model_merger import main
 
     kind, changes = CASES[case]
     numbers = NUMBERS | changes
-    write(tmp_path, numbers)
+    write(fork_server, tmp_path, numbers)
     write_config(tmp_path, kind, numbers)
     arguments = ["--backend", "megatron", "--local_dir", str(tmp_path / "actor")]
     assert main(["merge", *arguments, "--target_dir", str(tmp_path / "out")]) == 0

@@ -24,7 +24,7 @@ PROMPTS = (
     "Natalia sold clips to 48 of her friends. Half of 48 is",
     "def add(a, b):",
 )
-LENGTH = 12
+LENGTH = 6
 VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams

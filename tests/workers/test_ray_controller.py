@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,48 +23,9 @@ MARK = "VERL_TEST_RUN"
 """What a controller starts by itself carries this in its environment."""
 
 
-class Forker:
-    """Starts controllers, one after the other."""
-
-    def __init__(self, log: Path) -> None:
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("forking.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        self._log = log
-
-    def start(self, **job: Any) -> tuple[int, Callable[[], int]]:
-        """The controller's process, and how to wait for its exit status."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return self._answer(), self._answer
-
-    def _answer(self) -> int:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, self._log.read_text(errors="replace")[-4000:]
-        return int(line)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-@pytest.fixture(scope="module")
-def forker(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forker]:
-    made = Forker(tmp_path_factory.mktemp("forker") / "log.txt")
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("phase", [*OWN, *CALLS])
 def test_nobody_outlives_a_killed_controller(
-    phase, overrides, joined, session_folder, digits_data, tmp_path, forker
+    phase, overrides, joined, session_folder, digits_data, tmp_path, fork_server
 ):
     note, log = tmp_path / "controller", tmp_path / "log.txt"
     if phase in OWN:
@@ -89,22 +43,19 @@ def test_nobody_outlives_a_killed_controller(
         f"trainer.plugins=[{plugin}]",
     ]
     mark = f"{MARK}={tmp_path}"
-    controller, ended = forker.start(
-        arguments=overrides(*settings),
-        environment={"RAY_ADDRESS": os.environ["RAY_ADDRESS"], MARK: str(tmp_path)},
-        search=str(tmp_path),
-        log=str(log),
+    controller = fork_server.start(
+        "verl.trainer.main_ppo",
+        overrides(*settings),
+        output=log,
+        environment={MARK: str(tmp_path), "PYTHONPATH": str(tmp_path)},
     )
-    note.write_text(str(controller))
-    # Whatever happens here, the forker can go on.
-    late = threading.Timer(500, os.kill, (controller, signal.SIGTERM))
-    late.start()
+    note.write_text(str(controller.pid))
     try:
-        assert faults.wait_for(lambda: faults.marked(mark) or not faults.lives(controller), 400)
+        assert faults.wait_for(lambda: faults.marked(mark) or controller.poll() is not None, 400)
         helpers = faults.marked(mark)
-        code = ended()
+        code = controller.wait(timeout=500)
     finally:
-        late.cancel()
+        controller.kill()
     assert code == -signal.SIGKILL, log.read_text(errors="replace")[-4000:]
     assert helpers, "reward workers are its own children"
     assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)

@@ -1,4 +1,4 @@
-"""Two nodes with addresses of their own run the demo as one process does; then the cable between them is pulled."""
+"""Two nodes with addresses of their own learn as one process does; then the cable between them is pulled."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ namespaces = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(namespaces)
 
 Start = Callable[[list[str], Path], "subprocess.Popen[bytes]"]
-ACCURACY = "val-core/tasks/word_problems/reward/mean@1"
-STEPS = 25
-"""Of the demo's 45: enough to have learnt, and both runs take the same."""
+STEPS = 32
 TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
 
 
@@ -79,32 +77,25 @@ def command(arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
 
 
-def test_the_demo_learns_as_well_on_two_nodes_as_on_one_process(start, tmp_path):
-    from verl.demo import stages
-    from verl.demo.data import write_files
-    from verl.demo.model import build_model_folder
-
-    build_model_folder(tmp_path / "model", seed=0)
-    files = write_files(tmp_path / "data", seed=0)
-    quiet, steps = "trainer.logger=[]", f"trainer.total_training_steps={STEPS}"
-    imitation = stages.sft_arguments(tmp_path / "model", files, tmp_path / "sft", seed=0)
-    warm = stages.trained_model(stages.run_sft([*imitation, quiet]))
-
-    arguments = stages.rl_arguments(warm, files, tmp_path / "two", seed=0)
+def test_two_nodes_learn_as_one_process_does(start, train, overrides, tmp_path):
+    settings = [
+        "data.train_batch_size=32",
+        "actor_rollout_ref.rollout.n=8",
+        f"trainer.total_training_steps={STEPS}",
+    ]
     log = tmp_path / "two.txt"
-    run = start(command([*arguments, quiet, steps, *TWO_NODES]), log)
+    run = start(command(overrides(*settings, *TWO_NODES, "trainer.total_epochs=4", folder="two")), log)
     namespaces.wait_until(lambda: run.poll() == 0, run, log)
-    alone = stages.run_rl([*stages.rl_arguments(warm, files, tmp_path / "one", seed=0), quiet, steps])
-
-    one, two = rows_of(alone.folder), rows_of(tmp_path / "two")
-    assert len(one) == len(two) == STEPS + 1
-    for mine, other in zip(two[1:4], one[1:4], strict=True):
+    one, _ = train(*settings, "trainer.total_epochs=4", folder="one")
+    two = rows_of(tmp_path / "two")
+    assert len(one) == len(two) == STEPS
+    for mine, other in zip(two[:3], one[:3], strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
             assert mine[name] == pytest.approx(other[name], rel=2e-3, abs=2e-5), name
-    before, after = [rows[0][ACCURACY] for rows in (one, two)], [rows[-1][ACCURACY] for rows in (one, two)]
-    assert max(before) <= 0.4 and before[0] == pytest.approx(before[1], abs=0.01)
     # Roundings differ, so that draws do after some steps: two runs of one task, not one run twice.
-    assert min(after) >= 0.8 and after[0] == pytest.approx(after[1], abs=0.12), after
+    for rows in (one, two):
+        rewards = [row["reward/mean"] for row in rows]
+        assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-3:]) / 3 > 0.6, rewards
 
 
 def test_a_pulled_cable_ends_the_run_and_it_goes_on_on_one_node(nodes, train, overrides, tmp_path):

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -220,17 +219,10 @@ def sft_ranks(cluster: Any) -> list[int]:
     return found
 
 
-def test_sigterm_saves_and_leaves_no_rank(words, joined, tmp_path):
+def test_sigterm_saves_and_leaves_no_rank(words, joined, tmp_path, fork_server):
     log = tmp_path / "log.txt"
-    command = [sys.executable, "-m", "verl.trainer.sft_trainer"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *words("trainer.n_gpus_per_node=2", "trainer.total_training_steps=100000")],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "RAY_ADDRESS": joined.address},
-            start_new_session=True,
-        )
+    arguments = words("trainer.n_gpus_per_node=2", "trainer.total_training_steps=100000")
+    process = fork_server.start("verl.trainer.sft_trainer", arguments, output=log)
     try:
         lines = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 400
@@ -244,7 +236,6 @@ def test_sigterm_saves_and_leaves_no_rank(words, joined, tmp_path):
         pytest.fail(f"it does not end: {log.read_text()[-3000:]}")
     finally:
         process.kill()
-        process.wait()
     assert code == 0, log.read_text()[-3000:]
     saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
     assert metrics(tmp_path / "run")[-1]["step"] == saved
