@@ -82,7 +82,7 @@ def test_every_reader_gets_every_weight_and_nothing_stays_behind(readers: int) -
     threads = [threading.Thread(target=read, args=(number,)) for number in range(readers)]
     for thread in threads:
         thread.start()
-    count = write_buckets(sent.watch(some_weights()), folder, readers, timeout_s=20, limit=1000)
+    count = write_buckets(sent.watch(some_weights()), folder, readers, timeout_s=300, limit=1000)
     for thread in threads:
         thread.join()
     assert count > 3 and most <= 2, "no more than two buckets are alive"
