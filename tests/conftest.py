@@ -75,7 +75,7 @@ def expected_seconds(item: pytest.Item) -> float:
     slow = item.get_closest_marker("slow")
     if slow is not None:
         return float(slow.kwargs.get("seconds", 10))
-    return 10.0 if item.get_closest_marker("components") else 0.2
+    return 6.0 if item.get_closest_marker("components") else 0.2
 
 
 LONG_S = 5.0

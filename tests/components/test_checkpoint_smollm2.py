@@ -17,7 +17,7 @@ from verl.config.schema import ActorConfig, ModelConfig
 from verl.data.proto import DataProto
 from verl.engines import build_engine
 
-pytestmark = [pytest.mark.components, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=50), pytest.mark.timeout(1200)]
 
 PROMPTS = (
     "The capital of France is",

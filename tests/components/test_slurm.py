@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-pytestmark = [pytest.mark.components, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=25), pytest.mark.timeout(1200)]
 PATIENCE_S = 180.0
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 

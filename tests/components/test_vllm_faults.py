@@ -22,7 +22,7 @@ from verl.rollout.base import Request, SamplingParams
 from verl.rollout.handover import leftovers, processes
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
-pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=25), pytest.mark.timeout(900)]
 
 TOKENS = 8000
 """More than any engine has written before somebody has read its first."""

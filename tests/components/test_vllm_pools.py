@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytest.importorskip("ray", reason="needs ray (make test-components)")
-pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=45), pytest.mark.timeout(900)]
 
 STEPS = 3
 

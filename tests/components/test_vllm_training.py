@@ -17,7 +17,7 @@ from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
-pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=40), pytest.mark.timeout(900)]
 
 STEPS = 3
 

@@ -15,7 +15,7 @@ import pytest
 
 from verl.errors import ConfigError, MissingPackage
 
-pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=12), pytest.mark.timeout(900)]
 PATIENCE_S = 300.0
 
 

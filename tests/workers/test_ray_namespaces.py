@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 # Each starts a cluster of its own; a slow machine gets the time it needs, and a limit that says what hung comes first.
-pytestmark = [pytest.mark.components, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=45), pytest.mark.timeout(1200)]
 
 _spec = importlib.util.spec_from_file_location("namespaces", Path(__file__).with_name("namespaces.py"))
 assert _spec and _spec.loader
