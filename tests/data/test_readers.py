@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -91,3 +92,47 @@ def test_a_link_to_nothing_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").symlink_to(tmp_path / "gone.parquet")
     with pytest.raises(DataError, match="is a link to .*gone.parquet, which does not exist"):
         read_rows(tmp_path / "t.parquet")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("rows.jsonl", f'{{"prompt": "a"}}\n{{"prompt": {DEEP}}}\n', "line 2 cannot be used: nested deeper"),
+        (
+            "rows.jsonl",
+            f'{{"prompt": "a", "x": {"[" * 200}{"]" * 200}}}\n',
+            "line 1 cannot be used: nested deeper than 100",
+        ),
+        (
+            "rows.jsonl",
+            f'{{"prompt": "a"}}\n{{"prompt": {"9" * 100_000}}}\n',
+            "line 2 cannot be used: .*digits",
+        ),
+        ("rows.json", f'[{{"prompt": {DEEP}}}]', "rows.json cannot be used: nested deeper"),
+        ("rows.json", f'[{{"prompt": {"9" * 100_000}}}]', "rows.json cannot be used: .*digits"),
+    ],
+    ids=["deep line", "line of 200 levels", "long number in a line", "deep file", "long number in a file"],
+)
+def test_json_nested_too_deeply_or_with_too_many_digits_is_refused_by_file_and_line(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=words):
+        read_rows(tmp_path / name)
+
+
+def test_json_text_in_a_column_that_is_nested_too_deeply_is_taken_as_plain_text() -> None:
+    from verl.data.chat import as_messages
+    from verl.data.rl_dataset import truth_of
+
+    assert as_messages(f'[{{"role": "user", "content": {DEEP}}}]') is None
+    assert truth_of({"reward_model": f'{{"ground_truth": {DEEP}}}', "answer": "1"}) == "1"
+
+
+def test_a_fifo_is_no_data_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match="rows.jsonl is neither a regular file nor a folder"):
+        read_rows(tmp_path / "rows.jsonl")

@@ -78,7 +78,7 @@ def test_values_json_does_not_know_are_written_as_text(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("rows", [[{"a": 1}, {"a": "one"}], [{"a": {}}]])
+@pytest.mark.parametrize("rows", [[{"a": 1}, {"a": "one"}], [{"a": {}}], [{"a": 10**30}]])
 def test_what_parquet_cannot_hold_is_said_at_once(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError, match=r"data\.output_path=.*out\.jsonl"):
         extended(Rows.from_list(rows), range(len(rows)), tmp_path / "out.parquet")

@@ -7,7 +7,6 @@ missing beginning-of-sequence token is put in front where the tokenizer itself p
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.errors import ConfigError, DataError, ModelError
+from verl.json_input import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,7 +120,7 @@ def as_messages(value: Any) -> Messages | None:
     and messages written as JSON text, as csv files have them, are read."""
     if isinstance(value, str) and _JSON_MESSAGES.match(value):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             return None
     if isinstance(value, np.ndarray):

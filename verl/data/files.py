@@ -233,6 +233,8 @@ def _expand(entry: str | Path, split: str, key: str) -> list[_Part]:
     if path.is_dir():
         return [_read_file(inner, key) for inner in _inside(path, key)]
     if path.exists():
+        if not path.is_file():
+            raise DataError(f"{key}: {path} is neither a regular file nor a folder.")
         if not is_data_file(path):
             raise DataError(
                 f"{key}: {path} has the unknown ending '{path.suffix}'; known: {KNOWN}.{looks_like(path)}"

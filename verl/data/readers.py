@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from verl.errors import DataError
+from verl.json_input import parse_json
 
 _BEGINNINGS = (
     (b"version https://git-lfs", (), "a Git LFS pointer, not the data: fetch it with `git lfs pull`"),
@@ -69,12 +70,14 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                rows.append(json.loads(line))
+                rows.append(parse_json(line))
             except json.JSONDecodeError as error:
                 hint = looks_like(path) if number == 1 else ""
                 raise DataError(
                     f"{path}, line {number} is not valid JSON: {error}. Each line must be one object.{hint}"
                 ) from error
+            except ValueError as error:  # nested too deeply, a number of too many digits
+                raise DataError(f"{path}, line {number} cannot be used: {error}.") from error
             numbers.append(number)
     return _objects(rows, str(path), "line", numbers)
 
@@ -82,11 +85,15 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
 def _read_json(path: Path) -> list[dict[str, Any]]:
     try:
         with _open(path) as file:
-            content = json.loads(file.read())
+            content = parse_json(file.read())
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object per line under the name .json is common
             return _read_jsonl(path)
         raise DataError(f"{path} is not valid JSON: {error}.") from error
+    except UnicodeDecodeError:
+        raise  # whoever asked says what the file looks like
+    except ValueError as error:  # nested too deeply, a number of too many digits
+        raise DataError(f"{path} cannot be used: {error}.") from error
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         # {"data": [...]} and the like: the one list of objects is the data.

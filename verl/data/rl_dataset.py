@@ -8,7 +8,6 @@ starts; `prompt_text` is the text of `prompt_ids`; `index` is the row's number i
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from verl.data.loader import Loader
 from verl.data.order import EpochOrder, MixturePart
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
+from verl.json_input import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ def as_mapping(value: Any) -> Mapping[str, Any] | None:
     """A dictionary, also one written as JSON text, as csv files have it; None for anything else."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             return None
     return value if isinstance(value, Mapping) else None

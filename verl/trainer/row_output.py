@@ -60,7 +60,7 @@ class ExtendedRows:
             table = self.rows.table(self.numbers)
             with pyarrow.parquet.ParquetWriter(io.BytesIO(), self._schema(table)):
                 pass
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OverflowError) as error:  # OverflowError: an integer beyond 64 bits
             raise DataError(
                 f"{self.key}: these rows do not fit one parquet table: {error}. Write them as jsonl instead: "
                 f"{self.key}={self.path.with_suffix('.jsonl')}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.data.prepare.base import Recipe, Row, first_of, rl_row
 from verl.errors import DataError
+from verl.json_input import parse_json
 
 STDIN = (
     "Write a Python program that reads standard input and prints the result. Put it in one ```python block."
@@ -25,8 +26,8 @@ def _parsed(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
+        return parse_json(value)
+    except ValueError as error:
         raise DataError(f"'{column}' is not valid JSON: {error}") from error
 
 

@@ -1,0 +1,71 @@
+"""Reading JSON that others may have written, or that a full disk may have cut.
+
+Whatever is wrong with the text is a ValueError, which the caller turns into an error that names the file. Only regular
+files are read (a FIFO would block for ever, a device has no end), and only up to a size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_DEPTH = 100
+"""Levels of nesting; code that walks what was read recursively relies on it."""
+MAX_BYTES = 64 << 20
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    marks = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if sum(text.count(mark) for mark in marks) > MAX_DEPTH:  # type: ignore[arg-type]
+        _check_depth(value)
+    return value
+
+
+def read_json(path: Path | str, max_bytes: int = MAX_BYTES) -> Any:
+    """The value in a small file. OSError where it cannot be opened."""
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"larger than {max_bytes:,} bytes")
+    return parse_json(content.decode("utf-8"))
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading; ValueError for anything else, without waiting for a FIFO's writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+            raise ValueError(f"{kind}, not a regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level := [
+        child
+        for each in level
+        for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+    ]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
