@@ -192,6 +192,13 @@ def test_both_spellings_with_different_values_in_one_file(tmp_path: Path) -> Non
     assert load_ppo_config(["-cp", str(tmp_path), "-cn", "c", *NEEDED]).actor_rollout_ref.rollout.n == 4
 
 
+BILLIONS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""A few hundred characters whose aliases stand for 9^9 values."""
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -201,6 +208,14 @@ def test_both_spellings_with_different_values_in_one_file(tmp_path: Path) -> Non
         ("defaults: 3", ["'defaults'", "list"]),
         ("defaults: [nothing_here]", ["nothing_here.yaml", "YAML files in that folder: c.yaml"]),
         ("defaults: [c]", ["c.yaml", "its own defaults"]),
+        ("? [a]\n: 1", ["c.yaml", "a key must be a plain text", "line 1, column 3"]),
+        ("data: " + "[" * 50_000, ["c.yaml", "nested deeper than 100 levels"]),
+        ("data: &a [*a]", ["c.yaml", "'*a' stands for something it is a part of"]),
+        ("data: &a {b: *a}", ["c.yaml", "'*a' stands for something it is a part of"]),
+        (BILLIONS, ["c.yaml", "more than 100,000 keys and values"]),
+        ("data: " + "9" * 100_000, ["c.yaml", "digits"]),
+        ("data: !!bool maybe", ["c.yaml", "maybe"]),
+        ("data: !!timestamp x", ["c.yaml"]),
         ("5: 3", ["5", "must be a text"]),
     ],
 )

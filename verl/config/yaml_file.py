@@ -2,7 +2,7 @@
 
 Plain YAML 1.1 has surprises that cost runs: `1e-6` is a text, `0.5_2.0` and `1:30` are numbers, a key given twice
 keeps the last one, a date becomes an object. Here a number is a decimal number, `1e-6` included; what else looks
-like one is a text; a key given twice is an error.
+like one is a text; a key given twice is an error. Depth and size are limited, aliases counted as what they stand for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 import yaml
 
 from verl.errors import ConfigError
+from verl.json_input import MAX_BYTES, MAX_DEPTH, open_regular
 
+MAX_NODES = 100_000
+"""Keys and values of a file, an alias counting as often as it is used: a few lines can stand for billions."""
 _INT = re.compile(r"^[-+]?[0-9]+$")
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
@@ -23,18 +26,49 @@ _FLOAT = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with decimal numbers only, and keys that must differ."""
+    """SafeLoader with decimal numbers only, keys that must differ, and limits."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._sizes: dict[int, int] = {}
+        """Nodes below each finished node and itself, by its id."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        alias = self.peek_event()
+        if self._depth > MAX_DEPTH:
+            raise _problem(f"nested deeper than {MAX_DEPTH} levels", alias)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(alias, yaml.AliasEvent):
+            if id(node) not in self._sizes:
+                raise _problem(f"'*{alias.anchor}' stands for something it is a part of", alias)
+            return node
+        self._sizes[id(node)] = size = 1 + sum(self._sizes[id(child)] for child in _children(node))
+        if size > MAX_NODES:
+            raise _problem(f"more than {MAX_NODES:,} keys and values, aliases counted each time", alias)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _problem("a key must be a plain text", key)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key '{key.value}'", key.start_mark
-                )
-            if isinstance(key.value, str):
-                seen.add(key.value)
+                raise _problem(f"duplicate key '{key.value}'", key)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _problem(text: str, place: Any) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, text, place.start_mark)
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
@@ -68,10 +102,15 @@ def dump_yaml(values: Any, width: int) -> str:
 def load_yaml(path: Path) -> dict[Any, Any]:
     """The file's mapping; {} for an empty file."""
     try:
-        with path.open(encoding="utf-8") as file:
-            loaded = yaml.load(file, Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, ValueError) as error:
-        raise ConfigError(f"cannot read '{path}': {' '.join(str(error).split())}") from None
+        with open_regular(path) as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"larger than {MAX_BYTES:,} bytes")
+        loaded = yaml.load(content.decode("utf-8"), Loader=_Loader)
+    # PyYAML's own constructors raise the last three for explicit tags, such as `!!bool maybe`.
+    except (yaml.YAMLError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        what = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise ConfigError(f"cannot read '{path}': {what}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
