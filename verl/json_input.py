@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,14 +25,17 @@ _KINDS = (
 )
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text."""
+def parse_json(text: str | bytes, parse_int: Callable[[str], Any] | None = None) -> Any:
+    """The value of a JSON text; `parse_int` makes the integers in it."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=parse_int)
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
-    marks = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
-    if sum(text.count(mark) for mark in marks) > MAX_DEPTH:  # type: ignore[arg-type]
+    if isinstance(text, bytes):
+        opened = text.count(b"[") + text.count(b"{")
+    else:
+        opened = text.count("[") + text.count("{")
+    if opened > MAX_DEPTH:
         _check_depth(value)
     return value
 

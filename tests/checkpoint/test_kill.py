@@ -13,7 +13,7 @@ import pytest
 
 from verl.checkpoint.compare import compare_checkpoints
 from verl.checkpoint.steps import list_steps, problems
-from verl.observe.run_folder import read_jsonl
+from verl.observe.jsonl import read_jsonl
 
 
 def lines(output: Path) -> list[str]:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from verl.errors import DataError
 from verl.observe import view_files
+from verl.observe.jsonl import whole_lines
 from verl.observe.view_compare import differing_keys, recent
-from verl.observe.view_files import MetricsLog, Run, SampleFiles, find_runs, whole_lines
+from verl.observe.view_files import MetricsLog, Run, SampleFiles, find_runs
 from verl.observe.view_plot import bar, figure, number, plot, thinned
 from verl.observe.view_samples import Question, choose, show
 from verl.observe.view_sections import chosen_curves, time_shares

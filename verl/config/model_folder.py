@@ -101,7 +101,7 @@ def _instead(folder: Path) -> str:
         return _adapter(folder)
     inner = [*folder.glob("actor/huggingface/config.json"), *folder.glob("huggingface/config.json")]
     steps = sorted(
-        (each for each in folder.glob("global_step_*") if each.name.rpartition("_")[2].isdigit()),
+        (each for each in folder.glob("global_step_*") if each.name.rpartition("_")[2].isdecimal()),
         key=lambda each: int(each.name.rpartition("_")[2]),
     )
     inner += [file for step in steps[-1:] for file in step.glob("actor/huggingface/config.json")]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.tasks.word_problems import PLANS, Plan
-from verl.observe.run_folder import read_jsonl
+from verl.observe.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)

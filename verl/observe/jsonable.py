@@ -36,4 +36,10 @@ def jsonable(value: Any) -> Any:
 
 def dumps(value: Any) -> str:
     """One line of JSON."""
-    return json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False)
+    plain = jsonable(value)
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON text can hold and UTF-8 cannot
+        return json.dumps(plain, allow_nan=False)
+    return text

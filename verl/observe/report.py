@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.observe.run_folder import read_jsonl, write_atomically
+from verl.observe.jsonl import read_jsonl, read_metrics
+from verl.observe.run_folder import write_atomically
 
 # Curves worth a place, in this order; whatever validation measured comes after them.
 _CURVES = (
@@ -51,8 +52,7 @@ pre { background: #f5f7f9; padding: .8rem; overflow-x: auto; font-size: .85rem }
 def write_report(folder: Path | str, title: str | None = None, samples: int = 6) -> Path:
     """Write `report.html` from what the run folder holds so far."""
     folder = Path(folder)
-    metrics_file = folder / "metrics.jsonl"
-    rows = list(read_jsonl(metrics_file)) if metrics_file.exists() else []
+    rows = read_metrics(folder / "metrics.jsonl")
     parts = [f"<h1>{html.escape(title or f'{folder.parent.name} / {folder.name}')}</h1>", _summary(rows)]
     crash = folder / "crash.txt"
     if crash.exists():
@@ -128,7 +128,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _samples(heading: str, folder: Path, count: int) -> str:
-    files = sorted((f for f in folder.glob("*.jsonl") if f.stem.isdigit()), key=lambda f: int(f.stem))
+    files = sorted((f for f in folder.glob("*.jsonl") if f.stem.isdecimal()), key=lambda f: int(f.stem))
     if not files:
         return ""
     chosen = [files[0], files[-1]] if len(files) > 1 else files

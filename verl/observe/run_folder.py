@@ -7,27 +7,26 @@
     crash.txt                cause and fix, when a run ended badly
     metrics.previous.jsonl   of an earlier run, where a new one began in its folder
 
-What always holds: one process at a time uses a folder; every file written whole is replaced atomically; a line
-of `metrics.jsonl` is written with one call and flushed, so a killed run leaves at most one torn last line,
-which the next run removes.
+One process at a time uses a folder. Every file written whole is replaced atomically. Lines of `metrics.jsonl` that a
+full disk or a kill cut short are left out by whoever reads it and removed by the run that goes on.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.errors import VerlError
+from verl.errors import ConfigError, VerlError
 from verl.observe.jsonable import dumps, jsonable
+from verl.observe.jsonl import append_line, kept_lines, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,10 @@ class RunFolder:
         self._crash_file = self.path / "crash.txt"
         if self._crash_file.exists():
             self._crash_file.replace(self.path / "crash.previous.txt")
-        _drop_torn_line(self.metrics_file)
+        if self.metrics_file.exists() and not self.metrics_file.is_file():
+            aside = self.metrics_file.with_name("metrics.jsonl.unusable")
+            self.metrics_file.rename(aside)
+            logger.warning("%s was no regular file and is kept as %s", self.metrics_file, aside.name)
 
     @property
     def metrics_file(self) -> Path:
@@ -82,21 +84,18 @@ class RunFolder:
 
     def previous_config(self) -> dict[str, Any] | None:
         """The configuration of the run that was here before; None where there was none that can be read."""
-        import yaml
+        from verl.config.yaml_file import load_yaml
 
         try:
-            found = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            return load_yaml(self.path / "config.yaml")
+        except ConfigError:
             return None
-        return found if isinstance(found, dict) else None
 
     def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        line = dumps({"step": step, **metrics}) + "\n"
-        with open(self.metrics_file, "a", encoding="utf-8") as file:
-            file.write(line)
+        append_line(self.metrics_file, dumps({"step": step, **metrics}))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return list(read_jsonl(self.metrics_file)) if self.metrics_file.exists() else []
+        return read_metrics(self.metrics_file)
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         return self._write_rows(self.rollout_dir / f"{step}.jsonl", rows)
@@ -108,17 +107,22 @@ class RunFolder:
         """Forget what came after `step`: a resumed run writes those steps again, as if never interrupted.
 
         Whether the metrics of `step` itself are there."""
-        kept: list[dict[str, Any]] = []
+        found = False
+
+        def keep(row: Mapping[str, Any]) -> bool:
+            nonlocal found
+            found = found or row["step"] == step
+            return row["step"] <= step  # type: ignore[no-any-return]
+
         if self.metrics_file.exists():
-            rows = self.read_metrics()
-            kept = [row for row in rows if row.get("step", 0) <= step]
-            if len(kept) != len(rows):
-                write_atomically(self.metrics_file, "".join(dumps(row) + "\n" for row in kept))
+            text, changed = kept_lines(self.metrics_file, keep)
+            if changed:
+                write_atomically(self.metrics_file, text)
         for folder in (self.rollout_dir, self.validation_dir):
-            for file in folder.glob("*.jsonl"):
-                if file.stem.isdigit() and int(file.stem) > step:
+            for file in _sample_files(folder):
+                if int(file.stem) > step:
                     file.unlink()
-        return any(row.get("step", 0) == step for row in kept)
+        return found
 
     def restart(self) -> None:
         """A run that begins at its beginning: metrics of an earlier one here go to metrics.previous.jsonl, and its
@@ -128,9 +132,8 @@ class RunFolder:
         for folder in (self.rollout_dir, self.validation_dir):
             if folder.parent != self.path:
                 continue  # a folder the user chose may be others' as well
-            for file in folder.glob("*.jsonl"):
-                if file.stem.isdigit():
-                    file.unlink()
+            for file in _sample_files(folder):
+                file.unlink()
 
     def write_crash(self, error: BaseException, fix: str = "") -> None:
         """Cause first, fix second, traceback last."""
@@ -219,26 +222,8 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; a torn last line (a killed writer) is left out."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                if line.endswith("\n"):
-                    raise VerlError(f"{path} holds a line that is not JSON: {line[:80]!r}") from None
-                return
-            yield row
-
-
-def _drop_torn_line(path: Path) -> None:
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with open(path, "rb+") as file:
-        content = file.read()
-        if not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+def _sample_files(folder: Path) -> list[Path]:
+    return [file for file in folder.glob("*.jsonl") if file.stem.isdecimal() and not file.is_dir()]
 
 
 def _require_writable(folder: Path, key: str) -> None:

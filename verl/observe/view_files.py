@@ -7,7 +7,6 @@ damaged one is left out and counted; what is kept in memory does not grow with t
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -19,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError, DataError
+from verl.json_input import open_regular
+from verl.observe.jsonl import LINE_BYTES, parse_metrics, parse_row, whole_lines
 
 TAIL_BYTES = 64 << 20
-LINE_BYTES = 16 << 20
-"""Lines beyond this are left out: no response is that long, and a terminal could not show it."""
 KEPT_ROWS = 2000
 """Whole rows that are kept; of older ones the curves alone."""
 
@@ -55,13 +54,15 @@ class MetricsLog:
     def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
         self.path = path
         self.rows: list[dict[str, Any]] = []
-        """The newest rows, whole. A number that was not finite is NaN."""
+        """The newest rows: numbers by name. One that was not finite is NaN."""
         self.series: dict[str, Series] = {}
         self.steps = 0
         """Rows read."""
         self.damaged = 0
         self.cut = False
         """Whether the beginning of the file was left out because the file is too large."""
+        self.problem = ""
+        """Why nothing can be read, where it is no file of lines."""
         self._tail_bytes = tail_bytes
         self._offset = 0
         self._inode = -1
@@ -70,7 +71,7 @@ class MetricsLog:
         """The rows that came since the last call (of very many the newest). A run that went back in time (a resume)
         starts the log over."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 known = os.fstat(file.fileno())
                 if known.st_ino != self._inode or known.st_size < self._offset:
                     self._start_over(known.st_ino)
@@ -78,6 +79,9 @@ class MetricsLog:
                 file.seek(self._offset)
                 return list(deque(self._read(file), maxlen=KEPT_ROWS))
         except FileNotFoundError:
+            return []
+        except ValueError as error:
+            self.problem = f"{self.path.name} is {error}"
             return []
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}") from None
@@ -103,8 +107,8 @@ class MetricsLog:
     def _read(self, file: Any) -> Iterator[dict[str, Any]]:
         for line in whole_lines(file):
             self._offset = file.tell()
-            row = _parsed(line)
-            if row is None or not isinstance(row.get("step"), int):
+            row = parse_metrics(line)
+            if row is None:
                 self.damaged += bool(line.strip())
                 continue
             self._add(row)
@@ -112,39 +116,17 @@ class MetricsLog:
 
     def _add(self, row: dict[str, Any]) -> None:
         step = row["step"]
-        for name, value in row.items():
+        for name, value in list(row.items()):
             if value is None:
                 row[name] = value = float("nan")
-            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                del row[name]  # not a metric
+            elif name != "step":
                 self.series.setdefault(name, Series()).add(step, float(value))
         self.rows.append(row)
         self.steps += 1
         if len(self.rows) > 2 * KEPT_ROWS:
             del self.rows[:-KEPT_ROWS]
-
-
-def whole_lines(file: Any, limit: int = LINE_BYTES) -> Iterator[bytes]:
-    """The lines of a binary file that have their end, one at a time; one beyond `limit` comes as b""."""
-    while True:
-        line = file.readline(limit)
-        if line.endswith(b"\n"):
-            yield line
-        elif len(line) < limit:
-            return  # half-written, or the end
-        else:
-            while (piece := file.readline(limit)) and not piece.endswith(b"\n"):
-                pass
-            if not piece:
-                return
-            yield b""
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:  # also bytes that are no text
-        return None
-    return row if isinstance(row, dict) else None
 
 
 @dataclass(frozen=True)
@@ -160,16 +142,16 @@ class SampleFiles:
             names = os.listdir(self.folder)
         except OSError:
             return []
-        return sorted(int(name[:-6]) for name in names if name.endswith(".jsonl") and name[:-6].isdigit())
+        return sorted(int(name[:-6]) for name in names if name.endswith(".jsonl") and name[:-6].isdecimal())
 
     def rows(self, step: int, maybe: Callable[[bytes], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
         """The samples of a step, one at a time; lines for which `maybe` is False are not even parsed."""
         try:
-            with open(self.folder / f"{step}.jsonl", "rb") as file:
+            with open_regular(self.folder / f"{step}.jsonl") as file:
                 for line in whole_lines(file):
-                    if maybe(line) and (row := _parsed(line)) is not None:
+                    if maybe(line) and (row := parse_row(line)) is not None:
                         yield row
-        except OSError:
+        except (OSError, ValueError):
             return  # a resumed run removes the steps it writes again
 
     def steps_after(self, step: int) -> list[int]:

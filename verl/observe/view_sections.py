@@ -164,6 +164,8 @@ def _problems(run: Run) -> Iterator[str]:
     bad = len(list((run.path / "bad_batches").glob("*")))
     if bad:
         yield f"{bad} batches that gave no usable gradient are kept in {run.path / 'bad_batches'}"
+    if run.log.problem:
+        yield run.log.problem
     if run.log.cut:
         yield "metrics.jsonl is very large: only its end was read"
     if run.log.damaged:

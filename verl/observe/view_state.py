@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from verl.json_input import open_regular
 from verl.observe.console import validation_summary
 from verl.observe.view_files import Run, changed, checkpoint_steps
 
@@ -101,9 +102,9 @@ def total_steps(run: Run) -> int | None:
 def read_crash(path: Path, name: str = "crash.txt") -> tuple[str, str] | None:
     """(cause, what to do) of `crash.txt`; None where there is none."""
     try:
-        with open(path / name, encoding="utf-8", errors="replace") as file:
-            text = file.read(200_000)
-    except OSError:
+        with open_regular(path / name) as file:
+            text = file.read(200_000).decode("utf-8", errors="replace")
+    except (OSError, ValueError):
         return None
     parts = text.split("\n\n")
     fix = next((part for part in parts[1:3] if part.startswith("What to do: ")), "")
@@ -118,7 +119,7 @@ def lock_holder(path: Path) -> str | None:
     if (os.getpid(), str(path.resolve())) in _held:
         return f"process {os.getpid()}, this one"
     try:
-        descriptor = os.open(path / ".lock", os.O_RDONLY)
+        descriptor = os.open(path / ".lock", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -132,9 +133,9 @@ def lock_holder(path: Path) -> str | None:
 def last_holder_elsewhere(path: Path) -> str:
     """Who held the folder last, when that was on another machine."""
     try:
-        with open(path / ".lock", encoding="utf-8", errors="replace") as file:
-            holder = file.read(200).strip()
-    except OSError:
+        with open_regular(path / ".lock") as file:
+            holder = file.read(200).decode("utf-8", errors="replace").strip()
+    except (OSError, ValueError):
         return ""
     return holder if holder and holder.rpartition(" on ")[2] != socket.gethostname() else ""
 

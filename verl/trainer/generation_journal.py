@@ -3,24 +3,31 @@
 The folder `OUTPUT.unfinished/` holds `settings.json` (everything that decides the responses) and `rows.jsonl`. It is
 made before the first row and removed when the output is complete.
 
-What always holds: a line that ends is whole and stays, whatever kills the process after it; what a kill left of a line
-is cut off when the journal is opened again; lines of other settings are never mixed with ours; one process at a time.
+A line that ends is whole and stays, whatever kills the process after it. What a kill or a full disk left of a line is
+cut off when the journal is opened again, and the row of a damaged line is generated again. Lines of other settings are
+never mixed with ours. One process at a time.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from verl.checkpoint.files import replace_file, sync_folder
 from verl.errors import DataError
+from verl.json_input import read_json
+from verl.observe.jsonl import parse_row
+
+logger = logging.getLogger(__name__)
 
 SYNC_S = 1.0
 """A power cut may take the lines of the last so many seconds; a kill takes none."""
@@ -78,24 +85,31 @@ class Journal:
         if not self._file.seek(0, os.SEEK_END):
             return []
         try:
-            before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            before = read_json(path)
         except (OSError, ValueError) as error:
             return [f"{path.name} cannot be read: {error}"]
+        if not isinstance(before, dict):
+            return [f"{path.name} cannot be read: not an object"]
         now = json.loads(json.dumps(dict(settings)))
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         return [f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}" for name in changed]
 
     def _recover(self) -> int:
         """Learn what is there; the end of the last whole line, behind which the file is cut."""
-        end = 0
+        end = damaged = 0
         self._file.seek(0)
         with open(self._file.fileno(), "rb", closefd=False) as lines:
             for line in lines:
+                if not line.endswith(b"\n"):
+                    break  # what a kill left
                 row = _row_of(line)
                 if row is None:
-                    break
-                self._places[row] = (end, len(line))
+                    damaged += 1
+                else:
+                    self._places[row] = (end, len(line))
                 end += len(line)
+        if damaged:
+            logger.warning("%d lines of %s are damaged: their rows are generated again", damaged, self.folder)
         self._file.truncate(end)
         return end
 
@@ -109,8 +123,13 @@ class Journal:
         """Keep the answer to a row."""
         line = (json.dumps({"row": row, **record}, ensure_ascii=False) + "\n").encode("utf-8")
         written = 0
-        while written < len(line):  # an unbuffered write may take less than it was given
-            written += self._file.write(line[written:]) or 0
+        try:
+            while written < len(line):  # an unbuffered write may take less than it was given
+                written += self._file.write(line[written:]) or 0
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._end)
+            raise
         self._places[row] = (self._end, len(line))
         self._end += len(line)
         if time.monotonic() - self._synced > SYNC_S:
@@ -143,14 +162,9 @@ class Journal:
 
 
 def _row_of(line: bytes) -> int | None:
-    """The row a whole line answers; None for what a kill left of one."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    row = found.get("row") if isinstance(found, dict) else None
+    """The row a line answers; None for a damaged one."""
+    found = parse_row(line)
+    row = found.get("row") if found is not None else None
     return row if isinstance(row, int) else None
 
 

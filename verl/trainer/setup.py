@@ -108,7 +108,7 @@ def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
 
 def _saved_steps(folder: RunFolder) -> list[int]:
     names = (path.name.rpartition("_")[2] for path in folder.path.glob("global_step_*") if path.is_dir())
-    return [int(name) for name in names if name.isdigit()]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -149,10 +149,12 @@ def require_saved(folder: RunFolder, step: int) -> None:
 
 
 def leave_report(folder: RunFolder) -> None:
-    """`report.html`, whatever happened; a disk that has no room for it is no reason to fail."""
+    """`report.html`, whatever happened; nothing that keeps it from being written is a reason to fail."""
     from verl.observe.report import write_report
 
     try:
         write_report(folder.path)
-    except OSError as error:
-        logger.warning("the report in %s could not be written: %s", folder.path, error)
+    except Exception as error:
+        logger.warning(
+            "the report in %s could not be written: %s: %s", folder.path, type(error).__name__, error
+        )

@@ -1,0 +1,126 @@
+"""Files with one JSON object per line, such as `metrics.jsonl`, which grows while a run goes on.
+
+A line that a full disk or a kill cut short costs itself and nothing else: an append that fails takes back what it
+wrote, the next one begins on a line of its own, and readers leave out what is not a row, with one notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from verl.json_input import open_regular, parse_json
+
+logger = logging.getLogger(__name__)
+
+LINE_BYTES = 16 << 20
+"""Lines beyond this are left out: no response is that long, and a terminal could not show it."""
+
+Row = dict[str, Any]
+
+
+def append_line(path: Path, text: str) -> None:
+    """Add a line, whole or not at all."""
+    with open(path, "a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        cut = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        left = memoryview(f"{chr(10) if cut else ''}{text}\n".encode())
+        try:
+            while left:  # an unbuffered write may take less than it was given
+                left = left[file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def parse_row(line: bytes) -> Row | None:
+    """The object on a line; None where there is none. An integer no float can hold is infinite, as 1e400 is."""
+    try:
+        row = parse_json(line.decode("utf-8"), parse_int=_integer)
+    except ValueError:  # also bytes that are no text
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def parse_metrics(line: bytes) -> Row | None:
+    """A row of `metrics.jsonl`: an object with a step."""
+    row = parse_row(line)
+    step = row.get("step") if row is not None else None
+    return row if isinstance(step, int) and not isinstance(step, bool) and abs(step) < 1 << 63 else None
+
+
+def read_jsonl(path: Path, parse: Callable[[bytes], Row | None] = parse_row) -> Iterator[Row]:
+    """The rows of a file. Lines that are not rows are left out; one warning says how many."""
+    damaged = 0
+    for _, row in _parsed_lines(path, parse):
+        if row is None:
+            damaged += 1
+        else:
+            yield row
+    if damaged:
+        logger.warning("%s: %s", path, _left_out(damaged))
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a `metrics.jsonl`; none where there is no such file."""
+    try:
+        return list(read_jsonl(path, parse_metrics))
+    except FileNotFoundError:
+        return []
+
+
+def kept_lines(path: Path, keep: Callable[[Row], bool]) -> tuple[str, bool]:
+    """The text of the rows of a `metrics.jsonl` for which `keep` is true, and whether that is less than the file has.
+    Damaged lines are not kept, with one warning."""
+    kept: list[bytes] = []
+    dropped = damaged = 0
+    for line, row in _parsed_lines(path, parse_metrics):
+        if row is not None and keep(row):
+            kept.append(line.rstrip(b"\r\n") + b"\n")
+        else:
+            dropped += 1
+            damaged += row is None
+    if damaged:
+        logger.warning("%s: %s", path, _left_out(damaged))
+    return b"".join(kept).decode("utf-8"), dropped > 0
+
+
+def whole_lines(file: Any, limit: int = LINE_BYTES) -> Iterator[bytes]:
+    """The lines of a binary file that have their end, one at a time; one beyond `limit` comes as b""."""
+    while True:
+        line = file.readline(limit)
+        if line.endswith(b"\n"):
+            yield line
+        elif len(line) < limit:
+            return  # half-written, or the end
+        else:
+            while (piece := file.readline(limit)) and not piece.endswith(b"\n"):
+                pass
+            if not piece:
+                return
+            yield b""
+
+
+def _parsed_lines(path: Path, parse: Callable[[bytes], Row | None]) -> Iterator[tuple[bytes, Row | None]]:
+    try:
+        file = open_regular(path)
+    except ValueError as error:
+        raise OSError(f"{path} cannot be read: {error}") from None
+    with file:
+        for line in file:
+            if line.strip():
+                yield line, parse(line)
+
+
+def _left_out(count: int) -> str:
+    lines = "1 line is" if count == 1 else f"{count} lines are"
+    return f"{lines} left out, which a full disk or a kill cut short, or someone else wrote"
+
+
+def _integer(text: str) -> int | float:
+    return int(text) if len(text) < 300 else float(text)
