@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,23 @@ def test_a_full_disk_costs_the_save_and_nothing_else(
     assert failures >= 5
     done = manager.save(50, {"actor": engine}, {"step": 50})
     assert (manager.wait() if background else done) == small_disk / "run/global_step_50"
+
+
+def test_a_disk_that_fills_up_inside_the_tokenizer_costs_the_save_alone(
+    small_disk: Path, job: ModuleType, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library behind `tokenizer.json` has an error of its own for a full disk."""
+    engine = job.make_engine()
+    manager = CheckpointManager(small_disk / "run")
+    stuffing = small_disk / "stuffing"
+    for pages in range(1, 12):
+        stuffing.write_bytes(b"x" * max(0, shutil.disk_usage(small_disk).free - pages * 4096))
+        with caplog.at_level(logging.WARNING):
+            assert manager.save(1, {"actor": engine}, {"step": 1}, tokenizer=tiny_tokenizer) is None
+        stuffing.unlink()
+        assert not list((small_disk / "run").glob(".global_step*"))
+    assert "(os error 28)" in caplog.text, "no save reached the tokenizer, so nothing was tested"
+    assert manager.save(1, {"actor": engine}, {"step": 1}, tokenizer=tiny_tokenizer) is not None
 
 
 def test_a_folder_that_vanished_is_made_again(tmp_path: Path, job: ModuleType) -> None:

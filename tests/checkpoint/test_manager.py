@@ -146,14 +146,48 @@ def test_a_background_save_equals_a_foreground_one_though_training_goes_on(
         }
 
 
-def test_what_a_background_save_raises_reaches_the_trainer(
-    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("verl.checkpoint.job.write_snapshot", ZeroDivisionError("division by zero")),
+        ("verl.checkpoint.job.hf_steps", Exception("No space left on device (os error 28)")),
+        ("verl.checkpoint.manager.snapshot", MemoryError()),
+        ("verl.checkpoint.manager.encode", TypeError("not a tree")),
+        ("verl.checkpoint.manager.rng.capture", RuntimeError("no generator")),
+        ("verl.checkpoint.job.put_in_place", ValueError("no name")),
+    ],
+    ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else type(value).__name__,
+)
+def test_whatever_a_save_raises_costs_the_checkpoint_and_not_the_run(
+    tmp_path: Path,
+    job: ModuleType,
+    caplog: pytest.LogCaptureFixture,
+    background: bool,
+    place: str,
+    error: Exception,
 ) -> None:
-    manager = CheckpointManager(tmp_path, {"actor": PartSettings(["model"], None, True)})
-    monkeypatch.setattr("verl.checkpoint.job.write_snapshot", lambda *a: 1 / 0)
-    manager.save(1, {"actor": job.make_engine()}, {})
-    with pytest.raises(ZeroDivisionError):
-        manager.wait()
+    def fail(*arguments: object, **more: object) -> None:
+        raise error
+
+    engines = {"actor": job.make_engine()}
+    manager = CheckpointManager(tmp_path, {"actor": PartSettings(["model"], None, background)})
+    manager.save(1, engines, {"step": 1})
+    manager.wait()
+    with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, fail)
+        assert manager.save(2, engines, {"step": 2}) is None and manager.wait() is None
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "the checkpoint of step 2 could not be saved" in told[0]
+    if "os error" in str(error):
+        assert "Free some space" in told[0]
+    else:
+        assert type(error).__name__ in told[0] and str(tmp_path / "failed_save.txt") in told[0]
+        assert "Traceback" in (tmp_path / "failed_save.txt").read_text()
+    assert steps_in(tmp_path) == [1] and not list(tmp_path.glob(".global_step*"))
+    manager.save(3, engines, {"step": 3})
+    manager.wait()
+    assert steps_in(tmp_path) == [3, 1]
 
 
 def test_the_tracker_file_names_the_newest_step_and_is_not_trusted(tmp_path: Path, job: ModuleType) -> None:
@@ -237,26 +271,31 @@ def test_a_checkpoint_without_a_part_is_skipped_by_name(
 
 def test_how_to_resume_is_chosen_by_mode(tmp_path: Path, job: ModuleType) -> None:
     engine = job.make_engine()
-    manager = CheckpointManager(tmp_path, ONLY_STATE)
-    assert manager.resolve("auto") is None
+
+    def found(mode: str, path: Path | str | None = None, *more: str) -> tuple[int, bool] | None:
+        manager = CheckpointManager(tmp_path, ONLY_STATE, resume_mode=mode, resume_from_path=path)
+        got = manager.find({"actor": engine, **dict.fromkeys(more, engine)})
+        return None if got is None else got[:2]
+
+    assert found("auto") is None
     for step in (1, 2):
-        manager.save(step, {"actor": engine}, {})
-    assert manager.resolve("auto") == tmp_path / "global_step_2"
-    assert manager.resolve("disable") is None
+        CheckpointManager(tmp_path, ONLY_STATE).save(step, {"actor": engine}, {})
+    assert found("auto") == (2, False)
+    assert found("disable") is None
     for given in ("global_step_1", "global_step_1/actor"):
-        assert manager.resolve("resume_path", tmp_path / given) == tmp_path / "global_step_1"
-    assert manager.resolve("resume_path", str(tmp_path)) == tmp_path / "global_step_2"
+        assert found("resume_path", tmp_path / given) == (1, True)
+    assert found("resume_path", str(tmp_path)) == (2, True)
     with pytest.raises(ConfigError, match="'always' is not known; allowed: auto, disable, resume_path"):
-        manager.resolve("always")
+        found("always")
     with pytest.raises(ConfigError, match="needs trainer.resume_from_path"):
-        manager.resolve("resume_path")
+        found("resume_path")
     with pytest.raises(CheckpointError, match="global_step_9 is not there"):
-        manager.resolve("resume_path", tmp_path / "global_step_9")
+        found("resume_path", tmp_path / "global_step_9")
     with pytest.raises(CheckpointError, match="holds no 'critic'.*it holds: actor"):
-        manager.resolve("resume_path", tmp_path / "global_step_1", ["actor", "critic"])
+        found("resume_path", tmp_path / "global_step_1", "critic")
     (tmp_path / "global_step_1/trainer_state.json").write_text("{ }")
     with pytest.raises(CheckpointError, match="damaged: trainer_state.json"):
-        manager.resolve("resume_path", tmp_path / "global_step_1")
+        found("resume_path", tmp_path / "global_step_1")
 
 
 def test_limits_hold_across_restarts_and_the_best_stays(tmp_path: Path, job: ModuleType) -> None:

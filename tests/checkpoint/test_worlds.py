@@ -90,3 +90,37 @@ def test_shards_of_several_processes_merge_to_the_same_folder_the_run_saved(
         found = load_file(folder / "model.safetensors")
         assert set(found) == set(live)
         assert all(torch.equal(found[name], live[name]) for name in live)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_problem_of_one_rank_alone_is_answered_by_all(children: Any, tmp_path: Path) -> None:
+    """A save that fails on rank 0 between two gathers, a checkpoint whose random states of rank 1 cannot be used."""
+    pids = [
+        children.start(
+            "fall_back",
+            tmp_path / f"output_{rank}",
+            rank=rank,
+            world_size=2,
+            store=str(tmp_path / "store"),
+            folder=str(tmp_path / "run"),
+        )
+        for rank in range(2)
+    ]
+    for rank, pid in enumerate(pids):
+        output = tmp_path / f"output_{rank}"
+        assert children.wait(pid) == 0, output.read_text()
+        lines = output.read_text().splitlines()
+        assert [line for line in lines if line.startswith("saved")] == [
+            "saved True",
+            "saved True",
+            "saved False",
+        ]
+        assert "took 1 True" in lines
+        skipped = [line for line in lines if "global_step_2 is skipped" in line]
+        assert len(skipped) == (1 if rank == 1 else 0)  # said by the rank that knows why
+        assert any("(os error 28)" in line for line in lines) == (rank == 0)
+    assert sorted(path.name for path in (tmp_path / "run").glob("*global_step*")) == [
+        "global_step_1",
+        "global_step_2",
+    ]

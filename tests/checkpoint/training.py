@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from verl.checkpoint.files import record_of
 from verl.checkpoint.manager import CheckpointManager, PartSettings
+from verl.checkpoint.manifest import read_manifest, write_manifest
 from verl.config.schema import ActorConfig, CriticConfig, ModelConfig
 from verl.data.proto import DataProto
 from verl.engines import build_engine
@@ -196,6 +199,46 @@ def rank(
         say(f"equal {Path(other).name} {train(fresh, 7):.6f}")
     if world_size > 1:
         dist.destroy_process_group()
+
+
+class FullDisk:
+    """A tokenizer whose library fails as tokenizers does on a full disk."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+
+def fall_back(rank: int, world_size: int, store: str, folder: str) -> None:
+    """One of several ranks, of which one alone has a problem: with a save, then with the newest checkpoint."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    engine = make_engine(
+        lora_rank=2
+    )  # whose whole weights and adapter are gathered by all ranks while saving
+    manager = CheckpointManager(folder)
+    held = {}
+    for step in (1, 2):
+        train(engine, 10 * step)
+        held[step] = weights(engine)
+        say(f"saved {manager.save(step, {'actor': engine}, {'step': step}) is not None}")
+    say(f"saved {manager.save(3, {'actor': engine}, {'step': 3}, tokenizer=FullDisk()) is not None}")
+    if rank == 0:
+        forge(Path(folder) / "global_step_2", f"random/rank_{world_size - 1}.json", '{"python": 5}')
+    dist.barrier()
+    fresh = make_engine(seed=5, lora_rank=2)
+    state = CheckpointManager(folder).resume({"actor": fresh})
+    found = weights(fresh)
+    equal = all(torch.equal(found[name], value) for name, value in held[1].items())
+    say(f"took {state and state['step']} {equal}")
+    dist.destroy_process_group()
+
+
+def forge(folder: Path, name: str, text: str) -> None:
+    """Other contents, with the right checksums."""
+    (folder / name).write_text(text)
+    manifest = read_manifest(folder)
+    files = {each: record_of(folder / each) for each in manifest.files}
+    write_manifest(folder, replace(manifest, files=files), replace=True)
 
 
 if __name__ == "__main__":

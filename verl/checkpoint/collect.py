@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl.checkpoint.files import FileRecord
+from verl.json_input import read_json
 
 
 class Records:
@@ -48,7 +49,7 @@ class Records:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {rank} has not written its files after {self._timeout_s:g} s")
                 time.sleep(0.01)
-            document = json.loads(self._note(rank).read_text(encoding="utf-8"))
+            document = read_json(self._note(rank))
             joined |= {name: FileRecord(int(e["size"]), str(e["crc32"])) for name, e in document.items()}
         return joined
 

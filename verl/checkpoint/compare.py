@@ -20,6 +20,7 @@ from verl.checkpoint.megatron.source import MegatronSource
 from verl.checkpoint.merge import find_part
 from verl.checkpoint.source import LoraSettings, Source, WeightSource
 from verl.errors import CheckpointError
+from verl.json_input import read_json
 
 
 class Weights(Protocol):
@@ -137,7 +138,10 @@ class _Raw:
 
 def _plain(folder: Path, manifest: Manifest, name: str) -> Any:
     files = [f for f in manifest.files_of(folder, f"{name}.json") if f.suffix == ".json"]
-    return json.loads(files[0].read_text(encoding="utf-8")) if files else {}
+    try:
+        return read_json(files[0]) if files else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{files[0]} cannot be read: {error}") from None
 
 
 def _compare_plain(path: str, x: Any, y: Any) -> list[str]:

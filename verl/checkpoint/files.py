@@ -159,8 +159,13 @@ def inside(folder: Path, name: str) -> Path:
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise CheckpointError(f"the manifest of {folder} names a file outside its folder: {name!r}")
     full = folder / path
-    if full.is_symlink() or not full.resolve().is_relative_to(folder.resolve()):
-        raise CheckpointError(f"the checkpoint file {name!r} in {folder} is a link that leads elsewhere")
+    try:
+        if full.is_symlink() or not full.resolve().is_relative_to(folder.resolve()):
+            raise CheckpointError(f"the checkpoint file {name!r} in {folder} is a link that leads elsewhere")
+    except (ValueError, RuntimeError) as error:  # a NUL or half a surrogate pair in the name; a loop of links
+        raise CheckpointError(
+            f"the manifest of {folder} names an impossible file, {name!r}: {error}"
+        ) from None
     return full
 
 

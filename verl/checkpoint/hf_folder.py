@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,11 +38,12 @@ ADAPTER_FOLDER = "lora_adapter"
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
-def write_hf_folder(
+def hf_steps(
     part: Path, engine: TrainEngine, tokenizer: Any, *, contents: Sequence[str], writer: bool
-) -> bool:
-    """`huggingface/` of a part, and `lora_adapter/` where there are adapters. Every rank calls it; one is the
-    `writer`. Returns whether whole weights are still to be made of the model files (`whole_weights`)."""
+) -> tuple[list[Callable[[], None]], bool]:
+    """What writes `huggingface/` of a part, and `lora_adapter/` where there are adapters; and whether whole weights
+    are still to be made of the model files (`whole_weights`). Every rank takes every step; one is the `writer`, which
+    may fail alone: the ranks must agree after each step, because the next one may gather shards."""
     from verl.models.lora import has_lora, save_adapter
 
     folder = part / HF_FOLDER
@@ -50,15 +51,19 @@ def write_hf_folder(
     adapters = model is not None and has_lora(model)
     weights = "hf_model" in contents
     later = weights and "model" in contents and model is not None and not adapters and _can_build(model)
-    if writer and model is not None:
-        write_config(model, folder, dtype_of(engine))
+
+    def small_files() -> None:
+        if writer and model is not None:
+            write_config(model, folder, dtype_of(engine))
+        if writer and tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    steps = [small_files]
     if weights and not later:
-        engine.save_hf(folder)
-    if writer and tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        steps.append(lambda: engine.save_hf(folder))
     if adapters:
-        save_adapter(model, part / ADAPTER_FOLDER, write=writer)
-    return later
+        steps.append(lambda: save_adapter(model, part / ADAPTER_FOLDER, write=writer))
+    return steps, later
 
 
 def whole_weights(

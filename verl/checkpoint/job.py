@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.collect import Records
 from verl.checkpoint.files import FileRecord, files_below, folders_below, record_of, sync_all
-from verl.checkpoint.hf_folder import whole_weights, write_hf_folder
+from verl.checkpoint.hf_folder import hf_steps, whole_weights
 from verl.checkpoint.manifest import MANIFEST, Manifest, installed_versions, write_manifest
 from verl.checkpoint.parts import Snapshot, save_tree, write_snapshot
 from verl.checkpoint.plain import Encoded
@@ -32,11 +32,11 @@ class SaveJob:
     work: Path
     final: Path
     ranks: Ranks
-    snapshots: dict[str, Snapshot]
-    contents: dict[str, list[str]]
-    trees: dict[str, Encoded]
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)
+    contents: dict[str, list[str]] = field(default_factory=dict)
+    trees: dict[str, Encoded] = field(default_factory=dict)
     """The trainer's state and this rank's random states, as they were at the moment of saving."""
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
     records: dict[str, FileRecord] = field(default_factory=dict)
     to_stream: list[str] = field(default_factory=list)
     """Parts whose whole weights are made from their shards once those are written."""
@@ -48,12 +48,16 @@ class SaveJob:
             for name in self.snapshots:
                 (self.work / name).mkdir()
 
-    def write_hf(self, engines: Mapping[str, TrainEngine], tokenizer: Any) -> None:
-        """What only the live engine can write; every rank takes part."""
+    def hf_steps(self, engines: Mapping[str, TrainEngine], tokenizer: Any) -> list[Callable[[], None]]:
+        """What only the live engine can write; every rank takes every step, and all agree after each."""
+        steps: list[Callable[[], None]] = []
         for name, engine in engines.items():
             contents, writer = self.contents[name], self.ranks.first
-            if write_hf_folder(self.work / name, engine, tokenizer, contents=contents, writer=writer):
+            more, later = hf_steps(self.work / name, engine, tokenizer, contents=contents, writer=writer)
+            steps += more
+            if later:
                 self.to_stream.append(name)
+        return steps
 
     def write(self) -> None:
         for name, tree in self.trees.items():

@@ -5,16 +5,18 @@ The order of a save: files into a hidden folder, each on the disk before it coun
 checkpoints that are there already (afresh, or from an earlier step) puts them aside at its first save: they are not of
 its line, and nobody may take them for its newest.
 
-What always holds: at every moment the newest complete checkpoint is whole and loadable, however the process
-ends; a save that fails for lack of space or rights leaves the earlier ones alone and the run going; loading
-changes nothing on the disk. Every rank of a job makes the same calls in the same order.
+At every moment the newest complete checkpoint is whole and loadable, however the process ends. A save that fails, for
+whatever reason, leaves the earlier ones alone and the run going. Loading changes nothing on the disk. Every rank of a
+job makes the same calls in the same order.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,31 +27,17 @@ from verl.checkpoint import rng
 from verl.checkpoint.collect import Records
 from verl.checkpoint.files import finish_removals
 from verl.checkpoint.job import SaveJob
-from verl.checkpoint.manifest import read_manifest
-from verl.checkpoint.parts import Snapshot, load_part, load_tree, snapshot
+from verl.checkpoint.parts import Snapshot, snapshot
 from verl.checkpoint.plain import encode
 from verl.checkpoint.ranks import Ranks
+from verl.checkpoint.resume import RANDOM_STATE, TRAINER_STATE, Found, Resuming, go_on
 from verl.checkpoint.retention import Limits, apply
 from verl.checkpoint.staging import Staging, free_memory
-from verl.checkpoint.steps import (
-    checked_path,
-    in_use,
-    list_steps,
-    newest_complete,
-    recover,
-    set_aside,
-    step_name,
-    step_of,
-    work_folder,
-    write_tracker,
-)
+from verl.checkpoint.steps import list_steps, recover, set_aside, step_name, work_folder, write_tracker
 from verl.engines.base import TrainEngine
-from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-TRAINER_STATE = "trainer_state"
-RANDOM_STATE = "random/rank_{}"
 HF_BY_DEFAULT_BELOW = 10_000_000_000
 
 
@@ -84,9 +72,15 @@ class CheckpointManager:
             {"actor": max_actor_to_keep, "critic": max_critic_to_keep}, keep_best, keep_best_mode
         )
         self.resume_mode = resume_mode
-        self.resume_from_path = resume_from_path
         self._peer_timeout_s = peer_timeout_s
         self._ranks = Ranks()
+        self._resuming = Resuming(
+            self.run_folder,
+            self._ranks,
+            lambda part: self._of(part).load_contents,
+            resume_mode,
+            resume_from_path,
+        )
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._reserving: threading.Thread | None = None
@@ -137,11 +131,17 @@ class CheckpointManager:
         """Save a step. Returns its folder, or None when saving failed (the reason is logged as a warning) or goes
         on in the background (`wait` returns the folder then)."""
         self.wait()
-        engines = {name: engine for name, engine in parts.items() if engine is not None}
-        job, background = self._start(step, engines, trainer_state, metrics or {})
-        steps = (lambda: self._open(job), lambda: job.write_hf(engines, tokenizer))
-        # After each, all ranks agree whether to go on: one that failed alone would leave the others waiting.
-        if not all(self._ranks.all_true(self._guarded(action, job)) for action in steps):
+        engines = _present(parts)
+        work, final = work_folder(self.run_folder, step), self.run_folder / step_name(step)
+        job = SaveJob(step=step, work=work, final=final, ranks=self._ranks)
+        background = False
+        ready = self._together(lambda: self._take(job, engines, trainer_state, metrics or {}), job)
+        if ready and self._is_async(engines):
+            background = self._ranks.all_true(self._reserve(job.snapshots))
+            ready = not background or self._together(lambda: self._copy(job), job)
+        live: list[Callable[[], None]] = []
+        ready = ready and self._together(lambda: live.extend(self._open(job, engines, tokenizer)), job)
+        if not ready or not all(self._together(each, job) for each in live):
             job.discard()
             return None
         if background:
@@ -163,36 +163,26 @@ class CheckpointManager:
             raise error
         return self._outcome
 
-    def _start(
+    def _take(
         self,
-        step: int,
+        job: SaveJob,
         engines: Mapping[str, TrainEngine],
         trainer_state: Mapping[str, Any],
         metrics: Mapping[str, Any],
-    ) -> tuple[SaveJob, bool]:
-        """Everything as it is at this moment, and whether it is a copy, which can be written in the background."""
-        contents, snapshots = {}, {}
+    ) -> None:
+        """Everything as it is at this moment; tensors are the engines' own."""
         for name, engine in engines.items():
             state = engine.state_dict()
-            contents[name] = self._contents(name, state)
-            snapshots[name] = snapshot(state, contents[name], engine.rank)
-        copied = self._is_async(engines) and self._ranks.all_true(self._reserve(snapshots))
-        if copied:
-            snapshots = {name: self._staging.copy(name, taken) for name, taken in snapshots.items()}
-        trees = {RANDOM_STATE.format(self._ranks.rank): encode(rng.capture(), for_people=False)}
+            job.contents[name] = self._contents(name, state)
+            job.snapshots[name] = snapshot(state, job.contents[name], engine.rank)
+        job.trees[RANDOM_STATE.format(self._ranks.rank)] = encode(rng.capture(), for_people=False)
         if self._ranks.first:
-            trees[TRAINER_STATE] = encode(dict(trainer_state))
-        job = SaveJob(
-            step=step,
-            work=work_folder(self.run_folder, step),
-            final=self.run_folder / step_name(step),
-            ranks=self._ranks,
-            snapshots=snapshots,
-            contents=contents,
-            trees=trees,
-            metrics=self._kept_metrics(metrics),
-        )
-        return job, copied
+            job.trees[TRAINER_STATE] = encode(dict(trainer_state))
+        job.metrics = self._kept_metrics(metrics)
+
+    def _copy(self, job: SaveJob) -> None:
+        """From here on the engines may go on while the copies are written."""
+        job.snapshots = {name: self._staging.copy(name, taken) for name, taken in job.snapshots.items()}
 
     def _is_async(self, parts: Iterable[str]) -> bool:
         return any(self._of(name).async_save for name in parts)
@@ -203,7 +193,11 @@ class CheckpointManager:
             self._reserving.join()
             self._reserving = None
         for name, taken in snapshots.items():
-            if not self._staging.reserve(name, taken):
+            try:
+                reserved = self._staging.reserve(name, taken)
+            except (MemoryError, RuntimeError):  # torch raises the second where it cannot pin memory
+                reserved = False
+            if not reserved:
                 logger.warning(
                     "checkpoint.async_save needs %.1f GB of host memory for a copy of the %s, and %.1f GB are free: "
                     "this save is not in the background. Free some memory, or set async_save=False",
@@ -216,7 +210,7 @@ class CheckpointManager:
 
     def _reserve_ahead(self, parts: Mapping[str, TrainEngine | None]) -> None:
         """While training begins: the system takes longer to give memory than it takes to copy into it."""
-        engines = {name: engine for name, engine in parts.items() if engine is not None}
+        engines = _present(parts)
         # To ask for a state makes the moments of an optimiser that has none yet. In the memory of a device that
         # would come too early: others are still to find out how much there is.
         if not self._is_async(engines) or any(engine.device.type != "cpu" for engine in engines.values()):
@@ -226,17 +220,22 @@ class CheckpointManager:
 
         def reserve() -> None:
             for name, each in taken.items():
-                self._staging.reserve(name, each)
+                with suppress(MemoryError, RuntimeError):  # the save itself says what is missing
+                    self._staging.reserve(name, each)
 
         # Waited for at the end of Python, which may not stop a thread in the middle of torch.
         self._reserving = threading.Thread(target=reserve, name="memory for checkpoints")
         self._reserving.start()
 
-    def _open(self, job: SaveJob) -> None:
+    def _open(
+        self, job: SaveJob, engines: Mapping[str, TrainEngine], tokenizer: Any
+    ) -> list[Callable[[], None]]:
+        """Make the folder; what only the live engines can write into it."""
         if self._ranks.first:
             finish_removals()
             self._tidy()
         job.open()
+        return job.hf_steps(engines, tokenizer)
 
     def _finish(self, job: SaveJob) -> Path | None:
         """Write the tensors, wait for the other ranks' files, commit. Needs no collective, so that it may run
@@ -259,7 +258,7 @@ class CheckpointManager:
         ):
             try:
                 action()
-            except OSError as error:
+            except Exception as error:
                 logger.warning("checkpoint %s is complete, but tidying up failed: %s", job.final.name, error)
         return job.final
 
@@ -278,19 +277,37 @@ class CheckpointManager:
         except BaseException as error:  # handed to the training thread by `wait`
             self._error = error
 
-    def _guarded(self, action: Any, job: SaveJob) -> bool:
-        """Run it; what the disk may do to us is a warning, not the end of the run."""
+    def _together(self, action: Callable[[], object], job: SaveJob) -> bool:
+        """Run it on every rank; whether all could. One that failed alone would leave the others waiting."""
+        return self._ranks.all_true(self._guarded(action, job))
+
+    def _guarded(self, action: Callable[[], object], job: SaveJob) -> bool:
+        """Run it; whatever goes wrong costs this checkpoint, not the run."""
         try:
             action()
-        except (OSError, SafetensorError, TimeoutError) as error:
+        except Exception as error:
+            # Libraries in Rust raise a bare Exception for a full disk: "No space left on device (os error 28)".
+            if isinstance(error, (OSError, SafetensorError)) or "(os error " in str(error):
+                why = f"{error}. Free some space or set trainer.default_local_dir to another disk"
+            else:
+                why = f"{type(error).__name__}: {error}{self._keep_traceback(error)}"
             logger.warning(
                 "the checkpoint of step %d could not be saved: %s. The run goes on; the last complete checkpoint "
-                "stays valid. Free some space or set trainer.default_local_dir to another disk",
+                "stays valid",
                 job.step,
-                error,
+                why,
             )
             return False
         return True
+
+    def _keep_traceback(self, error: Exception) -> str:
+        """Where to read what went wrong in a way nobody thought of."""
+        file = self.run_folder / "failed_save.txt"
+        try:
+            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError:
+            return ""
+        return f" (traceback in {file})"
 
     def _contents(self, name: str, state: Mapping[str, Any]) -> list[str]:
         chosen = self._of(name).save_contents
@@ -328,68 +345,43 @@ class CheckpointManager:
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
+    def resume(
+        self,
+        parts: Mapping[str, TrainEngine | None],
+        take: Callable[[dict[str, Any]], None] = lambda state: None,
+    ) -> dict[str, Any] | None:
+        """Find and load what `resume_mode` asks for; the trainer's state, or None for a fresh start. `take` gets the
+        state before the engines change; where it raises, an older checkpoint is looked for."""
+        return go_on(lambda below: self.find(parts, below), lambda: self.load_found(parts), take)
+
+    def find(self, parts: Mapping[str, TrainEngine | None], below: int | None = None) -> Found | None:
+        """The newest checkpoint (before the step `below`) that can be used; nothing of the run changes."""
+        if self._ranks.first and self.resume_mode == "auto":
+            self._tidy()
+        found = self._resuming.find(_present(parts), below)
+        if found is None:
+            self._begin(0, parts)
+        return found
+
+    def load_found(self, parts: Mapping[str, TrainEngine | None]) -> bool:
+        """Load what `find` found; False where that failed and another one is to be found."""
+        loaded = self._resuming.load(_present(parts))
+        if loaded is not None:
+            logger.info("resumed from %s", loaded.path)
+            self._begin(loaded.manifest.step, parts)
+        return loaded is not None
+
     def latest(self, parts: Sequence[str] = ()) -> Path | None:
         """The newest complete checkpoint; damaged and incomplete ones are named in the log and skipped."""
-        chosen = -1
         if self._ranks.first:
             self._tidy()
-            found = newest_complete(self.run_folder, parts)
-            chosen = found.step if found is not None else -1
-        chosen = self._ranks.from_first(chosen)
-        return None if chosen < 0 else self.run_folder / step_name(chosen)
+        return self._resuming.latest(parts)
 
-    def resolve(
-        self,
-        resume_mode: str | None = None,
-        resume_from_path: Path | str | None = None,
-        parts: Sequence[str] = (),
-    ) -> Path | None:
-        """The checkpoint to resume from, or None to start afresh."""
-        mode = resume_mode or self.resume_mode
-        given = resume_from_path or self.resume_from_path
-        if mode == "disable":
-            return None
-        if mode == "auto":
-            return self.latest(parts)
-        if mode != "resume_path":
-            raise ConfigError(
-                f"trainer.resume_mode={mode!r} is not known; allowed: auto, disable, resume_path"
-            )
-        if not given:
-            raise ConfigError(
-                "trainer.resume_mode=resume_path needs trainer.resume_from_path: a global_step_N folder or a run folder"
-            )
-        return checked_path(Path(given).expanduser(), parts)
-
-    def load(self, path: Path | str, parts: Mapping[str, TrainEngine | None]) -> Any:
-        """Load a checkpoint into the engines, put the random states back, return the trainer's state."""
-        path = Path(path)
-        with in_use(path):
-            manifest = read_manifest(path)
-            for name, engine in parts.items():
-                if engine is not None:
-                    load_part(path, manifest, name, engine, self._of(name).load_contents)
-            if manifest.world_size != self._ranks.world_size:
-                logger.warning(
-                    "checkpoint %s was saved by %d processes and is loaded by %d: weights and optimiser are equal, "
-                    "random draws will differ from those of an uninterrupted run",
-                    path.name,
-                    manifest.world_size,
-                    self._ranks.world_size,
-                )
-            else:
-                rng.restore(load_tree(path, manifest, RANDOM_STATE.format(self._ranks.rank)))
-            return load_tree(path, manifest, TRAINER_STATE)
-
-    def resume(self, parts: Mapping[str, TrainEngine | None]) -> Any | None:
-        """Find and load what `resume_mode` asks for; the trainer's state, or None for a fresh start."""
-        path = self.resolve(parts=[name for name, engine in parts.items() if engine is not None])
-        state = None
-        if path is not None:
-            state = self.load(path, parts)
-            logger.info("resumed from %s", path)
+    def _begin(self, step: int, parts: Mapping[str, TrainEngine | None]) -> None:
         if self._ranks.first:
-            begun = step_of(path) or 0 if path is not None else 0
-            self._strangers = [entry.path for entry in list_steps(self.run_folder) if entry.step > begun]
+            self._strangers = [entry.path for entry in list_steps(self.run_folder) if entry.step > step]
         self._reserve_ahead(parts)
-        return state
+
+
+def _present(parts: Mapping[str, TrainEngine | None]) -> dict[str, TrainEngine]:
+    return {name: engine for name, engine in parts.items() if engine is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import stat
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any
 
 from verl.checkpoint.files import FileRecord, inside, record_of, replace_file, write_file
 from verl.errors import CheckpointError
+from verl.json_input import read_json
 
 MANIFEST = "ckpt_contents.json"
 FORMAT = 1
@@ -80,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest, if it is there and undamaged; CheckpointError with the reason otherwise."""
     path = folder / MANIFEST
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         if not isinstance(document, dict):
             raise ValueError("not an object")
         stated = document.pop("crc32")
@@ -88,12 +90,14 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its checksum is wrong")
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']!r} is not known here; known: {FORMAT}")
+        if not document["files"]:
+            raise ValueError("it lists no files")
         return Manifest(
-            step=int(document["step"]),
-            world_size=int(document["world_size"]),
+            step=_count(document, "step"),
+            world_size=_count(document, "world_size"),
             parts={str(name): [str(c) for c in contents] for name, contents in document["parts"].items()},
             files={
-                str(name): FileRecord(int(entry["size"]), str(entry["crc32"]))
+                str(name): FileRecord(_count(entry, "size"), str(entry["crc32"]))
                 for name, entry in document["files"].items()
             },
             metrics={str(name): float(value) for name, value in document["metrics"].items()},
@@ -107,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except NotADirectoryError:
         raise CheckpointError(f"{folder} is not a folder") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
@@ -123,11 +127,13 @@ def verify(folder: Path, manifest: Manifest | None = None, *, checksums: bool = 
         name, expected = item
         try:
             path = inside(folder, name)
-            size = path.stat().st_size
-            if size != expected.size:
-                return f"{name} has {size} bytes instead of {expected.size}"
-            if checksums and (found := record_of(path)) != expected:
-                return f"{name} has checksum {found.crc32} instead of {expected.crc32}"
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):
+                return f"{name} is not a regular file"
+            if found.st_size != expected.size:
+                return f"{name} has {found.st_size} bytes instead of {expected.size}"
+            if checksums and (record := record_of(path)) != expected:
+                return f"{name} has checksum {record.crc32} instead of {expected.crc32}"
         except FileNotFoundError:
             return f"{name} is missing"
         except (OSError, CheckpointError) as error:
@@ -136,6 +142,13 @@ def verify(folder: Path, manifest: Manifest | None = None, *, checksums: bool = 
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return [found for found in pool.map(problem, manifest.files.items()) if found]
+
+
+def _count(document: Mapping[str, Any], name: str) -> int:
+    value = document[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise ValueError(f"its {name} is {str(value)[:40]!r}, which is no count")
+    return value
 
 
 def _crc(document: Mapping[str, Any]) -> str:

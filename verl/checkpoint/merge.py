@@ -6,7 +6,6 @@ all; the checkpoint is only read, and cannot be deleted by a running training wh
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -35,6 +34,7 @@ from verl.checkpoint.megatron.merge import merge_megatron
 from verl.checkpoint.source import LoraSettings, WeightSource
 from verl.checkpoint.steps import in_use, list_steps
 from verl.errors import CheckpointError
+from verl.json_input import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,9 @@ def _source(part: PartFolder, lora: LoraSettings | None, base_dir: Path | None) 
 
 
 def _base_files(part: PartFolder, base_dir: Path | None) -> list[Path]:
-    stated = json.loads((part.path / ADAPTER_FOLDER / "adapter_config.json").read_text(encoding="utf-8"))
+    stated = read_json(
+        part.path / ADAPTER_FOLDER / "adapter_config.json"
+    )  # `LoraSettings` has read it before
     folder = base_dir or Path(stated.get("base_model_name_or_path") or "")
     files = sorted(folder.glob("*.safetensors")) if folder.parts and folder.is_dir() else []
     if not files:

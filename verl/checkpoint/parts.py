@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from verl.checkpoint.bulk import Writers
-from verl.checkpoint.files import FileRecord, write_file
+from verl.checkpoint.files import FileRecord, inside, write_file
 from verl.checkpoint.manifest import Manifest
-from verl.checkpoint.plain import Encoded, decode, encode
-from verl.checkpoint.tensors import Chunk, local_chunks, read_into, read_whole, write_chunks
+from verl.checkpoint.plain import Encoded, encode, read_tree
+from verl.checkpoint.tensors import Chunk, check_fit, local_chunks, read_into, read_whole, write_chunks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
 
@@ -87,36 +87,58 @@ def write_snapshot(
         return {name: record for part in pool.map(write, taken.chunks) for name, record in part.items()}
 
 
+def wanted_sections(manifest: Manifest, part: str, contents: Sequence[str] | None = None) -> list[str]:
+    """What of an engine's state the checkpoint replaces; `contents` limits it (None: all that was saved)."""
+    saved = manifest.parts.get(part, [])
+    return [section for section in SECTIONS if section in saved and (contents is None or section in contents)]
+
+
+def check_part(
+    folder: Path, manifest: Manifest, part: str, engine: TrainEngine, contents: Sequence[str] | None = None
+) -> None:
+    """Raise unless `load_part` would do. Reads no values of tensors and changes nothing."""
+    state = engine.state_dict()
+    for section in wanted_sections(manifest, part, contents):
+        target, shards, plain = _section(folder, manifest, part, section, state, engine.rank)
+        leaves = _tensors_by_name(target)
+        if leaves or shards:
+            check_fit(shards, leaves, f"{folder.name}/{part}/{section}")
+        _check_plain(target, plain, f"{folder.name}/{part}/{section}")
+
+
 def load_part(
     folder: Path, manifest: Manifest, part: str, engine: TrainEngine, contents: Sequence[str] | None = None
 ) -> None:
     """Give the engine what the checkpoint `folder` holds of `part`; `contents` limits it (None: all of it)."""
-    saved = [section for section in manifest.parts.get(part, []) if section in SECTIONS]
-    wanted = list(SECTIONS) if contents is None else [c for c in contents if c in SECTIONS]
-    for section in wanted:
-        if section not in saved:
+    sections = wanted_sections(manifest, part, contents)
+    for section in SECTIONS if contents is None else contents:
+        if section in SECTIONS and section not in sections:
             logger.warning(
                 "checkpoint %s holds no '%s' of the %s: the engine keeps its own (saved: %s)",
                 folder.name,
                 section,
                 part,
-                ", ".join(saved),
+                ", ".join(manifest.parts.get(part, [])),
             )
     state = engine.state_dict()
-    for section in wanted:
-        if section not in saved:
-            continue
-        tree = {entry: state.get(entry, {}) for entry in SECTIONS[section]}
-        target = tree if section == "extra" else tree[section]
-        files = manifest.files_of(folder, f"{part}/{section}/")
-        shards = [file for file in files if file.suffix == ".safetensors"]
+    for section in sections:
+        target, shards, plain = _section(folder, manifest, part, section, state, engine.rank)
         leaves = _tensors_by_name(target)
         if leaves or shards:
             read_into(shards, leaves, f"{folder.name}/{part}/{section}")
-        plain = _own_plain(files, engine.rank)
         merged = _with_plain(target, plain)
         state.update(merged if section == "extra" else {section: merged})
     engine.load_state_dict(state)
+
+
+def _section(
+    folder: Path, manifest: Manifest, part: str, section: str, state: Mapping[str, Any], rank: int
+) -> tuple[Any, list[Path], Any]:
+    """The engine's own tree of a section, the files with its tensors, and the saved plain values."""
+    tree = {entry: state.get(entry, {}) for entry in SECTIONS[section]}
+    files = manifest.files_of(folder, f"{part}/{section}/")
+    shards = [file for file in files if file.suffix == ".safetensors"]
+    return tree if section == "extra" else tree[section], shards, _own_plain(files, rank)
 
 
 def _own_plain(files: Sequence[Path], rank: int) -> Any:
@@ -124,7 +146,7 @@ def _own_plain(files: Sequence[Path], rank: int) -> Any:
     by_rank = {int(file.stem.rpartition("_")[2]): file for file in files if file.suffix == ".json"}
     if not by_rank:
         return {}
-    return decode(by_rank.get(rank, by_rank[min(by_rank)]).read_text(encoding="utf-8"), {})
+    return read_tree(by_rank.get(rank, by_rank[min(by_rank)]), {})
 
 
 def save_tree(folder: Path, name: str, tree: Encoded) -> dict[str, FileRecord]:
@@ -141,7 +163,7 @@ def load_tree(folder: Path, manifest: Manifest, name: str) -> Any:
     if f"{name}.json" not in manifest.files:
         raise CheckpointError(f"{folder} holds no {name}.json")
     tensors = read_whole(manifest.files_of(folder, f"{name}.safetensors"))
-    return decode((folder / f"{name}.json").read_text(encoding="utf-8"), tensors)
+    return read_tree(inside(folder, f"{name}.json"), tensors)
 
 
 def _tensors_by_name(tree: Any) -> dict[str, torch.Tensor]:
@@ -174,6 +196,19 @@ def _without_tensors(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_without_tensors(value) for value in tree)
     return tree
+
+
+def _check_plain(own: Any, saved: Any, where: str) -> None:
+    """Raise unless the saved plain values have the form of the engine's own; further ones do no harm."""
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        for key in own.keys() & saved.keys():
+            _check_plain(own[key], saved[key], f"{where}.{key}")
+    elif isinstance(own, (int, float)) and not isinstance(own, bool):
+        number = isinstance(saved, (int, float)) and not isinstance(saved, bool)
+        if not number or not abs(saved) < 1 << 63:
+            raise CheckpointError(f"{where} is {str(saved)[:40]!r}, not a number of this size")
+    elif not isinstance(own, torch.Tensor) and own is not None and not isinstance(saved, type(own)):
+        raise CheckpointError(f"{where} is a {type(saved).__name__}, not a {type(own).__name__}")
 
 
 _ABSENT = object()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from verl.errors import CheckpointError
+from verl.json_input import parse_json, read_json
 
 Encoded = tuple[str, dict[str, torch.Tensor]]
 """JSON text in which tensors are references, and the tensors by name."""
@@ -32,9 +34,17 @@ def encode(tree: Any, *, for_people: bool = True) -> Encoded:
 def decode(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The tree again."""
     try:
-        return _decode(json.loads(text), tensors)
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"a state file of the checkpoint cannot be understood: {error!r}") from None
+        return _decode(parse_json(text), tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"a state cannot be understood: {error!r}") from None
+
+
+def read_tree(path: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree whose text is in a file."""
+    try:
+        return _decode(read_json(path), tensors)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be understood: {error!r}") from None
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -28,6 +28,14 @@ class Ranks:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
 
+    def first_failed(self, here: bool) -> int | None:
+        """The first rank on which it is false; None where it is true on all."""
+        if not self.joined:
+            return None if here else self.rank
+        failed = torch.tensor([self.world_size if here else self.rank], device=self._device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MIN)
+        return None if int(failed.item()) == self.world_size else int(failed.item())
+
     def from_first(self, number: int) -> int:
         """Rank 0's number, on every rank."""
         if not self.joined:

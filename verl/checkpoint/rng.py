@@ -22,6 +22,16 @@ def capture() -> dict[str, Any]:
     return state
 
 
+def check(state: dict[str, Any]) -> None:
+    """Raise where `restore` would; no generator of this process changes."""
+    random.Random().setstate(state["python"])
+    np.random.RandomState().set_state(state["numpy"])
+    torch.Generator().set_state(state["torch"])
+    for device, tensor in enumerate(state.get("cuda", [])):
+        if torch.cuda.is_available() and device < torch.cuda.device_count():
+            torch.Generator(f"cuda:{device}").set_state(tensor)
+
+
 def restore(state: dict[str, Any]) -> None:
     """Put every generator back. Devices that are no longer there are left out."""
     random.setstate(state["python"])

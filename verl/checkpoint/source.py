@@ -6,7 +6,6 @@ training engine merges them when it hands weights over, or left out (`merge_lora
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from verl.checkpoint.tensors import ShardReader
 from verl.errors import CheckpointError
+from verl.json_input import read_json
 
 _BASE = ".base_layer."
 _PEFT_PREFIX = "base_model.model."
@@ -60,9 +60,9 @@ class LoraSettings:
         if not path.exists():
             return None
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = read_json(path)
             return cls(int(document["r"]), float(document["lora_alpha"]), bool(document.get("use_rslora")))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{path} cannot be understood: {error!r}") from None
 
 

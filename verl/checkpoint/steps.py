@@ -64,18 +64,25 @@ def problems(entry: StepFolder, parts: Collection[str] = (), *, checksums: bool 
     """Why this folder cannot be resumed from; empty when it can."""
     if entry.manifest is None:
         return [entry.problem]
+    if entry.manifest.step != entry.step:
+        return [f"its manifest is of step {entry.manifest.step}"]
     absent = [f"it holds no '{part}'" for part in parts if part not in entry.manifest.parts]
     return absent or verify(entry.path, entry.manifest, checksums=checksums)
 
 
-def newest_complete(run_folder: Path, parts: Collection[str] = ()) -> StepFolder | None:
-    """The newest step that is whole; those that are not are named with the reason."""
+def newest_complete(
+    run_folder: Path, parts: Collection[str] = (), below: int | None = None
+) -> StepFolder | None:
+    """The newest step (before `below`) that is whole; those that are not are named with the reason."""
     for entry in list_steps(run_folder):
-        found = problems(entry, parts)
+        if below is not None and entry.step >= below:
+            continue
+        canonical = entry.path.name == step_name(entry.step)
+        found = problems(entry, parts) if canonical else [f"its name is not {step_name(entry.step)}"]
         if not found:
             return entry
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        logger.warning("checkpoint %s is skipped: %s%s", entry.path.name, found[0], more)
+        logger.warning("checkpoint %s is skipped: %.500s%s", entry.path.name, found[0], more)
     return None
 
 
@@ -155,7 +162,7 @@ def recover(run_folder: Path) -> None:
 def in_use(folder: Path) -> Iterator[None]:
     """While this lasts, no other process deletes the checkpoint."""
     try:
-        descriptor = os.open(folder / MANIFEST, os.O_RDONLY)
+        descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be opened as a checkpoint: {error.strerror}") from None
     try:
@@ -169,8 +176,8 @@ def in_use(folder: Path) -> Iterator[None]:
 def alone(folder: Path) -> Iterator[bool]:
     """Whether nobody uses the checkpoint, and keeps it so."""
     try:
-        descriptor = os.open(folder / MANIFEST, os.O_RDONLY)
-    except FileNotFoundError:
+        descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
         yield True  # not a checkpoint that anyone could be using
         return
     try:

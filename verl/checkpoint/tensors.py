@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from torch.futures import Future
 from verl.checkpoint.bulk import LARGE, BulkFile, Writers
 from verl.checkpoint.files import ChecksumFile, FileRecord
 from verl.errors import CheckpointError
+from verl.json_input import open_regular, parse_json
 
 _DTYPES = {
     torch.float64: "F64",
@@ -194,18 +196,23 @@ class ShardReader(StorageReader):
         known: dict[str, TensorStorageMetadata] = {}
         places: dict[MetadataIndex, _Place] = {}
         for file in self.files:
-            for key, entry, offsets in _header_entries(file):
-                shape = entry["shape"]
+            for key, dtype, shape, offsets in _header_entries(file):
                 end = [o + s for o, s in zip(offsets, shape, strict=True)]
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
+                place = MetadataIndex(key, torch.Size(offsets))
                 if key not in known:
-                    properties = TensorProperties(dtype=_NAMES[entry["dtype"]])
-                    known[key] = TensorStorageMetadata(properties, torch.Size(end), [chunk])
+                    known[key] = TensorStorageMetadata(
+                        TensorProperties(dtype=dtype), torch.Size(end), [chunk]
+                    )
+                elif place in places or len(known[key].size) != len(end):
+                    raise CheckpointError(
+                        f"the chunk of tensor {key!r} in {file} does not go with the others"
+                    )
                 else:
                     whole = [max(a, b) for a, b in zip(known[key].size, end, strict=True)]
                     known[key].size = torch.Size(whole)
                     known[key].chunks.append(chunk)
-                places[MetadataIndex(key, torch.Size(offsets))] = _Place(file, key)
+                places[place] = _Place(file, key)
         return Metadata(state_dict_metadata=dict(known), storage_data=places, storage_meta=StorageMeta())
 
     def set_up_storage_reader(
@@ -244,20 +251,39 @@ class ShardReader(StorageReader):
         return False
 
 
-def _header_entries(file: Path) -> Iterable[tuple[str, dict[str, Any], list[int]]]:
+def _header_entries(file: Path) -> list[tuple[str, torch.dtype, list[int], list[int]]]:
+    """Name, type, shape and place in the whole tensor of every chunk in a file."""
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size - 8
             (length,) = struct.unpack("<Q", opened.read(8))
-            if length > min(100_000_000, file.stat().st_size):
+            if length > min(100_000_000, size):
                 raise ValueError("header longer than the file")
-            header = json.loads(opened.read(length))
+            header = parse_json(opened.read(length).decode("utf-8"))
         extra = header.pop("__metadata__", {})
-        sharding = json.loads(extra[_SHARDING]) if _SHARDING in extra else {}
+        sharding = parse_json(extra[_SHARDING]) if _SHARDING in extra else {}
+        found = []
         for key, entry in header.items():
-            offsets = sharding[key]["saved_offsets"] if key in sharding else [0] * len(entry["shape"])
-            yield key, entry, [int(o) for o in offsets]
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            dtype, shape, (begin, end) = (
+                _NAMES[entry["dtype"]],
+                _counts(entry["shape"]),
+                entry["data_offsets"],
+            )
+            offsets = _counts(sharding[key]["saved_offsets"]) if key in sharding else [0] * len(shape)
+            if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= size - length:
+                raise ValueError(f"tensor {key!r} does not lie in the file")
+            if math.prod(o + s for o, s in zip(offsets, shape, strict=True)) >= 1 << 63:
+                raise ValueError(f"tensor {key!r} is too large")
+            found.append((key, dtype, shape, offsets))
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"the tensor file {file} cannot be read: {error!r}") from None
+
+
+def _counts(values: Any) -> list[int]:
+    if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < 1 << 63 for v in values):
+        raise ValueError(f"{str(values)[:40]} is no shape")
+    return values
 
 
 def saved_tensors(files: Iterable[Path]) -> dict[str, TensorStorageMetadata]:
@@ -265,8 +291,8 @@ def saved_tensors(files: Iterable[Path]) -> dict[str, TensorStorageMetadata]:
     return ShardReader(files).read_metadata().state_dict_metadata  # type: ignore[return-value]
 
 
-def read_into(files: Iterable[Path], targets: dict[str, torch.Tensor], where: str) -> None:
-    """Fill `targets` (plain tensors or DTensors, in place) from the files, whatever the sharding was."""
+def check_fit(files: Iterable[Path], targets: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raise unless the files hold exactly these tensors, whole, and safetensors opens them. Reads headers only."""
     files = sorted(files)
     known = saved_tensors(files)
     missing = sorted(set(targets) - set(known))
@@ -287,9 +313,21 @@ def read_into(files: Iterable[Path], targets: dict[str, torch.Tensor], where: st
                 f"{where}: tensor {key!r} has shape {list(known[key].size)} in the checkpoint and "
                 f"{list(tensor.shape)} in the model: check model.path and model.override_config"
             )
-        covered = sum(chunk.sizes.numel() for chunk in known[key].chunks)
-        if covered < known[key].size.numel():
-            raise CheckpointError(f"{where}: a shard of tensor {key!r} is missing")
+        _check_covered(key, known[key], where)
+    for file in files:
+        with safe_open(str(file), framework="pt"):
+            pass
+
+
+def _check_covered(key: str, entry: TensorStorageMetadata, where: str) -> None:
+    if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
+        raise CheckpointError(f"{where}: a shard of tensor {key!r} is missing")
+
+
+def read_into(files: Iterable[Path], targets: dict[str, torch.Tensor], where: str) -> None:
+    """Fill `targets` (plain tensors or DTensors, in place) from the files, whatever the sharding was."""
+    files = sorted(files)
+    check_fit(files, targets, where)
     with warnings.catch_warnings():
         # Every rank reads for itself; that no group is used is meant.
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
@@ -299,9 +337,10 @@ def read_into(files: Iterable[Path], targets: dict[str, torch.Tensor], where: st
 def read_whole(files: Iterable[Path]) -> dict[str, torch.Tensor]:
     """Every tensor of the files, whole, on the CPU."""
     files = sorted(files)
-    targets = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in saved_tensors(files).items()
-    }
-    read_into(files, targets, str(files[0].parent) if files else "an empty list of files")
+    where = str(files[0].parent) if files else "an empty list of files"
+    known = saved_tensors(files)
+    for key, entry in known.items():
+        _check_covered(key, entry, where)  # before there is memory for as much as the header claims
+    targets = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in known.items()}
+    read_into(files, targets, where)
     return targets

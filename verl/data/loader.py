@@ -143,7 +143,7 @@ class Loader:
         """Go on where `state` was taken. Another batch size is fine; other data is not."""
         try:
             epoch, position, rows = (int(state[name]) for name in ("epoch", "position", "rows"))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"The saved loader position is damaged: {state!r}.") from error
         if rows != len(self.dataset):
             raise CheckpointError(
@@ -151,7 +151,7 @@ class Loader:
                 f"{len(self.dataset)}: its position in the epoch means nothing here. Use the same data.train_files, "
                 "filter and data.train_max_samples, or start a new run from the weights (trainer.resume_mode=disable)."
             )
-        if epoch < 0 or not 0 <= position <= len(self._order):
+        if not 0 <= epoch < 1 << 31 or not 0 <= position <= len(self._order):
             raise CheckpointError(f"The saved loader position is outside the data: {state!r}.")
         self.epoch, self.position = epoch, position
         if position and state.get("order", "") != self._order.fingerprint(epoch):

@@ -169,16 +169,20 @@ class FSDPEngine(TrainEngine):
 
     def save_hf(self, folder: Path) -> None:
         with self.ranks.watching():
-            save_folder(self.model, Path(folder), self.settings.dtype, write=self.rank == 0)
-            self.ranks.barrier()
+            try:
+                save_folder(self.model, Path(folder), self.settings.dtype, write=self.rank == 0)
+            finally:
+                self.ranks.barrier()  # also where rank 0 could not write: the others are on their way there
 
     def save_adapter(self, folder: Path) -> None:
         """The LoRA adapter alone, as peft opens it (rank 0 writes)."""
         if not has_lora(self.model):
             raise ConfigError("there is no adapter to save; set model.lora_rank")
         with self.ranks.watching():
-            save_adapter(self.model, Path(folder), write=self.rank == 0)
-            self.ranks.barrier()
+            try:
+                save_adapter(self.model, Path(folder), write=self.rank == 0)
+            finally:
+                self.ranks.barrier()
 
     def _own_weights(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds: masters where there are some, tied weights once; under LoRA, what is trained."""

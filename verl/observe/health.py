@@ -58,5 +58,8 @@ class HealthMonitor:
         return {"steps": steps, "last_spoke": dict(self._last_spoke)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.history.steps = [(int(step), dict(metrics)) for step, metrics in state["steps"]]
+        self.history.steps = [
+            (int(step), {str(name): float(value) for name, value in metrics.items()})
+            for step, metrics in state["steps"]
+        ]
         self._last_spoke = {str(name): int(step) for name, step in state["last_spoke"].items()}

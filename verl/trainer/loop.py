@@ -15,12 +15,13 @@ import torch
 
 from verl.algorithms import get_kl_controller, group_metrics, rollout_probs_diff_metrics
 from verl.data.proto import DataProto
+from verl.errors import CheckpointError
 from verl.observe.batch_metrics import ModelSize, batch_metrics, step_metrics
 from verl.observe.health import HealthMonitor, HealthSettings
 from verl.observe.timing import Timer
 from verl.trainer import advantage
 from verl.trainer.experience import Experience
-from verl.trainer.setup import resume_note
+from verl.trainer.setup import resume_note, whole_number
 from verl.trainer.validate import sample_rows, validate
 from verl.workers.needs import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
 
@@ -70,6 +71,7 @@ class RLLoop:
         self.generator = torch.Generator().manual_seed(cfg.trainer.seed)
         self.batch: DataProto | None = None
         self.step_number = 0
+        self.saved_step = 0
         self.stop_requested = False
 
     def fit(self) -> dict[str, float]:
@@ -101,7 +103,8 @@ class RLLoop:
             self.tracker.log(self.step_number, last)
             for line in noticed:
                 self.tracker.note(line)
-        self.checkpoints.wait()
+        if self.checkpoints.wait() is not None:
+            self.saved_step = self.step_number
         return last
 
     def step(self, prompts: Iterator[DataProto]) -> dict[str, float]:
@@ -215,21 +218,23 @@ class RLLoop:
     def save(self, metrics: dict[str, float]) -> dict[str, float]:
         timer = Timer()
         with timer("save_checkpoint"):
-            self.checkpoints.save(
+            saved = self.checkpoints.save(
                 self.step_number,
                 self.workers.checkpoint_parts(),
                 {**self.state_dict(), "metrics": metrics},
                 tokenizer=self.tokenizer,
                 metrics=metrics,
             )
+        if saved is not None:
+            self.saved_step = self.step_number
         return timer.metrics()
 
     def resume(self) -> None:
-        state = self.checkpoints.resume(self.workers.checkpoint_parts())
+        state = self.checkpoints.resume(self.workers.checkpoint_parts(), self.load_state_dict)
         if state is None and not self.cfg.trainer.val_only:
             self.run_folder.restart()
         if state is not None:
-            self.load_state_dict(state)
+            self.workers.publish_weights()
             if self.cfg.trainer.val_only:
                 pass  # later steps stay in the run folder: nothing here writes them again
             elif not self.run_folder.rewind(self.step_number) and "metrics" in state:
@@ -250,14 +255,24 @@ class RLLoop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step_number = state["step"]
-        self.workers.policy_version = state["policy_version"]
-        self.workers.publish_weights()
+        """Go on where `state` was taken; where it cannot be used, nothing changes."""
+        before = self.state_dict()
+        try:
+            self._take(state)
+        except Exception:
+            self._take(before)
+            raise
+
+    def _take(self, state: dict[str, Any]) -> None:
+        self.step_number = whole_number(state, "step")
+        self.workers.policy_version = whole_number(state, "policy_version")
         if not self.cfg.trainer.val_only:  # which has no use for it, and may have no training data
             self.train_loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.health.load_state_dict(state["health"])
         self.generator.set_state(state["generator"])
+        if not isinstance(state.get("metrics", {}), dict):
+            raise CheckpointError("its metrics are no mapping")
 
     def request_stop(self) -> None:
         """End after the step that is running, with a checkpoint."""

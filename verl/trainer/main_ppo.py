@@ -78,7 +78,7 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
             with stop_on_signal(loop):
                 metrics = loop.fit()
             if metrics and not cfg.trainer.val_only:
-                require_saved(parts.folder, loop.step_number)
+                require_saved(parts.folder, loop.step_number, loop.saved_step)
         finally:
             loop.tracker.close()
             loop.workers.close()

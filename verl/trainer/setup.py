@@ -136,11 +136,19 @@ def resume_note(step: int, total: int) -> str:
     )
 
 
-def require_saved(folder: RunFolder, step: int) -> None:
+def whole_number(state: Mapping[str, Any], name: str) -> int:
+    """A count in the state of a checkpoint."""
+    value = state[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise CheckpointError(f"its {name} is {str(value)[:40]!r}, which is no count")
+    return value
+
+
+def require_saved(folder: RunFolder, step: int, saved_step: int) -> None:
     """A checkpoint that fails in the middle is one of many; the last one holds what the run was made for."""
-    if (folder.path / f"global_step_{step}").is_dir():
+    if saved_step == step:
         return
-    steps = _saved_steps(folder)
+    steps = [saved for saved in _saved_steps(folder) if saved != step]
     left = f"the newest complete one is global_step_{max(steps)}" if steps else "there is none"
     raise CheckpointError(
         f"training ended after step {step}, but its checkpoint could not be saved (see the warning above); {left} in "

@@ -13,6 +13,7 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from verl.errors import CheckpointError
 from verl.trainer.command import run_command
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
                 with stop_on_signal(loop):  # type: ignore[arg-type]
                     metrics = loop.fit()
                 if metrics:
-                    require_saved(folder, loop.step_number)
+                    require_saved(folder, loop.step_number, loop.saved_step)
         except Exception as error:
             folder.write_crash(error, likely_cure(cfg, error))
             raise
@@ -165,6 +166,7 @@ class SFTLoop:
         self.checkpoints = group.checkpoints
         self.total_steps = total_steps
         self.step_number = 0
+        self.saved_step = 0
         self.stop_requested = False
 
     def fit(self) -> dict[str, float]:
@@ -185,7 +187,8 @@ class SFTLoop:
                 self.tracker.log(self.step_number, last)
                 if ending:
                     break
-        self.checkpoints.wait()
+        if self.checkpoints.wait() is not None:
+            self.saved_step = self.step_number
         return last
 
     def step(self, batch: DataProto) -> dict[str, float]:
@@ -234,28 +237,38 @@ class SFTLoop:
                 "loader": self.train_loader.state_dict(),
                 "metrics": metrics,
             }
-            self.checkpoints.save(
+            saved = self.checkpoints.save(
                 self.step_number,
                 self.group.checkpoint_parts(),
                 state,
                 tokenizer=self.tokenizer,
                 metrics=metrics,
             )
+        if saved is not None:
+            self.saved_step = self.step_number
         return timer.metrics()
 
     def resume(self) -> None:
         from verl.trainer.setup import resume_note
 
-        state = self.checkpoints.resume(self.group.checkpoint_parts())
+        state = self.checkpoints.resume(self.group.checkpoint_parts(), self.load_state_dict)
         if state is None:
             self.run_folder.restart()
         else:
-            self.step_number = state["step"]
-            self.train_loader.load_state_dict(state["loader"])
             if not self.run_folder.rewind(self.step_number) and "metrics" in state:
                 # The run ended between the checkpoint and its line in the metrics.
                 self.tracker.log(self.step_number, state["metrics"])
             self.tracker.note(resume_note(self.step_number, self.total_steps))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; where it cannot be used, nothing changes."""
+        from verl.trainer.setup import whole_number
+
+        step = whole_number(state, "step")
+        if not isinstance(state.get("metrics", {}), dict):
+            raise CheckpointError("its metrics are no mapping")
+        self.train_loader.load_state_dict(state["loader"])
+        self.step_number = step
 
     def request_stop(self) -> None:
         """End after the step that is running, with a checkpoint."""

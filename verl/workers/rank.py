@@ -208,10 +208,15 @@ class RankWorker(CallServer):
         parts = self.group.checkpoint_parts()
         return self._checkpoints.save(step, parts, state, tokenizer=self._tokenizer, metrics=metrics)
 
-    def do_resume(self) -> Any:
+    def do_find_checkpoint(self, below: int | None) -> Any:
+        """What `CheckpointManager.find` found; on the other ranks its step alone."""
         assert self._checkpoints is not None
-        state = self._checkpoints.resume(self.group.checkpoint_parts())
-        return state if self.rank == 0 else state is not None
+        found = self._checkpoints.find(self.group.checkpoint_parts(), below)
+        return found if self.rank == 0 or found is None else found[0]
+
+    def do_load_found(self) -> bool:
+        assert self._checkpoints is not None
+        return self._checkpoints.load_found(self.group.checkpoint_parts())
 
     def do_wait_for_save(self) -> Path | None:
         assert self._checkpoints is not None

@@ -5,11 +5,12 @@ The interface is that of `CheckpointManager`, as the loop uses it. The run folde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import rng
+from verl.checkpoint.resume import Found, go_on
 from verl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -40,18 +41,27 @@ class RayCheckpoints:
     def wait(self) -> Path | None:
         return self._calls.all("wait_for_save")[0]
 
-    def resume(self, parts: Mapping[str, Any]) -> Any | None:
-        """The trainer's state, or None for a fresh start."""
-        state, *others = self._calls.all("resume")
-        if any(found != (state is not None) for found in others):
+    def resume(
+        self, parts: Mapping[str, Any], take: Callable[[dict[str, Any]], None] = lambda state: None
+    ) -> dict[str, Any] | None:
+        """As `CheckpointManager.resume`; `take` is for this process, which has random states of its own."""
+
+        def take_all(state: dict[str, Any]) -> None:
+            # A checkpoint of one process has none of its own here: its state is rank 0's.
+            if _OWN_RANDOM in state:
+                rng.check(state[_OWN_RANDOM])
+            take(state)
+
+        state = go_on(self._find, lambda: all(self._calls.all("load_found")), take_all)
+        if state is not None and _OWN_RANDOM in state:
+            rng.restore(state.pop(_OWN_RANDOM))
+        return state
+
+    def _find(self, below: int | None) -> Found | None:
+        found, *steps = self._calls.all("find_checkpoint", below)
+        if any(step != (None if found is None else found[0]) for step in steps):
             raise CheckpointError(
                 "the ranks do not see the same checkpoints: trainer.default_local_dir must be a folder that every "
                 "node shares"
             )
-        if state is None:
-            return None
-        # A checkpoint of one process has none of its own here: its state is rank 0's.
-        own = state.pop(_OWN_RANDOM, None)
-        if own is not None:
-            rng.restore(own)
-        return state
+        return found  # type: ignore[no-any-return]

@@ -1,0 +1,252 @@
+"""Which checkpoint a run goes on from, and how it gets into the engines.
+
+With `trainer.resume_mode=auto` it is the newest one that can be used: whatever is wrong with a newer one, it is skipped
+with a warning that says why. Everything but the values of tensors is read and checked before anything of the run
+changes, and all ranks take the same one. A run begins again only where every checkpoint is incomplete or damaged: one
+that is whole by its checksums but cannot be used (it belongs to another model or other data, or was forged) is an
+error unless an older one can.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint import rng
+from verl.checkpoint.manifest import Manifest, read_manifest
+from verl.checkpoint.parts import check_part, load_part, load_tree, wanted_sections
+from verl.checkpoint.ranks import Ranks
+from verl.checkpoint.steps import checked_path, in_use, newest_complete, step_name
+from verl.engines.base import TrainEngine
+from verl.errors import CheckpointError, ConfigError, VerlError
+from verl.observe.causes import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+TRAINER_STATE = "trainer_state"
+RANDOM_STATE = "random/rank_{}"
+
+Found = tuple[int, bool, dict[str, Any]]
+"""The step of a checkpoint, whether the user named it, and its trainer state."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that was read as far as that changes nothing."""
+
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]
+    random: Any
+    """This rank's random states; None where another number of processes saved them."""
+
+
+class Resuming:
+    """Finds and loads a checkpoint on one rank; every rank makes the same calls."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        ranks: Ranks,
+        load_contents: Callable[[str], Sequence[str] | None],
+        mode: str,
+        given: Path | str | None,
+    ) -> None:
+        self._run_folder = run_folder
+        self._ranks = ranks
+        self._contents = load_contents
+        self._mode = mode
+        self._given = given
+        self._candidate: Candidate | None = None
+        self._overwritten: set[tuple[str, str]] = set()
+        """Parts and sections of the engines that a failed load has left in between."""
+
+    def latest(self, parts: Sequence[str] = (), below: int | None = None) -> Path | None:
+        """The newest complete checkpoint (before the step `below`); incomplete ones are named in the log."""
+        chosen = -1
+        if self._ranks.first:
+            found = newest_complete(self._run_folder, parts, below)
+            chosen = found.step if found is not None else -1
+        chosen = self._ranks.from_first(chosen)
+        return None if chosen < 0 else self._run_folder / step_name(chosen)
+
+    def find(self, engines: Mapping[str, TrainEngine], below: int | None = None) -> Found | None:
+        """The checkpoint to go on from, which `load` loads then; None to begin at the beginning."""
+        self._candidate = None
+        if self._mode == "disable":
+            return None
+        if self._mode == "resume_path":
+            path = self.given_path(list(engines))
+            with clean_errors(path):
+                self._candidate = self._examine(path, engines)
+            return self._candidate.manifest.step, True, self._candidate.state
+        if self._mode != "auto":
+            raise ConfigError(
+                f"trainer.resume_mode={self._mode!r} is not known; allowed: auto, disable, resume_path"
+            )
+        return self._newest_usable(engines, below)
+
+    def given_path(self, parts: Sequence[str]) -> Path:
+        """What `trainer.resume_from_path` names, found whole."""
+        if not self._given:
+            raise ConfigError(
+                "trainer.resume_mode=resume_path needs trainer.resume_from_path: a global_step_N folder or a run folder"
+            )
+        return checked_path(Path(self._given).expanduser(), parts)
+
+    def _newest_usable(self, engines: Mapping[str, TrainEngine], below: int | None) -> Found | None:
+        first: tuple[Path, Exception] | None = None
+        while (path := self.latest(list(engines), below)) is not None:
+            if not self._ranks.all_true(path.is_dir()):
+                raise CheckpointError(
+                    f"not every process sees {path}: trainer.default_local_dir must be a folder that all nodes share"
+                )
+            problem: Exception | None = None
+            try:
+                self._candidate = self._examine(path, engines)
+            except Exception as error:  # it may have been written by anybody
+                problem = error
+            if self._all_can(path, problem):
+                assert self._candidate is not None
+                return self._candidate.manifest.step, False, self._candidate.state
+            first = first or (path, problem or CheckpointError(f"{path} cannot be used by another rank"))
+            below = int(path.name.rpartition("_")[2])
+        if first is not None:
+            with clean_errors(first[0]):
+                raise first[1]
+        if self._overwritten:
+            raise CheckpointError(
+                f"loading a checkpoint failed in the middle (see the warning above), and {self._run_folder} has no "
+                "older one: start again, or begin at the beginning with trainer.resume_mode=disable"
+            )
+        return None
+
+    def _examine(self, path: Path, engines: Mapping[str, TrainEngine]) -> Candidate:
+        """Read and check everything but the values of tensors."""
+        with in_use(path):
+            manifest = read_manifest(path)
+            state = load_tree(path, manifest, TRAINER_STATE)
+            if not isinstance(state, dict):
+                raise CheckpointError(f"its {TRAINER_STATE}.json is not an object")
+            if state.get("step", manifest.step) != manifest.step:
+                raise CheckpointError(
+                    f"its {TRAINER_STATE}.json is of step {str(state['step'])[:40]}, its manifest of {manifest.step}"
+                )
+            random = None
+            if manifest.world_size == self._ranks.world_size:
+                random = load_tree(path, manifest, RANDOM_STATE.format(self._ranks.rank))
+                rng.check(random)
+            for name, engine in engines.items():
+                check_part(path, manifest, name, engine, self._contents(name))
+            kept = self._overwritten - self._sections(manifest, engines)
+            if kept:
+                raise CheckpointError(
+                    f"it holds no {' of the '.join(min(kept)[::-1])}, which must be loaded anew"
+                )
+        return Candidate(path, manifest, state, random)
+
+    def load(self, engines: Mapping[str, TrainEngine]) -> Candidate | None:
+        """Load what `find` found, and put the random states back. None where a rank could not, and another
+        checkpoint is to be looked for."""
+        assert self._candidate is not None
+        candidate, self._candidate = self._candidate, None
+        if self._mode == "resume_path":
+            with clean_errors(candidate.path):
+                self._load(candidate, engines)
+            return candidate
+        problem: Exception | None = None
+        try:
+            self._load(candidate, engines)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise  # of which an older checkpoint needs as much
+            problem = error
+        if self._all_can(candidate.path, problem):
+            return candidate
+        self._overwritten |= self._sections(candidate.manifest, engines)
+        return None
+
+    def _load(self, candidate: Candidate, engines: Mapping[str, TrainEngine]) -> None:
+        path, manifest = candidate.path, candidate.manifest
+        with in_use(path):
+            for name, engine in engines.items():
+                load_part(path, manifest, name, engine, self._contents(name))
+        if candidate.random is not None:
+            rng.restore(candidate.random)
+        else:
+            logger.warning(
+                "checkpoint %s was saved by %d processes and is loaded by %d: weights and optimiser are equal, "
+                "random draws will differ from those of an uninterrupted run",
+                path.name,
+                manifest.world_size,
+                self._ranks.world_size,
+            )
+
+    def _sections(self, manifest: Manifest, engines: Mapping[str, TrainEngine]) -> set[tuple[str, str]]:
+        return {
+            (part, section)
+            for part in engines
+            for section in wanted_sections(manifest, part, self._contents(part))
+        }
+
+    def _all_can(self, path: Path, problem: Exception | None) -> bool:
+        """Whether no rank has a problem with a checkpoint; the first that has one says it."""
+        failed = self._ranks.first_failed(problem is None)
+        if problem is not None and failed == self._ranks.rank:
+            say_skipped(path.name, problem)
+        return failed is None
+
+
+@contextmanager
+def clean_errors(name: Path | str) -> Iterator[None]:
+    """Whatever is wrong with a checkpoint is a CheckpointError."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        advice = ". Set trainer.resume_from_path to another checkpoint, or trainer.resume_mode=disable to begin again"
+        raise CheckpointError(
+            f"{name} cannot be used: {_reason(error)}{'' if isinstance(error, VerlError) else advice}"
+        ) from error
+
+
+def go_on(
+    find: Callable[[int | None], Found | None],
+    load: Callable[[], bool],
+    take: Callable[[dict[str, Any]], None],
+) -> dict[str, Any] | None:
+    """Find, take and load the newest checkpoint that can be used; its trainer state, or None to begin at the
+    beginning. `take` gives the state to whoever trains, and changes nothing where it raises."""
+    below: int | None = None
+    first: Exception | None = None
+    while (found := find(below)) is not None:
+        below, named_by_user, state = found
+        try:
+            take(state)
+        except Exception as error:  # a state of any form, as above
+            if named_by_user:
+                with clean_errors(step_name(below)):
+                    raise
+            first = first or error
+            say_skipped(step_name(below), error)
+        else:
+            if load():
+                return state
+    if first is not None:
+        with clean_errors("the newest checkpoint"):
+            raise first
+    return None
+
+
+def say_skipped(name: str, problem: Exception) -> None:
+    logger.warning("checkpoint %s is skipped: %s", name, _reason(problem))
+
+
+def _reason(error: Exception) -> str:
+    text = str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= 500 else f"{text[:497]}..."
