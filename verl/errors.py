@@ -16,6 +16,10 @@ class VerlError(Exception):
     exit_code = 2
 
 
+class CommandAnswered(SystemExit):
+    """A command line that only asked something (--help, --check, --cfg) has its answer."""
+
+
 class ConfigError(VerlError):
     """A key or a combination of keys that cannot work."""
 

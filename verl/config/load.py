@@ -29,7 +29,7 @@ from verl.config.sources import (
     resolve,
     uproot,
 )
-from verl.errors import ConfigError
+from verl.errors import CommandAnswered, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def load_ppo_config(argv: list[str]) -> PPOConfig:
     """As `ppo_command`, but a command line that only asks a question ends the program."""
     config = ppo_command(argv)
     if config is None:
-        raise SystemExit(0)
+        raise CommandAnswered(0)
     return config
 
 
@@ -58,7 +58,7 @@ def load_sft_config(argv: list[str]) -> SFTConfig:
     """As `sft_command`, but a command line that only asks a question ends the program."""
     config = sft_command(argv)
     if config is None:
-        raise SystemExit(0)
+        raise CommandAnswered(0)
     return config
 
 
@@ -66,7 +66,7 @@ def load_generation_config(argv: list[str]) -> GenerationConfig:
     """The config of `main_generation`; a command line that only asks a question ends the program."""
     config = _command(GenerationConfig, argv, "python -m verl.trainer.main_generation")
     if config is None:
-        raise SystemExit(0)
+        raise CommandAnswered(0)
     return config
 
 
@@ -74,7 +74,7 @@ def load_evaluation_config(argv: list[str]) -> EvaluationConfig:
     """The config of `main_eval`; a command line that only asks a question ends the program."""
     config = _command(EvaluationConfig, argv, "python -m verl.trainer.main_eval")
     if config is None:
-        raise SystemExit(0)
+        raise CommandAnswered(0)
     return config
 
 

@@ -84,6 +84,10 @@ def load(spec: FunctionSpec) -> Function:
     return RewardFunction(function, spec.kwargs, f"{name} ({spec.path.rpartition(':')[0] or spec.path})")
 
 
+class ExitCalled(Exception):
+    """`sys.exit` inside a coroutine; SystemExit would end the event loop, and with it everybody else's call."""
+
+
 def score(
     function: Function, samples: Sequence[RewardSample], timeout: float | None = None
 ) -> list[RewardResult]:
@@ -97,21 +101,37 @@ def score(
 
 
 async def score_async(
-    function: Function, samples: Sequence[RewardSample], timeout: float | None = None
+    function: Function,
+    samples: Sequence[RewardSample],
+    timeout: float | None = None,
+    *,
+    exits: bool = False,
 ) -> list[RewardResult]:
-    """The same inside an event loop, so that several can be under way."""
+    """The same inside an event loop, so that several can be under way. `exits`: raise where the function exits."""
     try:
         if function.signature.is_batch:
             return _believe_batch(function, samples, await _maybe(function.call_batch(samples), timeout))
         return [interpret(await _maybe(function.call(s), timeout), function.name, s) for s in samples]
     except Exception as error:  # as above
+        if exits and isinstance(error, ExitCalled) and error.__cause__ is not None:
+            raise exited(function, error.__cause__) from error
         return failed(function, samples, error, timeout)
+
+
+def exited(function: Function, error: BaseException) -> RewardError:
+    """What to raise where a function of this process asks the process to end."""
+    return RewardError(
+        f"Reward function {function.name} called sys.exit({getattr(error, 'code', '')!r}){_location(error)}, which "
+        "would end the run: a reward must return a score or raise an exception."
+    )
 
 
 def failed(
     function: Function, samples: Sequence[RewardSample], error: BaseException, timeout: float | None
 ) -> list[RewardResult]:
     """No score for any of `samples`, because of `error`."""
+    if isinstance(error, ExitCalled) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, RewardError):
         text = str(error)
     elif isinstance(error, TimeoutError) and timeout is not None and not error.args:
@@ -143,8 +163,8 @@ async def _maybe(value: Any, timeout: float | None) -> Any:
 async def _as_coroutine(value: Awaitable[Any]) -> Any:
     try:
         return await value
-    except SystemExit as error:  # it would end the event loop, and with it everybody else's call
-        raise RewardError(f"The reward function raised SystemExit: {error}{_location(error)}") from error
+    except SystemExit as error:
+        raise ExitCalled from error
 
 
 def _location(error: BaseException) -> str:

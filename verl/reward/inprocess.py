@@ -1,6 +1,7 @@
 """Score in this very process: for functions that hold a GPU, or that exist only here (closures).
 
-Nothing can be killed here, so a deadline holds only for async functions. Work is done in `drain`, on the
+Nothing can be killed here, so a deadline holds only for async functions; one that calls `sys.exit` ends the run with
+an error that names it. Work is done in `drain`, on the
 caller's thread, because such functions are the ones most likely to care which thread they run on.
 """
 
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import Hashable, Sequence
 
 from verl.reward.base import RewardResult, RewardSample
-from verl.reward.evaluate import Function, score, score_async
+from verl.reward.evaluate import Function, exited, score, score_async
 
 
 class InProcessBackend:
@@ -41,7 +42,10 @@ class InProcessBackend:
             if self.functions[number].signature.is_async:
                 waiting.append((key, number, samples))
             else:
-                results[key] = score(self.functions[number], samples, self.timeout_s)
+                try:
+                    results[key] = score(self.functions[number], samples, self.timeout_s)
+                except SystemExit as error:
+                    raise exited(self.functions[number], error) from error
         if waiting:
             results.update(asyncio.run(self._together(waiting)))
         return results
@@ -55,7 +59,8 @@ class InProcessBackend:
             key: Hashable, number: int, samples: Sequence[RewardSample]
         ) -> tuple[Hashable, list[RewardResult]]:
             async with limit:
-                return key, await score_async(self.functions[number], samples, self.timeout_s)
+                function = self.functions[number]
+                return key, await score_async(function, samples, self.timeout_s, exits=True)
 
         return dict(await asyncio.gather(*(one(*task) for task in tasks)))
 

@@ -21,6 +21,7 @@ from verl.observe.run_folder import RunFolder
 from verl.observe.trackers import FanOut, build_trackers
 from verl.reward.base import RewardManager, RewardSample
 from verl.reward.managers import build_reward_manager
+from verl.trainer.command import exits_as_errors
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
 from verl.trainer.setup import (
@@ -93,7 +94,8 @@ def open_run(
             record_config(cfg, folder)
             logger.info("%s", render_batches(batch_plan(cfg, total_steps=total)))
             try:
-                yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total)
+                with exits_as_errors():
+                    yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total)
             except Exception as error:
                 folder.write_crash(error, likely_fix(error, HealthSettings.from_config(cfg)))
                 raise

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from verl.errors import VerlError
+from verl.errors import CommandAnswered, VerlError
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,8 @@ def run_command(body: Callable[[], int | None]) -> int:
 
     setup_logging()
     try:
-        return body() or 0
+        with exits_as_errors():
+            return body() or 0
     except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -35,3 +37,22 @@ def run_command(body: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+
+
+@contextmanager
+def exits_as_errors() -> Iterator[None]:
+    """`sys.exit` in code that we call (a reward, a plug-in, a tracker, a model's own code) is an error: what was not
+    finished must not end like what was."""
+    try:
+        yield
+    except CommandAnswered:
+        raise
+    except SystemExit as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        where = f" in {trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}" if trace else ""
+        raise VerlError(
+            f"sys.exit({error.code!r}) was called{where}, before the command was done. Code that is given to a run "
+            "must return or raise an exception"
+        ) from error

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.trainer.command import run_command
+from verl.trainer.command import exits_as_errors, run_command
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,8 @@ def run(
     from verl.workers.restarts import with_restarts
 
     given = {"tokenizer": tokenizer, "reward_function": reward_function, "train_loader": train_loader}
-    return with_restarts(cfg, lambda: run_once(cfg, given, model=model, live=live))
+    with exits_as_errors():
+        return with_restarts(cfg, lambda: run_once(cfg, given, model=model, live=live))
 
 
 def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, live: bool) -> RunResult:

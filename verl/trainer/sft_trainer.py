@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import CheckpointError
-from verl.trainer.command import run_command
+from verl.trainer.command import exits_as_errors, run_command
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
@@ -64,7 +64,8 @@ def run(cfg: SFTConfig, *, live: bool = False, job: Job | None = None) -> RunRes
     preflight(cfg)
     from verl.workers.restarts import with_restarts
 
-    return with_restarts(cfg, lambda: run_once(cfg, live=live, job=job))
+    with exits_as_errors():
+        return with_restarts(cfg, lambda: run_once(cfg, live=live, job=job))
 
 
 def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
@@ -102,6 +103,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
         logger.info("%s", render(batch_plan(cfg, total_steps=total)))
         try:
             with (
+                exits_as_errors(),
                 closing(
                     build_trackers(
                         trainer.logger,

@@ -36,7 +36,10 @@ class CallServer:
         with self.pulse.serving(call):
             try:
                 value = getattr(self, f"do_{call}")(*args, **kwargs)
-            except Exception as error:
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # an exit would end this process, or its thread, silently
                 failure = self._failure(call, error)
         return Outcome(value, failure, self._lines.take())
 
@@ -46,13 +49,13 @@ class CallServer:
             try:
                 for value in getattr(self, f"do_{call}")(*args):
                     yield Outcome(value, None, self._lines.take())
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 yield Outcome(None, self._failure(call, error), self._lines.take())
 
     def sign(self) -> Sign:
         return self.pulse.sign()
 
-    def _failure(self, call: str, error: Exception) -> Failure:
+    def _failure(self, call: str, error: BaseException) -> Failure:
         return Failure.of(
             error, rank=self.rank, host=self.pulse.host, pid=os.getpid(), call=call, role=self.role
         )
