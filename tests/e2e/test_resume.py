@@ -6,10 +6,14 @@ import json
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from verl.errors import VerlError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,3 +121,96 @@ def test_a_checkpoint_knows_the_health_of_its_own_step(train, monkeypatch):
     monkeypatch.setattr(CheckpointManager, "save", watched)
     train("trainer.total_training_steps=2", "trainer.save_freq=1")
     assert seen == [(1, 1), (2, 2)]
+
+
+def forge(folder: Path, name: str, change: Callable[[dict], object]) -> None:
+    """Other contents of a JSON file of a checkpoint, with the right checksums."""
+    from verl.checkpoint.files import record_of
+    from verl.checkpoint.manifest import read_manifest, write_manifest
+
+    document = json.loads((folder / name).read_text())
+    change(document)
+    (folder / name).write_text(json.dumps(document))
+    manifest = read_manifest(folder)
+    files = {each: record_of(folder / each) for each in manifest.files}
+    write_manifest(folder, replace(manifest, files=files), replace=True)
+
+
+def test_a_newest_checkpoint_and_metrics_that_cannot_be_used_cost_a_step_and_nothing_else(
+    train, tmp_path, caplog
+):
+    """Forged states in the newest checkpoint, lines of metrics that were cut or that others wrote."""
+    common = ("trainer.save_freq=1", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    whole = train(*common, "trainer.total_training_steps=3", folder="whole")
+    run = tmp_path / "parts"
+    train(*common, "trainer.total_training_steps=2", folder="parts")
+    forge(run / "global_step_2", "trainer_state.json", lambda state: state["loader"].update(position="x"))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    damaged = [lines[0], lines[1][:700] + '{"step": "x"}\n', "[1]\n", lines[1]]
+    (run / "metrics.jsonl").write_text("".join(damaged))
+    assert untimed(train(*common, "trainer.total_training_steps=3", folder="parts")) == untimed(whole)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (
+        sum("global_step_2 is skipped: The saved loader position is damaged" in each for each in warnings)
+        == 1
+    )
+    assert sum("2 lines are left out" in each for each in warnings) == 1
+    assert (run / "report.html").exists() and (run / "global_step_2.earlier").is_dir()
+
+
+def test_a_state_the_loop_cannot_use_changes_nothing_of_it(overrides):
+    import torch
+
+    from verl.config.load import load_ppo_config
+    from verl.trainer.assembly import build_loop, open_run
+
+    def same(a, b):
+        if isinstance(a, torch.Tensor):
+            return torch.equal(a, b)
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a == b
+
+    cfg = load_ppo_config(overrides("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"))
+    with open_run(cfg) as parts:
+        loop = build_loop(cfg, parts)
+        good = loop.state_dict()
+        other = {
+            **good,
+            "step": 5,
+            "policy_version": 7,
+            "loader": {**good["loader"], "epoch": 1, "position": 16},
+            "kl_controller": {"value": 0.5},
+            "health": {"steps": [[4, {"reward/mean": 0.5}]], "last_spoke": {"x": 3}},
+            "generator": torch.Generator().manual_seed(9).get_state(),
+        }
+        for name, value in [
+            ("step", "x"),
+            ("step", float("inf")),
+            ("step", -1),
+            ("step", True),
+            ("policy_version", None),
+            ("policy_version", 10**400),
+            ("loader", "x"),
+            ("loader", {**other["loader"], "position": float("inf")}),
+            ("loader", {**other["loader"], "position": 10**6}),
+            ("loader", {**other["loader"], "epoch": 10**400}),
+            ("loader", {**other["loader"], "rows": 3}),
+            ("kl_controller", {}),
+            ("health", {"steps": [[4, {"reward/mean": "x"}]], "last_spoke": {}}),
+            ("health", [1]),
+            ("generator", [1]),
+            ("generator", torch.zeros(1)),
+            ("metrics", [1]),
+        ]:
+            with pytest.raises((VerlError, TypeError, ValueError, KeyError, RuntimeError)):
+                loop.load_state_dict({**other, name: value})
+            assert same(loop.state_dict(), good), (name, value)
+        for name in good:
+            with pytest.raises(KeyError):
+                loop.load_state_dict({key: each for key, each in other.items() if key != name})
+            assert same(loop.state_dict(), good), name
+        loop.load_state_dict(other)
+        assert not same(loop.state_dict(), good) and loop.step_number == 5
+        loop.tracker.close()
+        loop.workers.close()
