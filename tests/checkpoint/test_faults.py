@@ -104,6 +104,27 @@ def test_a_folder_that_vanished_is_made_again(tmp_path: Path, job: ModuleType) -
     assert manager.resume({"actor": engine}) == {"step": 2}
 
 
+@pytest.mark.parametrize("ending", ["tmp", "old", "deleting"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_folder_in_the_place_of_a_working_folder_is_removed(
+    tmp_path: Path, job: ModuleType, kind: str, ending: str
+) -> None:
+    engine, elsewhere = job.make_engine(), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("x")
+    run = tmp_path / "run"
+    CheckpointManager(run).save(1, {"actor": engine}, {"step": 1})
+    for step in (1, 2):
+        name = run / f".global_step_{step}.{ending}"
+        name.symlink_to(elsewhere) if kind == "link" else name.write_text("x")
+    manager = CheckpointManager(run, max_actor_to_keep=1)
+    assert manager.resume({"actor": engine}) == {"step": 1}
+    for step in (1, 2):
+        assert manager.save(step, {"actor": engine}, {"step": step}) is not None
+    manager.wait()
+    assert steps_in(run) == [2] and (elsewhere / "mine").exists()
+
+
 def test_a_folder_that_cannot_be_made_again_costs_the_save_only(
     tmp_path: Path, job: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:

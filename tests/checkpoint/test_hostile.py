@@ -20,6 +20,7 @@ from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.files import record_of
 from verl.checkpoint.manifest import MANIFEST, _crc
 from verl.errors import CheckpointError
+from verl.workers.ray_checkpoints import RayCheckpoints
 
 ONLY_STATE = {"actor": PartSettings(["model", "optimizer", "extra"])}
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -327,6 +328,47 @@ def test_a_state_the_trainer_refuses_is_skipped_before_an_engine_changes(
     with pytest.raises(CheckpointError, match="cannot be used: TypeError: an int was expected"):
         CheckpointManager(run, ONLY_STATE).resume({"actor": engine}, take)
     assert same(job.weights(engine), before)
+
+
+class OneRank:
+    """Calls to a rank that is in this process."""
+
+    def __init__(self, folder: Path, engine: Any) -> None:
+        self._manager, self._parts = CheckpointManager(folder, ONLY_STATE), {"actor": engine}
+
+    def all(self, call: str, *arguments: Any) -> list[Any]:
+        if call == "save":
+            step, state, metrics = arguments
+            return [self._manager.save(step, self._parts, state, metrics=metrics)]
+        if call == "find_checkpoint":
+            return [self._manager.find(self._parts, *arguments)]
+        return [self._manager.load_found(self._parts)]
+
+
+@pytest.mark.parametrize("damage", ["random states of the controller", "a state the trainer refuses"])
+def test_a_state_the_controller_of_several_ranks_cannot_use_is_skipped_by_all(
+    job: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    engine = job.make_engine()
+    checkpoints = RayCheckpoints(OneRank(tmp_path, engine))  # type: ignore[arg-type]
+    held = {}
+    for step in (1, 2):
+        job.train(engine, step)
+        held[step] = job.weights(engine)
+        assert checkpoints.save(step, {}, {"step": step})
+    if damage.startswith("random"):
+        state = json.loads((tmp_path / "global_step_2/trainer_state.json").read_text())
+        containing("trainer_state.json", json.dumps({**state, "controller_random": {"python": 5}}))(
+            tmp_path / "global_step_2"
+        )
+
+    def take(state: dict[str, Any]) -> None:
+        if state["step"] == 2 and damage.startswith("a state"):
+            raise TypeError("an int was expected")
+
+    found = checkpoints.resume({}, take)
+    assert found == {"step": 1} and same(job.weights(engine), held[1])
+    assert "global_step_2 is skipped: TypeError" in caplog.text
 
 
 class Unlucky:

@@ -303,9 +303,11 @@ def test_lengths_are_cached_and_the_cache_follows_its_inputs(
     run(1, tokenizer=new_tokenizer(bos=True))
     run(1, chosen=np.array([1]))
     run(0)
-    for cached in Path(cache).iterdir():
-        cached.write_bytes(b"damaged")
-    assert run(1).tolist() == first.tolist()
+    np.savez(tmp_path / "archive.npz", lengths=np.zeros(3))
+    for content in (b"damaged", b"PK\x03\x04", (tmp_path / "archive.npz").read_bytes()):
+        for cached in Path(cache).iterdir():
+            cached.write_bytes(content)
+        assert run(1).tolist() == first.tolist()
     write_jsonl(tmp_path / "t.jsonl", [{"prompt": "changed"}, {"prompt": "too"}])
     assert run(1).tolist() == [7, 3]
 

@@ -24,6 +24,14 @@ def test_a_skip_that_looks_for_a_loss_scale_is_neither_counted_nor_saved(tools, 
         guard.after_step(True, 7)
 
 
+def test_a_batch_that_cannot_be_saved_does_not_end_the_run(tools, tmp_path, caplog):
+    (tmp_path / "bad").write_text("a file where the folder would be")
+    guard = NonFiniteGuard("actor", 2, tmp_path / "bad")
+    guard.remember(tools.batch())
+    guard.after_step(True, 5)
+    assert "the batch could not be saved" in caplog.text and guard.in_a_row == 1
+
+
 def test_a_loss_scale_that_holds_grows_again(monkeypatch):
     monkeypatch.setattr("verl.engines.optim.GROW_EVERY", 3)
     weight = torch.nn.Parameter(torch.ones(4, 4))

@@ -151,6 +151,21 @@ def test_odd_names_among_the_samples_do_not_stop_a_run(tmp_path: Path) -> None:
     assert SampleFiles(tmp_path / "rollouts", "rollouts").steps() == [4]
 
 
+def test_samples_that_cannot_be_removed_do_not_stop_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError("immutable")
+
+    with RunFolder(tmp_path) as run:
+        run.write_rollouts(3, [{"a": 1}])
+        monkeypatch.setattr(Path, "unlink", refuse)
+        assert not run.rewind(2)
+        run.restart()
+        monkeypatch.undo()
+    assert caplog.text.count("3.jsonl, of a step that is made again, could not be removed: immutable") == 2
+
+
 def test_text_that_utf_8_cannot_hold_is_written_and_read_back(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as run:
         file = run.write_rollouts(1, [{"response": "half a pair: \ud800"}, {"response": "\u00e9"}])
@@ -183,6 +198,26 @@ def test_a_generation_on_a_full_disk_keeps_whole_lines_only(tmp_path: Path) -> N
         assert file.stat().st_size == size
         journal.add(2, {"": ["z"]})
         assert journal.read(2) == {"": ["z"]}
+
+
+@pytest.mark.parametrize("crash", ["file", "folder"])
+@pytest.mark.parametrize("before", ["file", "folder"])
+def test_whatever_stands_where_things_are_put_aside_does_not_stop_a_run(
+    tmp_path: Path, crash: str, before: str
+) -> None:
+    for name, kind in (
+        ("crash.txt", crash),
+        ("crash.previous.txt", before),
+        ("metrics.previous.jsonl", before),
+    ):
+        (tmp_path / name).mkdir() if kind == "folder" else (tmp_path / name).write_text("x")
+        if kind == "folder":
+            (tmp_path / name / "inside").write_text("x")
+    with RunFolder(tmp_path) as run:
+        assert not (tmp_path / "crash.txt").exists()
+        run.append_metrics(1, {})
+        run.restart()
+        assert run.read_metrics() == []
 
 
 @pytest.mark.parametrize("text", ["[1]", DEEP, "nonsense"])

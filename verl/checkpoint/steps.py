@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,14 +148,19 @@ def recover(run_folder: Path) -> None:
     if not run_folder.is_dir():
         return
     for path in run_folder.iterdir():
-        if not path.name.startswith(".global_step_") or not path.is_dir():
-            continue
         name, _, kind = path.name[1:].rpartition(".")
-        if kind == "old" and not (run_folder / name).exists():
+        if not path.name.startswith(".global_step_") or kind not in ("tmp", "old", "deleting"):
+            continue
+        folder = path.is_dir() and not path.is_symlink()
+        if kind == "old" and folder and not (run_folder / name).exists():
             os.rename(path, run_folder / name)
-        elif kind in ("tmp", "old", "deleting"):
-            logger.info("removing %s, left by a run that was stopped in the middle", path.name)
+            continue
+        logger.info("removing %s, left by a run that was stopped in the middle", path.name)
+        if folder:
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
 
 
 @contextmanager

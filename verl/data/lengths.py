@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -74,9 +75,10 @@ def _cache_key(rows: Rows, chosen: np.ndarray, prompt_key: str, chat: ChatFormat
 def _load(file: Path, count: int) -> np.ndarray | None:
     try:
         lengths = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
         return None
-    usable = lengths.shape == (count,) and np.issubdtype(lengths.dtype, np.integer)
+    array = isinstance(lengths, np.ndarray)  # an archive is not
+    usable = array and lengths.shape == (count,) and np.issubdtype(lengths.dtype, np.integer)
     return lengths if usable else None
 
 

@@ -40,8 +40,13 @@ class NonFiniteGuard:
         if expected:
             return
         self.in_a_row += 1
-        saved = [str(self._save(batch, step, at)) for at, batch in enumerate(batches)] if self.folder else []
-        where = f"the batch is saved as {', '.join(saved)}" if saved else "the batch was not saved"
+        where = "the batch was not saved"
+        if self.folder and batches:
+            try:
+                saved = [str(self._save(batch, step, at)) for at, batch in enumerate(batches)]
+                where = f"the batch is saved as {', '.join(saved)}"
+            except Exception as error:  # it is for people to look at: a full disk costs it, not the run
+                where = f"the batch could not be saved ({error})"
         log.warning(
             "%s: the gradient of optimiser step %d is not finite, the update is skipped; %s",
             self.name,

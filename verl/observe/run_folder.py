@@ -62,10 +62,9 @@ class RunFolder:
         self._lock = _FolderLock(self.path)
         self._crash_file = self.path / "crash.txt"
         if self._crash_file.exists():
-            self._crash_file.replace(self.path / "crash.previous.txt")
+            _put_aside(self._crash_file, "crash.previous.txt")
         if self.metrics_file.exists() and not self.metrics_file.is_file():
-            aside = self.metrics_file.with_name("metrics.jsonl.unusable")
-            self.metrics_file.rename(aside)
+            aside = _put_aside(self.metrics_file, "metrics.jsonl.unusable")
             logger.warning("%s was no regular file and is kept as %s", self.metrics_file, aside.name)
 
     @property
@@ -121,19 +120,19 @@ class RunFolder:
         for folder in (self.rollout_dir, self.validation_dir):
             for file in _sample_files(folder):
                 if int(file.stem) > step:
-                    file.unlink()
+                    _remove(file)
         return found
 
     def restart(self) -> None:
         """A run that begins at its beginning: metrics of an earlier one here go to metrics.previous.jsonl, and its
         samples go, so that nothing of both stands side by side."""
         if self.metrics_file.exists() and self.metrics_file.stat().st_size:
-            self.metrics_file.replace(self.path / "metrics.previous.jsonl")
+            _put_aside(self.metrics_file, "metrics.previous.jsonl")
         for folder in (self.rollout_dir, self.validation_dir):
             if folder.parent != self.path:
                 continue  # a folder the user chose may be others' as well
             for file in _sample_files(folder):
-                file.unlink()
+                _remove(file)
 
     def write_crash(self, error: BaseException, fix: str = "") -> None:
         """Cause first, fix second, traceback last."""
@@ -179,7 +178,10 @@ class _FolderLock:
                 f"the run folder {folder} is already in use by this process. Close the other run first, or set "
                 f"trainer.experiment_name or trainer.default_local_dir to another folder."
             )
-        self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise VerlError(_cannot_write(folder / ".lock", error, "trainer.default_local_dir")) from None
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -220,6 +222,24 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _put_aside(path: Path, name: str) -> Path:
+    """Rename it; where something stands in the way that cannot be replaced, under the next free name."""
+    target = path.with_name(name)
+    number = 1
+    while target.is_dir() or (path.is_dir() and target.exists()):
+        number += 1
+        target = path.with_name(f"{name}-{number}")
+    return path.replace(target)
+
+
+def _remove(file: Path) -> None:
+    """Of samples, which are for people to look at."""
+    try:
+        file.unlink()
+    except OSError as error:
+        logger.warning("%s, of a step that is made again, could not be removed: %s", file, error)
 
 
 def _sample_files(folder: Path) -> list[Path]:
