@@ -227,6 +227,12 @@ def test_bad_yaml_files(tmp_path: Path, text: str, words: list[str]) -> None:
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, "9" * 5000], ids=["nested", "digits"])
+def test_an_override_beyond_what_can_be_read(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.seed"):
+        load_ppo_config([f"data.seed={value}"])
+
+
 def test_a_missing_yaml_file_names_those_there(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"gppo\.yaml.*grpo\.yaml"):

@@ -289,7 +289,7 @@ def _parse(parser: Any, text: str) -> Any:
         override = parser.parse_override(text)
         override.value()
         return override
-    except HydraException as error:
+    except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of too many digits
         why = str(error).partition("\n")[0]
     if raw and raw[0] not in "[{'\"" and "${" not in raw and "\\" not in raw:
         quoted = raw.replace("'", "\\'")

@@ -55,15 +55,16 @@ def write_report(folder: Path | str, title: str | None = None, samples: int = 6)
     rows = read_metrics(folder / "metrics.jsonl")
     parts = [f"<h1>{html.escape(title or f'{folder.parent.name} / {folder.name}')}</h1>", _summary(rows)]
     crash = folder / "crash.txt"
-    if crash.exists():
-        parts.append(f"<h2>Crash</h2><pre>{html.escape(crash.read_text(encoding='utf-8'))}</pre>")
+    if crash.is_file():
+        text = crash.read_text(encoding="utf-8", errors="replace")
+        parts.append(f"<h2>Crash</h2><pre>{html.escape(text)}</pre>")
     figures = "".join(curve_svg(name, points) for name, points in _curves(rows))
     parts.append(f"<h2>Curves</h2><div class='curves'>{figures or 'No step has finished yet.'}</div>")
     for heading, name in (("Validation samples", "validation"), ("Training samples", "rollouts")):
         parts.append(_samples(heading, folder / name, samples))
     config = folder / "config.yaml"
-    if config.exists():
-        text = html.escape(config.read_text(encoding="utf-8"))
+    if config.is_file():
+        text = html.escape(config.read_text(encoding="utf-8", errors="replace"))
         parts.append(
             f"<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{text}</pre></details>"
         )
@@ -128,7 +129,9 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _samples(heading: str, folder: Path, count: int) -> str:
-    files = sorted((f for f in folder.glob("*.jsonl") if f.stem.isdecimal()), key=lambda f: int(f.stem))
+    files = sorted(
+        (f for f in folder.glob("*.jsonl") if f.stem.isdecimal() and f.is_file()), key=lambda f: int(f.stem)
+    )
     if not files:
         return ""
     chosen = [files[0], files[-1]] if len(files) > 1 else files
