@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from verl.config.model_folder import context_length, folder_problem, vocabulary_size
+from verl.config.model_shape import read_shape
+from verl.errors import ModelError
 
 KEY = "actor_rollout_ref.model.path"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 64}
@@ -127,6 +129,14 @@ def test_damaged_config(folder: Path) -> None:
     assert "config.json' cannot be read as JSON" in problem(folder)
     (folder / "config.json").write_text("[]")
     assert "describes no model" in problem(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "9" * 100_000], ids=["nested", "digits"])
+def test_a_config_nobody_can_parse_is_named(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    assert "config.json' cannot be read as JSON" in problem(folder)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_shape(str(folder))
 
 
 def test_weights_that_are_not_there(folder: Path) -> None:

@@ -5,13 +5,13 @@ Only folders on this machine are looked at; an id of the hub is the business of 
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl.config.model_shape import FAMILIES, Family
+from verl.json_input import parse_json, read_json
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -48,7 +48,7 @@ def folder_problem(path: str, key: str, *, language_model: bool = True) -> str |
     if not (folder / "config.json").is_file():
         return f"{key}: the model folder '{path}' has no config.json{_instead(folder)}"
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
     except (OSError, ValueError) as error:
         return f"{key}: '{folder / 'config.json'}' cannot be read as JSON: {error}"
     if not isinstance(config, dict):
@@ -78,7 +78,7 @@ def _whole(value: Any) -> int | None:
 def _config_of(path: str, override: Mapping[str, Any] | None) -> dict[str, Any]:
     """What config.json says of the language model; {} where there is none to read."""
     try:
-        config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = read_json(Path(path).expanduser() / "config.json")
     except (OSError, ValueError):
         return {}
     if not isinstance(config, dict):
@@ -117,9 +117,7 @@ def _instead(folder: Path) -> str:
 
 def _adapter(folder: Path) -> str:
     try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get(
-            "base_model_name_or_path"
-        )
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
     of = f" of '{base}'" if base else ""
@@ -149,9 +147,7 @@ def _weights_problem(folder: Path, key: str) -> str | None:
         if not (folder / name).is_file():
             continue
         try:
-            shards = sorted(
-                set(json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            shards = sorted(set(read_json(folder / name)["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             return f"{key}: '{folder / name}' is damaged: {error}"
         gone = [shard for shard in shards if not (folder / shard).is_file()]
@@ -188,7 +184,7 @@ def _damage(file: Path) -> str:
             return f"is cut off or no safetensors file ({size:,} bytes). Download it again"
         opened.seek(8)
         try:
-            header = json.loads(opened.read(length))
+            header = parse_json(opened.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             return "is no safetensors file: its header cannot be read. Download it again"

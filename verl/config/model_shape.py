@@ -6,7 +6,6 @@ built like Llama, and says so (`exact` is False).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ModelError
+from verl.json_input import read_json
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def read_shape(path: str, override: Mapping[str, Any] | None = None) -> ModelSha
     if file is None:
         return None
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read '{file}': {error}") from None
     if not isinstance(values, dict):

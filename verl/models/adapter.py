@@ -6,7 +6,6 @@ rounded once, as the training engine does when it hands merged weights over.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from verl.errors import ModelError
+from verl.json_input import read_json
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -52,7 +52,7 @@ def merge_adapter(model: nn.Module, folder: Path) -> int:
 
 def _settings(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(folder / "adapter_config.json")
         rank, _ = int(found["r"]), float(found["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder / 'adapter_config.json'} cannot be understood: {error!r}") from error
