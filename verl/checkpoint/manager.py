@@ -30,7 +30,7 @@ from verl.checkpoint.job import SaveJob
 from verl.checkpoint.parts import Snapshot, snapshot
 from verl.checkpoint.plain import encode
 from verl.checkpoint.ranks import Ranks
-from verl.checkpoint.resume import RANDOM_STATE, TRAINER_STATE, Found, Resuming, go_on
+from verl.checkpoint.resume import RANDOM_STATE, TRAINER_STATE, Found, Resuming, resume_newest
 from verl.checkpoint.retention import Limits, apply
 from verl.checkpoint.staging import Staging, free_memory
 from verl.checkpoint.steps import list_steps, recover, set_aside, step_name, work_folder, write_tracker
@@ -352,7 +352,7 @@ class CheckpointManager:
     ) -> dict[str, Any] | None:
         """Find and load what `resume_mode` asks for; the trainer's state, or None for a fresh start. `take` gets the
         state before the engines change; where it raises, an older checkpoint is looked for."""
-        return go_on(lambda below: self.find(parts, below), lambda: self.load_found(parts), take)
+        return resume_newest(lambda below: self.find(parts, below), lambda: self.load_found(parts), take)
 
     def find(self, parts: Mapping[str, TrainEngine | None], below: int | None = None) -> Found | None:
         """The newest checkpoint (before the step `below`) that can be used; nothing of the run changes."""

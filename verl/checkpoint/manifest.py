@@ -125,19 +125,20 @@ def verify(folder: Path, manifest: Manifest | None = None, *, checksums: bool = 
 
     def problem(item: tuple[str, FileRecord]) -> str | None:
         name, expected = item
+        shown = name if name.isprintable() else repr(name)
         try:
             path = inside(folder, name)
             found = path.stat()
             if not stat.S_ISREG(found.st_mode):
-                return f"{name} is not a regular file"
+                return f"{shown} is not a regular file"
             if found.st_size != expected.size:
-                return f"{name} has {found.st_size} bytes instead of {expected.size}"
+                return f"{shown} has {found.st_size} bytes instead of {expected.size}"
             if checksums and (record := record_of(path)) != expected:
-                return f"{name} has checksum {record.crc32} instead of {expected.crc32}"
+                return f"{shown} has checksum {record.crc32} instead of {expected.crc32}"
         except FileNotFoundError:
-            return f"{name} is missing"
+            return f"{shown} is missing"
         except (OSError, CheckpointError) as error:
-            return f"{name} cannot be read: {error}"
+            return f"{shown} cannot be read: {error}"
         return None
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

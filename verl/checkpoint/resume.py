@@ -197,7 +197,7 @@ class Resuming:
         """Whether no rank has a problem with a checkpoint; the first that has one says it."""
         failed = self._ranks.first_failed(problem is None)
         if problem is not None and failed == self._ranks.rank:
-            say_skipped(path.name, problem)
+            warn_skipped(path.name, problem)
         return failed is None
 
 
@@ -215,7 +215,7 @@ def clean_errors(name: Path | str) -> Iterator[None]:
         ) from error
 
 
-def go_on(
+def resume_newest(
     find: Callable[[int | None], Found | None],
     load: Callable[[], bool],
     take: Callable[[dict[str, Any]], None],
@@ -233,7 +233,7 @@ def go_on(
                 with clean_errors(step_name(below)):
                     raise
             first = first or error
-            say_skipped(step_name(below), error)
+            warn_skipped(step_name(below), error)
         else:
             if load():
                 return state
@@ -243,10 +243,12 @@ def go_on(
     return None
 
 
-def say_skipped(name: str, problem: Exception) -> None:
+def warn_skipped(name: str, problem: Exception) -> None:
     logger.warning("checkpoint %s is skipped: %s", name, _reason(problem))
 
 
 def _reason(error: Exception) -> str:
-    text = str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"
+    text = " ".join(
+        (str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}").split()
+    )
     return text if len(text) <= 500 else f"{text[:497]}..."

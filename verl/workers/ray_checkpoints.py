@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import rng
-from verl.checkpoint.resume import Found, go_on
+from verl.checkpoint.resume import Found, resume_newest
 from verl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RayCheckpoints:
                 rng.check(state[_OWN_RANDOM])
             take(state)
 
-        state = go_on(self._find, lambda: all(self._calls.all("load_found")), take_all)
+        state = resume_newest(self._find, lambda: all(self._calls.all("load_found")), take_all)
         if state is not None and _OWN_RANDOM in state:
             rng.restore(state.pop(_OWN_RANDOM))
         return state
