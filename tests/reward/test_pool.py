@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from verl.errors import RewardError
+from verl.reward import cgroup, processes
 from verl.reward.base import RewardResult
 from verl.reward.handle import Broken, _result
 from verl.reward.loading import FunctionSpec
@@ -28,7 +29,7 @@ def note(extra_info):
     with open(extra_info["pids"], "a") as file:
         file.write(f"{os.getpid()}\\n")
 
-def spawn_sleeper(extra_info, detach):
+def spawn_sleeper(extra_info, detach, bare=False):
     # Comes back when the sleeper has written down who it is.
     here, there = os.pipe()
     if os.fork() == 0:
@@ -40,6 +41,8 @@ def spawn_sleeper(extra_info, detach):
             ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # and does not want to die with its parent
         note(extra_info)
         os.write(there, b"..")
+        if bare:  # nothing in it tells where it comes from
+            os.execve("/bin/sleep", ["sleep", "600"], {})
         time.sleep(600)
         os._exit(0)
     os.read(here, 1)
@@ -88,6 +91,18 @@ def act(response, extra_info):
     if response == "double fork and crash":
         spawn_sleeper(extra_info, detach=True)
         os._exit(7)
+    if response.startswith("daemon"):
+        spawn_sleeper(extra_info, detach=True, bare=True)
+        if response.endswith("hang"):
+            time.sleep(600)
+        if response.endswith("crash"):
+            os._exit(7)
+        return 1.0
+    if response == "memfd":  # more than the limit, none of it mapped
+        held = [os.memfd_create("x") for _ in range(18)]
+        for descriptor in held:
+            os.write(descriptor, bytes(16 << 20))
+        time.sleep(600)
     if response == "child comes back":
         os.fork()
         return 0.5
@@ -219,6 +234,39 @@ def test_memory_is_limited_without_the_key(faults, make_sample, monkeypatch):
     assert "limit 300 MB, reward.memory_limit_mb" in (results[1].error or "")
 
 
+def test_memory_that_is_not_mapped_counts(faults, make_sample, monkeypatch):
+    monkeypatch.setattr("verl.reward.processes.memory_of_machine", lambda: 400 << 20)
+    results = run(faults(timeout_s=600.0), make_sample, ["ok", "memfd", "ok"])
+    assert [result.score for result in results] == [1.0, None, 1.0]
+    assert "limit 200 MB, reward.memory_limit_mb" in (results[1].error or "")
+
+
+def test_shared_memory_counts_once_however_often_it_is_open():
+    descriptor = os.memfd_create("test")
+    again = os.dup(descriptor)
+    before = processes._open_shared_memory([os.getpid()])
+    try:
+        os.write(descriptor, bytes(1 << 20))
+        assert processes._open_shared_memory([os.getpid(), os.getpid()]) - before == 1 << 20
+    finally:
+        os.close(descriptor)
+        os.close(again)
+
+
+@pytest.mark.skipif(
+    cgroup.usable_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
+)
+def test_a_cgroup_ends_a_worker_at_its_limit_and_is_removed(faults, make_sample, monkeypatch):
+    monkeypatch.setattr("verl.reward.processes.memory_of_machine", lambda: 400 << 20)
+    pool = faults(timeout_s=600.0)
+    folder = pool._workers[0].group.path
+    results = run(pool, make_sample, ["ok", "memory", "memfd", "ok"])
+    assert [result.score for result in results] == [1.0, None, None, 1.0]
+    assert all("used too much memory (limit 200 MB" in (results[number].error or "") for number in (1, 2))
+    pool.close()
+    assert not list(folder.parent.glob(f"verl-{os.getpid()}-*"))
+
+
 def test_a_fork_bomb_is_stopped_by_the_count_not_by_the_deadline(faults, make_sample):
     results = run(faults(timeout_s=600.0), make_sample, ["ok", "fork bomb", "ok"])
     assert [result.score for result in results] == [1.0, None, 1.0]
@@ -236,6 +284,17 @@ def test_what_the_function_started_dies_with_it(faults, make_sample, tmp_path, g
     assert [result.score for result in results] == [1.0, None, 1.0]
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert pids and all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("fault", ["daemon", "daemon, hang", "daemon, crash"])
+def test_a_daemon_that_carries_nothing_of_its_parent_ends_with_its_worker(
+    faults, make_sample, tmp_path, gone, fault
+):
+    pool = faults(timeout_s=2.5)
+    run(pool, make_sample, ["ok", fault, "ok"], tmp_path)
+    pool.close()
+    (pid,) = map(int, set((tmp_path / "pids").read_text().split()[-1:]))
+    assert gone(pid)
 
 
 def test_a_forked_child_that_comes_back_does_not_answer_twice(faults, make_sample):
@@ -399,7 +458,8 @@ def test_workers_load_no_torch(tmp_path, make_sample):
     pool.close()
 
 
-def test_when_the_trainer_is_killed_nothing_stays(tmp_path, gone):
+@pytest.mark.parametrize("fault", ["fork and hang", "daemon, hang"])
+def test_when_the_trainer_is_killed_nothing_stays(tmp_path, gone, fault):
     (tmp_path / "faults.py").write_text(FAULTS)
     script = f"""
 import os, time
@@ -408,7 +468,7 @@ from verl.reward.pool import WorkerPool
 from verl.reward.base import RewardSample
 pool = WorkerPool([FunctionSpec({str(tmp_path / "faults.py")!r}, "act")], num_workers=2, timeout_s=600)
 info = {{"pids": {str(tmp_path / "pids")!r}}}
-for i, what in enumerate(["fork and hang", "hang"]):
+for i, what in enumerate([{fault!r}, "hang"]):
     pool.submit(i, 0, [RewardSample(i, "", what, extra_info=info)])
 while not os.path.exists(info["pids"]) or not os.path.getsize(info["pids"]):
     time.sleep(0.01)

@@ -8,8 +8,10 @@ import os
 import platform
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +21,7 @@ import pytest
 
 from verl.config.schema import RewardConfig
 from verl.errors import RewardError
-from verl.reward import RewardSample, build_reward_manager, sandbox
+from verl.reward import RewardSample, build_reward_manager, cgroup, processes, sandbox
 from verl.reward.sandbox import local, remote, seccomp
 from verl.reward.sandbox.program import FunctionCalls, Program
 from verl.reward.sandbox.settings import Settings
@@ -150,6 +152,133 @@ for _ in range(8):
 time.sleep(600)
 """
     assert run(forked).end == "memory"  # no single process is over its limit, together they are
+
+
+HOARD = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.mmap.restype = libc.shmat.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+SIZE, FAILED = 16 << 20, ctypes.c_void_p(-1).value
+
+def shared_mapping(flags, descriptor):
+    start = libc.mmap(None, SIZE, 3, flags, descriptor, 0)
+    if start == FAILED:
+        return False
+    ctypes.memset(start, 1, SIZE)
+    libc.munmap(start + 4096, SIZE - 4096)
+    return True
+
+def sysv():
+    number = libc.shmget(0, SIZE, 0o1600)
+    start = libc.shmat(number, None, 0) if number >= 0 else FAILED
+    if start == FAILED:
+        return False
+    ctypes.memset(start, 1, SIZE)
+    libc.shmdt(ctypes.c_void_p(start))
+    return True
+
+def memfd():
+    try:
+        descriptor = os.memfd_create("x")
+    except OSError:
+        return False
+    return all(os.write(descriptor, bytes(1 << 20)) for _ in range(16))
+
+def pipe():
+    class Part(ctypes.Structure):
+        _fields_ = [("start", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+    page = ctypes.create_string_buffer(4096)
+    part = Part(ctypes.addressof(page), 4096)
+    return libc.vmsplice(os.pipe()[1], ctypes.byref(part), ctypes.c_ulong(1), 0) > 0
+
+def anonymous():
+    return shared_mapping(0x21, -1)
+
+def zero():
+    return shared_mapping(0x01, os.open("/dev/zero", os.O_RDWR))
+
+ways = [sysv, memfd, anonymous, zero, pipe]
+print([way.__name__ for way in ways if way()])
+"""
+
+
+@isolated
+@pytest.mark.skipif(seccomp.program() is None, reason=f"no filter for {platform.machine()}")
+def test_memory_that_is_in_no_process_cannot_be_had():
+    outside = subprocess.run([sys.executable, "-c", HOARD], capture_output=True, text=True, check=True).stdout
+    assert outside == "['sysv', 'memfd', 'anonymous', 'zero', 'pipe']\n"  # elsewhere it can
+    assert run(HOARD, memory_limit_mb=128).stdout == "[]\n"
+    # what programs do use still works
+    assert tried("import multiprocessing; multiprocessing.Array('i', 1000)[0] = 5") == "done"
+    assert tried("open('/dev/zero', 'rb').read(8) == bytes(8) or sys.exit('not zero')") == "done"
+
+
+@isolated
+@pytest.mark.parametrize("folder", ["/scratch", "/dev/shm"])
+def test_files_count_as_memory(folder):
+    files = f"""
+import time
+for number in range(6):
+    with open(f"{folder}/{{number}}", "wb") as file:
+        file.write(bytes(16 << 20))
+time.sleep(600)
+"""
+    assert run(files, memory_limit_mb=80, max_file_mb=32).end == "memory"
+    names = f"import os\nfor number in range(10**7): os.mknod(f'{folder}/{{number}}')"
+    assert run(names, memory_limit_mb=48).end == "memory"
+
+
+@isolated
+@pytest.mark.skipif(
+    cgroup.usable_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
+)
+def test_with_a_cgroup_the_kernel_holds_the_limits(monkeypatch):
+    monkeypatch.setattr(processes, "memory", lambda *_: pytest.fail("nothing is left to count"))
+    assert "verl-" in run("print(open('/proc/1/cgroup').read(), open('/proc/self/cgroup').read())").stdout
+    forked = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        hoard = bytearray(os.urandom(1)) * (120 << 20)
+        time.sleep(600)
+time.sleep(600)
+"""
+    assert run(forked).end == "memory"
+    assert (
+        run("open('/dev/shm/a', 'wb').write(bytes(120 << 20))", memory_limit_mb=80, max_file_mb=200).end
+        == "memory"
+    )
+    buffers = """
+import socket
+held = [socket.socketpair() for _ in range(120)]
+for pair in held:
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        end.setblocking(False)
+        try:
+            while end.send(bytes(65536)): pass
+        except BlockingIOError:
+            pass
+"""
+    assert run(buffers, memory_limit_mb=48).end == "memory"
+    assert not list(cgroup.usable_parent().glob(f"verl-{os.getpid()}-*"))
+
+
+@isolated
+def test_bubblewrap_is_started_from_where_it_was_found(monkeypatch):
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        wrapper = Path(folder, "bwrap")
+        wrapper.write_text(f'#!/bin/sh\necho "this one" >&2\nexec {local.find_bwrap()} "$@"\n')
+        wrapper.chmod(0o755)
+        monkeypatch.setenv("PATH", folder)
+        local.find_bwrap.cache_clear()
+        try:
+            assert run("print(1)").stderr == "this one\n"
+        finally:
+            local.find_bwrap.cache_clear()
 
 
 @isolated
@@ -370,16 +499,52 @@ def test_the_system_call_filter():
     assert tried("subprocess.run(['/bin/true'], check=True)") == "done"
 
 
-def test_the_filter_is_well_formed_on_both_machines():
-    for machine in ("x86_64", "aarch64"):
-        data = seccomp.program(machine)
-        assert data is not None and len(data) % 8 == 0
-        code_ = [tuple(int.from_bytes(data[i + a : i + b], "little") for a, b in ((0, 2), (2, 3), (3, 4), (4, 8)))
-                 for i in range(0, len(data), 8)]  # fmt: skip
-        for place, (operation, if_true, if_false, _) in enumerate(code_):
-            if operation in (0x15, 0x35, 0x45):
-                assert place + 1 + max(if_true, if_false) < len(code_)  # no jump leaves the program
-        assert code_[-1][0] == 0x06
+def answer(machine: str, number: int, *arguments: int, arch: int | None = None) -> str:
+    """What the filter says to a system call, by running its program as the kernel does."""
+    data = seccomp.program(machine)
+    assert data is not None
+    program = list(struct.iter_unpack("=HBBI", data))
+    call = struct.pack(
+        "=iIQ6Q", number, arch or seccomp._MACHINES[machine][0], 0, *(*arguments, *[0] * 6)[:6]
+    )
+    place, loaded = 0, 0
+    while True:
+        operation, if_true, if_false, value = program[place]
+        place += 1
+        if operation == 0x20:
+            (loaded,) = struct.unpack_from("=I", call, value)
+        elif operation == 0x06:
+            return {0x7FFF0000: "allowed", 0x80000000: "killed"}.get(value) or os.strerror(value & 0xFFFF)
+        else:
+            met = {0x15: loaded == value, 0x35: loaded >= value, 0x45: bool(loaded & value)}[operation]
+            place += if_true if met else if_false
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_on_both_machines(machine):
+    refused = "Operation not permitted"
+    _, denied, (clone, clone3, socket_call, socketpair, mmap) = seccomp._MACHINES[machine]
+    for name in ("shmget", "shmat", "shmctl", "semget", "msgget", "memfd_create", "memfd_secret", "vmsplice"):
+        assert name in denied
+    assert {answer(machine, number) for number in denied.values()} == {refused}
+    shared, private, anonymous = 1, 2, 0x20
+    assert answer(machine, mmap, 0, 0, 0, shared | anonymous) == refused
+    assert answer(machine, mmap, 0, 0, 0, 3 | anonymous) == refused  # MAP_SHARED_VALIDATE
+    assert answer(machine, mmap, 0, 0, 0, private | anonymous) == "allowed"
+    assert answer(machine, mmap, 0, 0, 0, shared) == "allowed"  # of a file, which is counted
+    assert answer(machine, clone, 0x10000000) == refused and answer(machine, clone, 17) == "allowed"
+    assert answer(machine, clone3) == "Function not implemented"
+    for call in (socket_call, socketpair):
+        assert [answer(machine, call, family) for family in (1, 2, 10)] == ["allowed"] * 3
+        assert [answer(machine, call, family) for family in (16, 17, 38, 40)] == [refused] * 4
+    assert answer(machine, 63 if machine == "aarch64" else 0) == "allowed"  # read
+    assert answer(machine, 3, arch=0x40000003) == "killed"  # i386: its calls have other numbers
+    assert answer(machine, 3, arch=0x40000028) == "killed"  # 32-bit ARM
+    if machine == "x86_64":
+        assert answer(machine, 0x40000000 + 9) == "killed"  # x32
+
+
+def test_no_filter_for_other_machines():
     assert seccomp.program("mips") is None
 
 
@@ -410,8 +575,42 @@ def test_without_isolation_nothing_runs_unless_the_user_says_so(monkeypatch, tmp
     assert run("print(1)", allow_unisolated=True).stdout == "1\n"
     assert run("import time\ntime.sleep(600)", allow_unisolated=True, timeout_s=1.0).end == "timeout"
     assert run("bytearray(1 << 30)", allow_unisolated=True).end == "error"
+    assert run("import os; os.kill(os.getpid(), 11)", allow_unisolated=True).exit_code == -11
     cfg.sandbox.allow_unisolated = True
     build_reward_manager(cfg, max_response_length=8).check(["code"], [])
+
+
+def test_without_isolation_a_daemon_ends_with_its_program(monkeypatch, gone):
+    monkeypatch.setattr(local, "why_unavailable", lambda: "bubblewrap (the program bwrap) is not installed")
+    daemon = """
+import ctypes, os
+here, there = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+        os.write(there, str(os.getpid()).encode())
+        null = os.open("/dev/null", os.O_RDWR)
+        os.dup2(null, 1), os.dup2(null, 2)
+        os.execve("/bin/sleep", ["sleep", "600"], {})
+    os._exit(0)
+print(os.read(here, 16).decode())
+"""
+    outcome = run(daemon, allow_unisolated=True)
+    assert outcome.end == "ok" and gone(int(outcome.stdout))
+
+
+def test_without_isolation_memory_that_is_not_mapped_counts(monkeypatch):
+    monkeypatch.setattr(local, "why_unavailable", lambda: "bubblewrap (the program bwrap) is not installed")
+    hoard = """
+import os, time
+held = [os.memfd_create("x") for _ in range(20)]
+for descriptor in held:
+    for _ in range(4):
+        os.write(descriptor, bytes(4 << 20))
+time.sleep(600)
+"""
+    assert run(hoard, allow_unisolated=True, memory_limit_mb=128, max_file_mb=16).end == "memory"
 
 
 @isolated

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import pickle
-import secrets
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.reward import processes
+from verl.reward import cgroup, processes, supervise
 from verl.reward.base import RewardResult
 from verl.reward.worker import HEADER, WorkerSetup, longest_line
 
@@ -29,7 +28,7 @@ _output_log = logging.getLogger("verl.reward.output")
 
 _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
-    "from verl.reward.worker import main; main(int(sys.argv[1]))"
+    "from verl.reward.worker import main; main(*map(int, sys.argv[1].split()))"
 )
 _SLACK = 1 << 20
 _TAIL = 2000
@@ -57,8 +56,8 @@ class Task:
 class WorkerHandle:
     """A worker process and what it has been asked to do."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        self.token = secrets.token_hex(16)
+    def __init__(self, setup: WorkerSetup, memory_bytes: int) -> None:
+        """`memory_bytes` limits the worker with everything it starts, where a cgroup can."""
         self.outstanding: dict[int, Task] = {}
         self.ready = False
         self.retiring = False
@@ -69,18 +68,18 @@ class WorkerHandle:
         self._unsent = bytearray()
         self._tail = self._partial = b""
         self._shown = 0
+        self.group = cgroup.create(memory_bytes)
         self.channel, theirs = socket.socketpair()
         with theirs:
-            inherited = os.environ.get(processes.TOKEN_VARIABLE)
+            inherited = [theirs.fileno(), *([] if self.group is None else [self.group.entrance])]
+            worker = [sys.executable, "-c", _START, " ".join(map(str, inherited)), json.dumps(sys.path)]
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+                supervise.command_line(worker),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=(theirs.fileno(),),
-                # A worker started by a worker carries both words: whoever ends the outer one finds it too.
-                env={**os.environ, processes.TOKEN_VARIABLE: _join(inherited, self.token)},
+                pass_fds=inherited,
             )
         self.channel.setblocking(False)
         assert self.process.stdout is not None
@@ -90,6 +89,7 @@ class WorkerHandle:
 
     @property
     def pid(self) -> int:
+        """Of the supervisor, below which the worker and everything it starts is found."""
         return self.process.pid
 
     @property
@@ -199,10 +199,12 @@ class WorkerHandle:
 
     def end(self) -> None:
         """Kill it with everything it started."""
-        processes.end_all(self.pid, self.token)
-        self.process.wait()
+        processes.end_supervised(self.process)
         self.channel.close()
         self.output.close()
+        if self.group is not None:
+            self.group.close()
+            cgroup.sweep()
 
     def _send(self, payload: bytes) -> None:
         self._unsent += HEADER.pack(len(payload)) + payload
@@ -217,7 +219,3 @@ def _result(row: Any) -> RewardResult:
     if not isinstance(extra, dict) or not (good or (score is None and isinstance(error, str))):
         raise Broken("sent a malformed result")
     return RewardResult(float(score) if good else None, extra, None if good else error)
-
-
-def _join(inherited: str | None, token: str) -> str:
-    return f"{inherited}.{token}" if inherited else token

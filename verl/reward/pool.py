@@ -168,7 +168,7 @@ class WorkerPool:
 
     def _fill(self) -> None:
         while len(self._workers) < self.num_workers and self._failure is None:
-            worker = WorkerHandle(self._setup)
+            worker = WorkerHandle(self._setup, self._memory_limit)
             self._workers.append(worker)
             self._selector.register(worker.channel, selectors.EVENT_READ, worker)
             self._selector.register(worker.output, selectors.EVENT_READ, worker)
@@ -310,6 +310,7 @@ class WorkerPool:
         seen = processes.trees([worker.pid for worker in busy])
         for worker in busy:
             tree = seen[worker.pid]
+            used = 0 if worker.group is not None else processes.memory(tree.pids)
             if worker.process.poll() is not None:  # a child of it still holds the channel open
                 self._lost(worker, "")
             elif len(tree.pids) > self._process_limit:
@@ -318,17 +319,18 @@ class WorkerPool:
                     f"with them"
                 )
                 self._blame_running(worker, text)
-            elif tree.resident_bytes > self._memory_limit:
-                text = (
-                    f"used {tree.resident_bytes >> 20} MB of memory (limit {self._memory_limit >> 20} MB, "
-                    f"reward.memory_limit_mb) and was killed"
-                )
-                self._blame_running(worker, text)
+            elif used > self._memory_limit:
+                self._blame_running(worker, self._too_much_memory(f"{used >> 20} MB of"))
             elif tree.zombies > _MAX_ZOMBIES:
                 worker.retiring = True
         done = time.monotonic()
         slow = any(now - max(w.last_reply_at, w.started_at) > _WATCH_S for w in busy if w.outstanding)
         self._next_watch = done + max(_WATCH_S if slow else 10 * _WATCH_S, 20 * (done - now))
+
+    def _too_much_memory(self, used: str) -> str:
+        return (
+            f"used {used} memory (limit {self._memory_limit >> 20} MB, reward.memory_limit_mb) and was killed"
+        )
 
     def _blame_running(self, worker: WorkerHandle, what: str) -> None:
         if not worker.ready:
@@ -348,6 +350,8 @@ class WorkerPool:
             what = reason + " and was killed"
         elif (status := worker.exit_status()) is None:
             what = "closed its result channel and was killed"
+        elif worker.group is not None and worker.group.ran_out_of_memory():
+            what = self._too_much_memory("too much")
         else:
             what = processes.describe_end(status)
         what += worker.last_words()

@@ -1,45 +1,38 @@
-"""See and end every process a worker has started, however it tried to get away.
+"""The processes of a worker or of a sandboxed program: what they use, and how all of them are ended.
 
-A worker leads its own session, adopts its orphans (Linux child subreaper) and carries a secret word in its
-environment that children inherit. So its descendants can be counted while it lives, and what outlives it can
-be found by the word. On systems without /proc only the process group is ended.
+A worker runs under a supervisor that adopts its orphans (`supervise.py`), a sandboxed program in a process namespace:
+in both cases every process that was started is a descendant of the one we started. On systems without /proc only the
+process group is ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import sys
+import stat
+import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-TOKEN_VARIABLE = "VERL_REWARD_WORKER"
-_PROC = Path("/proc")
+from verl.reward import supervise
+
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A process and its descendants."""
+    """The descendants of a process that we started."""
 
     pids: tuple[int, ...]
-    resident_bytes: int
     zombies: int
 
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when the thread that started it ends. Linux only."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Children of dead children become ours instead of init's. Linux only."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    supervise.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def die_first_when_memory_is_short() -> None:
@@ -50,40 +43,48 @@ def die_first_when_memory_is_short() -> None:
 
 def trees(roots: list[int]) -> dict[int, Tree]:
     """Every root's descendants, from one walk over /proc."""
-    children: dict[int, list[int]] = {}
-    resident: dict[int, int] = {}
-    zombies: dict[int, int] = {}
-    for pid, parent, pages in _walk():
-        if pages is None:
-            zombies[parent] = zombies.get(parent, 0) + 1
-            continue
-        children.setdefault(parent, []).append(pid)
-        resident[pid] = pages * _PAGE
+    rows = supervise.processes()
     found = {}
     for root in roots:
-        pids, stack = [], [root]
-        while stack:
-            pid = stack.pop()
-            if pid in resident:
-                pids.append(pid)
-            stack.extend(children.get(pid, ()))
-        found[root] = Tree(tuple(pids), sum(resident[pid] for pid in pids), zombies.get(root, 0))
+        pids = supervise.descendants(root, rows)
+        found[root] = Tree(tuple(pids), sum(ended and parent in pids for _, parent, ended in rows))
     return found
 
 
-def end_all(pid: int, token: str, patience_s: float = 5.0) -> None:
-    """Kill the session led by `pid`, its descendants, and everything that carries `token`."""
-    _kill_group(pid)
-    if not _PROC.is_dir():
-        return
-    for descendant in trees([pid])[pid].pids:
-        _kill(descendant)
+def memory(pids: Iterable[int], files: int | None = None) -> int:
+    """Bytes that processes hold: private and file pages of each, and shared memory once, whether it is mapped or not.
+
+    `files` are the bytes of the only tmpfs these processes can write to; None where they may have any shared memory.
+    """
+    pids = list(pids)
+    own = mapped = 0
+    for pid in pids:
+        resident, shared = _resident(pid)
+        own += resident - shared
+        mapped += shared
+    return own + max(mapped, _open_shared_memory(pids) if files is None else files)
+
+
+def end_supervised(supervisor: subprocess.Popen[bytes], patience_s: float = 5.0) -> None:
+    """End a supervisor and everything below it; it ends by itself when nothing is left there."""
+    supervisor.terminate()
+    try:
+        supervisor.wait(patience_s)
+    except subprocess.TimeoutExpired:  # it was stopped, or something below it is stuck in the kernel
+        end_tree(supervisor, patience_s)
+
+
+def end_tree(process: subprocess.Popen[bytes], patience_s: float = 5.0) -> None:
+    """Kill a process with all its descendants. It is stopped first, so that it neither collects nor starts any."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process.pid, signal.SIGSTOP)
     deadline = time.monotonic() + patience_s
-    while (left := _carrying(token)) and time.monotonic() < deadline:
-        for escaped in left:
-            _kill_group(escaped)
-            _kill(escaped)
-        time.sleep(0.005)
+    while (pids := supervise.descendants(process.pid)) and time.monotonic() < deadline:
+        for pid in pids:
+            supervise.kill(pid)
+        time.sleep(0.002)
+    supervise.kill(process.pid)
+    process.wait()
 
 
 def describe_end(status: int) -> str:
@@ -113,56 +114,37 @@ def memory_of_machine() -> int:
     return total
 
 
-def _walk() -> list[tuple[int, int, int | None]]:
-    """(pid, parent, resident pages) of every process; no pages for one that has ended and waits to be
-    collected."""
-    rows: list[tuple[int, int, int | None]] = []
-    try:
-        names = os.listdir(_PROC)
-    except OSError:
-        return []
-    for name in names:
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # ended meanwhile
-            continue
-        ended = fields[0] in (b"Z", b"X")
-        rows.append((int(name), int(fields[1]), None if ended else int(fields[21])))
-    return rows
+def _resident(pid: int) -> tuple[int, int]:
+    """Resident bytes of a process, and how many of them are shared memory; nothing for one that has ended."""
+    found = {b"VmRSS": 0, b"RssShmem": 0}
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        for line in file:
+            name, _, value = line.partition(b":")
+            if name in found:
+                found[name] = int(value.split()[0]) << 10
+    return found[b"VmRSS"], found[b"RssShmem"]
 
 
-def _carrying(token: str) -> list[int]:
-    word = token.encode()
-    found = []
-    for pid, _, pages in _walk():
-        if pages is None or pid == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                environment = file.read()
-        except OSError:  # ended, or another user's
-            continue
-        if word in environment:
-            found.append(pid)
-    return found
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _kill_group(pid: int) -> None:
-    if pid in (0, 1, os.getpgrp()):
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+def _open_shared_memory(pids: list[int]) -> int:
+    """Bytes of the shared memory that processes have open (memfd, /dev/shm) or created (System V), mapped or not."""
+    objects: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"{folder}/{name}").startswith(("/memfd:", "/dev/shm/")):
+                        info = os.stat(f"{folder}/{name}")
+                        if stat.S_ISREG(info.st_mode):
+                            objects[info.st_dev, info.st_ino] = 512 * info.st_blocks
+    total = sum(objects.values())
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        open("/proc/sysvipc/shm", encoding="ascii") as file,
+    ):
+        names = file.readline().split()
+        creator, sizes = names.index("cpid"), (names.index("rss"), names.index("swap"))
+        for fields in map(str.split, file):
+            if int(fields[creator]) in pids:
+                total += sum(int(fields[column]) for column in sizes)
+    return total

@@ -13,7 +13,7 @@ from typing import Any
 from verl.errors import RewardError
 from verl.reward.base import RewardResult, RewardSample
 
-_EXTRA_LIMIT = 2000  # characters kept of an extra value that is not a number
+_EXTRA_LIMIT = 2000  # characters kept of an extra value that is not a number, and of its name
 
 
 def interpret(value: Any, function: str, sample: RewardSample) -> RewardResult:
@@ -25,7 +25,7 @@ def interpret(value: Any, function: str, sample: RewardSample) -> RewardResult:
             raise _unusable(
                 value, function, sample, "a dict without the key 'score'", "Return {'score': number, ...}."
             )
-        extra = {str(key): plain(item) for key, item in value.items() if key != "score"}
+        extra = {_clip(str(key)): plain(item) for key, item in value.items() if key != "score"}
         return RewardResult(_number(value["score"], function, sample, value), extra)
     return RewardResult(_number(value, function, sample, value))
 
@@ -67,7 +67,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple) and len(value) <= 64:
         return [plain(item) for item in value]
     if isinstance(value, Mapping) and len(value) <= 64:
-        return {str(key): plain(item) for key, item in value.items()}
+        return {_clip(str(key)): plain(item) for key, item in value.items()}
     item = getattr(value, "item", None)
     size = getattr(value, "size", None)
     if callable(item) and (size is None or (isinstance(size, int) and size == 1) or _is_single_tensor(value)):

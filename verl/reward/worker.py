@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import RewardError
-from verl.reward import processes, sandbox
+from verl.reward import cgroup, processes, sandbox
 from verl.reward.base import RewardResult, RewardSample
 from verl.reward.evaluate import Function, failed, load, score, score_async
 from verl.reward.loading import FunctionSpec, load_function
@@ -53,10 +53,11 @@ class WorkerSetup:
     sandbox_settings: sandbox.Settings = field(default_factory=sandbox.Settings)
 
 
-def main(channel_fd: int) -> None:
+def main(channel_fd: int, group_fd: int | None = None) -> None:
     """Serve the channel; never returns to the caller's code with work undone."""
     processes.die_with_parent()
-    processes.adopt_orphans()
+    if group_fd is not None:
+        cgroup.join(group_fd)
     processes.die_first_when_memory_is_short()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     channel = socket.socket(fileno=channel_fd)
@@ -187,7 +188,3 @@ def _write(channel: socket.socket, data: bytes) -> None:
             view = view[channel.send(view) :]
         except BlockingIOError:
             select.select([], [channel], [])
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

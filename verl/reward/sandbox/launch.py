@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import json
 
+from verl.reward.sandbox.settings import Settings
+
 LAUNCH = """
 import json, os, resource, sys
 job = json.loads(sys.argv[1])
+if job["group"] is not None:
+    os.write(job["group"], b"0")
+    os.close(job["group"])
 for name, value in job["limits"].items():
     number = getattr(resource, "RLIMIT_" + name)
     hard = resource.getrlimit(number)[1]
@@ -27,17 +32,17 @@ exec(code, space)
 """
 
 
-def arguments(
-    source: str, started_fd: int, timeout_s: float, memory_mb: int, processes: int, file_mb: int
-) -> list[str]:
-    """Python's arguments for launching the file `source` (a path as the sandbox sees it)."""
+def arguments(source: str, started_fd: int, group_fd: int | None, settings: Settings) -> list[str]:
+    """Python's arguments for launching the file `source` (a path as the sandbox sees it); `group_fd` is the entrance of
+    the cgroup to join."""
     limits = {
-        "AS": memory_mb << 20,
-        "CPU": int(timeout_s) + 1,
-        "NPROC": processes,
-        "FSIZE": file_mb << 20,
+        "AS": settings.memory_limit_mb << 20,
+        "CPU": int(settings.timeout_s) + 1,
+        "NPROC": settings.max_processes,
+        "FSIZE": settings.max_file_mb << 20,
         "NOFILE": 256,
+        "MEMLOCK": 0,  # also what zero-copy sends may pin
         "CORE": 0,
     }
-    job = {"limits": limits, "source": source, "started": started_fd}
+    job = {"limits": limits, "source": source, "started": started_fd, "group": group_fd}
     return ["-s", "-B", "-X", "utf8", "-c", LAUNCH, json.dumps(job)]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import math
 import os
-import secrets
+import re
+import select
 import selectors
 import shutil
 import signal
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.errors import RewardError
-from verl.reward import processes
+from verl.reward import cgroup, processes, supervise
 from verl.reward.sandbox import launch, seccomp
 from verl.reward.sandbox.program import End, Outcome, Program
 from verl.reward.sandbox.settings import Settings
@@ -36,6 +38,8 @@ _WATCH_S = 0.1
 _START_LIMIT_S = 30.0
 _SOURCE = "/solution.py"
 _SCRATCH = "/scratch"
+_WRITABLE = (_SCRATCH, "/dev/shm")
+_INODE_BYTES = 1024  # what the kernel keeps for one name in a tmpfs, at most
 
 
 def run(program: Program, settings: Settings) -> Outcome:
@@ -63,7 +67,7 @@ def why_unavailable() -> str | None:
     """Why programs cannot be isolated here; None when they can. Found out once, by doing it."""
     if sys.platform != "linux":
         return f"the local sandbox needs Linux namespaces, and this is {sys.platform}"
-    if shutil.which("bwrap") is None:
+    if find_bwrap() is None:
         return "bubblewrap (the program bwrap) is not installed"
     if find_python() is None:
         return (
@@ -73,6 +77,13 @@ def why_unavailable() -> str | None:
     if outcome.end == "ok" and outcome.stdout == "inside\n":
         return None
     return f"bubblewrap does not work on this machine: {outcome.stderr.strip()[-300:] or outcome.end}"
+
+
+@functools.cache
+def find_bwrap() -> str | None:
+    """bubblewrap by its absolute path: it is started with an environment that has no PATH."""
+    found = shutil.which("bwrap")
+    return None if found is None else os.path.abspath(found)
 
 
 @functools.cache
@@ -98,31 +109,30 @@ def _open_to_all(path: Path) -> bool:
 
 def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
     with contextlib.ExitStack() as stack:
-        started_here, started_there = os.pipe()
-        stack.callback(os.close, started_here)
-        inner = launch.arguments(
-            _SOURCE if isolated else "solution.py",
-            started_there,
-            settings.timeout_s,
-            settings.memory_limit_mb,
-            settings.max_processes,
-            settings.max_file_mb,
-        )
-        token = secrets.token_hex(16)
-        inherited = os.environ.get(processes.TOKEN_VARIABLE)
-        environment = {processes.TOKEN_VARIABLE: f"{inherited}.{token}" if inherited else token}
-        descriptors = [started_there]
+        started_here, started_there = _pipe(stack)
+        info_here, info_there = _pipe(stack)
+        group = cgroup.create(settings.memory_limit_mb << 20, settings.max_processes)
+        group_fd = None
+        if group is not None:
+            stack.callback(group.close)
+            group_fd = group.entrance
+        descriptors = [started_there, *([] if group_fd is None else [group_fd])]
+        environment, drop = {}, {}
+        unprivileged = _NOBODY if os.geteuid() == 0 else None
         if isolated:
+            inner = launch.arguments(_SOURCE, started_there, group_fd, settings)
             source_fd = _sealed(stack, program.source)
             filter_fd = _sealed(stack, seccomp.program() or b"") if seccomp.program() else None
-            descriptors += [source_fd] if filter_fd is None else [source_fd, filter_fd]
-            command = _bubblewrap(settings, source_fd, filter_fd, inner)
+            descriptors += [info_there, source_fd, *([] if filter_fd is None else [filter_fd])]
+            command = _bubblewrap(settings, info_there, source_fd, filter_fd, inner)
             folder = "/"
+            if unprivileged is not None:
+                drop = {"user": unprivileged, "group": unprivileged, "extra_groups": []}
         else:
+            inner = launch.arguments("solution.py", started_there, group_fd, settings)
             folder = _scratch(stack, program.source)
-            command = [find_python() or sys.executable, *inner]
-            environment |= {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
-        drop = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+            command = supervise.command_line([find_python() or sys.executable, *inner], unprivileged)
+            environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
         began = time.monotonic()
         try:
             process = subprocess.Popen(
@@ -137,18 +147,17 @@ def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
                 **drop,  # type: ignore[call-overload]
             )
         except OSError as error:
-            os.close(started_there)
             return Outcome("sandbox", stderr=f"{type(error).__name__}: {error}")
-        os.close(started_there)
+        finally:
+            os.close(started_there)
+            os.close(info_there)
+        watch = _Watch(process, started_here, info_here, settings, counted=group is not None)
         try:
-            watch = _Watch(process, started_here, settings)
             end = watch.until_end()
         finally:
-            processes.end_all(process.pid, token)
-            process.wait()
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            watch.close()
+        if group is not None and group.ran_out_of_memory():
+            end = "memory"
     if end == "ok" and process.returncode != 0:
         end = "timeout" if process.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU) else "error"
     return Outcome(
@@ -163,21 +172,31 @@ def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
 class _Watch:
     """Reads what a program prints until it ends or breaks a limit. Its time counts from its own first line."""
 
-    def __init__(self, process: subprocess.Popen[bytes], started_fd: int, settings: Settings) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        started_fd: int,
+        info_fd: int,
+        settings: Settings,
+        counted: bool,
+    ) -> None:
+        """`counted`: the kernel holds the program to its memory limit."""
         self.process = process
         self.started = False
         self.out, self.err = bytearray(), bytearray()
-        self._started_fd = started_fd
+        self._started_fd, self._info_fd = started_fd, info_fd
         self._settings = settings
+        self._namespace: _Namespace | None = None
         self._deadline = time.monotonic() + _START_LIMIT_S
-        self._next_look = time.monotonic() + _WATCH_S
+        self._next_look = math.inf if counted else time.monotonic() + _WATCH_S
 
     def until_end(self) -> End:
         assert self.process.stdout is not None and self.process.stderr is not None
         with selectors.DefaultSelector() as selector:
-            selector.register(self._started_fd, selectors.EVENT_READ)
-            selector.register(self.process.stdout, selectors.EVENT_READ, self.out)
-            selector.register(self.process.stderr, selectors.EVENT_READ, self.err)
+            selector.register(self._started_fd, selectors.EVENT_READ, self._start)
+            selector.register(self._info_fd, selectors.EVENT_READ, self._learn)
+            selector.register(self.process.stdout, selectors.EVENT_READ, self.out.extend)
+            selector.register(self.process.stderr, selectors.EVENT_READ, self.err.extend)
             while selector.get_map():
                 now = time.monotonic()
                 if now >= self._deadline:
@@ -186,12 +205,10 @@ class _Watch:
                     return "memory"
                 for key, _ in selector.select(max(0.0, min(self._deadline, self._next_look) - now)):
                     data = os.read(key.fd, 1 << 16)
-                    if key.fd == self._started_fd:
-                        self._start(data)
-                    if not data or key.fd == self._started_fd:
+                    if not data:
                         selector.unregister(key.fileobj)
                         continue
-                    key.data.extend(data)
+                    key.data(data)
                     del self.err[:-_ERROR_LIMIT]
                     if len(self.out) > OUTPUT_LIMIT:
                         del self.out[OUTPUT_LIMIT:]
@@ -202,25 +219,81 @@ class _Watch:
             return "timeout"
         return "ok"
 
+    def close(self) -> None:
+        """End the program with everything it started."""
+        if self._namespace is not None:
+            self._namespace.end()
+            self.process.kill()
+            self.process.wait()
+        else:
+            processes.end_supervised(self.process)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
     def _start(self, data: bytes) -> None:
-        if data:
-            self.started = True
-            self._deadline = time.monotonic() + self._settings.timeout_s
+        self.started = True
+        self._deadline = time.monotonic() + self._settings.timeout_s
+
+    def _learn(self, data: bytes) -> None:
+        found = re.search(rb'"child-pid": *(\d+)', data)
+        if found and self._namespace is None:
+            self._namespace = _Namespace(int(found[1]))
 
     def _too_much_memory(self, now: float) -> bool:
         tree = processes.trees([self.process.pid])[self.process.pid]
+        files = None if self._namespace is None else self._namespace.file_bytes(self._settings)
+        used = processes.memory(tree.pids, files)
         done = time.monotonic()
         self._next_look = done + max(_WATCH_S, 20 * (done - now))
-        return tree.resident_bytes > (self._settings.memory_limit_mb << 20)
+        return used > (self._settings.memory_limit_mb << 20)
 
 
-def _bubblewrap(settings: Settings, source_fd: int, filter_fd: int | None, inner: list[str]) -> list[str]:
-    python = find_python()
-    if python is None:
-        raise RewardError(refusal("no usable Python was found"))
-    scratch_bytes = str(4 * settings.max_file_mb << 20)
+class _Namespace:
+    """The process namespace of a program, known by its first process: all of it ends with that one."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._pidfd = os.pidfd_open(first)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        gone = select.poll()
+        gone.register(self._pidfd, select.POLLIN)
+        gone.poll()  # until the last process of the namespace has ended
+        os.close(self._pidfd)
+
+    def file_bytes(self, settings: Settings) -> int:
+        """What the files of the program take: the only places it can write to are in memory."""
+        total = 0
+        for place in _WRITABLE:
+            try:
+                usage = os.statvfs(f"/proc/{self._first}/root{place}")
+            except PermissionError:
+                total += _scratch_limit(settings)
+                continue
+            except OSError:  # not there yet, or ended
+                continue
+            total += (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+            total += (usage.f_files - usage.f_ffree) * _INODE_BYTES
+        return total
+
+
+def _scratch_limit(settings: Settings) -> int:
+    return 4 * settings.max_file_mb << 20
+
+
+def _bubblewrap(
+    settings: Settings, info_fd: int, source_fd: int, filter_fd: int | None, inner: list[str]
+) -> list[str]:
+    python, bwrap = find_python(), find_bwrap()
+    if python is None or bwrap is None:
+        raise RewardError(refusal("no usable Python or bwrap was found"))
     command = [
-        "bwrap",
+        bwrap,
+        "--info-fd",
+        str(info_fd),
         "--unshare-all",
         "--unshare-user",
         "--disable-userns",
@@ -231,18 +304,11 @@ def _bubblewrap(settings: Settings, source_fd: int, filter_fd: int | None, inner
     command += ["--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", _SCRATCH]
     command += ["--setenv", "LANG", "C.UTF-8"]
     command += [part for mount in _mounts(python) for part in mount]
-    command += ["--proc", "/proc", "--dev", "/dev", "--size", scratch_bytes, "--tmpfs", "/dev/shm"]
-    command += [
-        "--remount-ro",
-        "/dev",
-        "--size",
-        scratch_bytes,
-        "--tmpfs",
-        _SCRATCH,
-        "--symlink",
-        _SCRATCH,
-        "/tmp",
-    ]
+    # /dev/zero can be mapped as shared memory that no limit counts; /dev/full reads as zeros too and cannot.
+    command += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"]
+    for place in _WRITABLE:
+        command += ["--size", str(_scratch_limit(settings)), "--tmpfs", place]
+    command += ["--remount-ro", "/dev", "--symlink", _SCRATCH, "/tmp"]
     command += ["--ro-bind-data", str(source_fd), _SOURCE, "--remount-ro", "/", "--chdir", _SCRATCH]
     if filter_fd is not None:
         command += ["--seccomp", str(filter_fd)]
@@ -264,6 +330,13 @@ def _mounts(python: str) -> Iterator[list[str]]:
     prefix = Path(python).parent.parent
     if not prefix.is_relative_to("/usr"):
         yield ["--ro-bind", str(prefix), str(prefix)]
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe whose reading end is closed with the stack."""
+    here, there = os.pipe()
+    stack.callback(os.close, here)
+    return here, there
 
 
 def _sealed(stack: contextlib.ExitStack, content: str | bytes) -> int:
@@ -290,14 +363,22 @@ def _scratch(stack: contextlib.ExitStack, source: str) -> str:
 
 @dataclass(frozen=True)
 class Availability:
-    """For `verl doctor`: whether programs can be isolated, with which interpreter, with which filter."""
+    """For `verl doctor`: whether programs can be isolated, with which interpreter, with which filter, and whether the
+    kernel (a cgroup) or a watch every 0.1 s holds them to their memory limit."""
 
     isolated: bool
     reason: str
     python: str | None
     seccomp: bool
+    cgroup: bool
 
 
 def availability() -> Availability:
     problem = why_unavailable()
-    return Availability(problem is None, problem or "", find_python(), seccomp.program() is not None)
+    return Availability(
+        problem is None,
+        problem or "",
+        find_python(),
+        seccomp.program() is not None,
+        cgroup.usable_parent() is not None,
+    )

@@ -2,8 +2,9 @@
 library.
 
 Namespaces already hide files, processes and the network. The filter closes what they leave open: kernel
-interfaces a program has no use for (debugging, keys, mounts, modules, io_uring), new namespaces, and socket
-families that are in no network namespace (a virtual machine's vsock reaches its host).
+interfaces a program has no use for (debugging, keys, mounts, modules, io_uring), new namespaces, socket
+families that are in no network namespace (a virtual machine's vsock reaches its host), and memory that outlives its
+mapping and so is no process's own (System V, memfd, shared anonymous mappings, pages given to a pipe).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import struct
 
 _LD, _JEQ, _JSET, _JGE, _RET = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NR, _ARCH, _ARG0_LOW = 0, 4, 16
+_NR, _ARCH, _ARG0_LOW, _ARG3_LOW = 0, 4, 16, 40
 _X32 = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 
 # name -> number; what a table lacks does not exist on that machine
 _X86_64 = {
@@ -29,7 +31,8 @@ _X86_64 = {
     "perf_event_open": 298, "personality": 135, "pidfd_getfd": 438, "pivot_root": 155, "process_vm_readv": 310,
     "process_vm_writev": 311, "ptrace": 101, "quotactl": 179, "quotactl_fd": 443, "reboot": 169, "request_key": 249,
     "setns": 308, "settimeofday": 164, "swapoff": 168, "swapon": 167, "syslog": 103, "umount2": 166, "unshare": 272,
-    "userfaultfd": 323, "vhangup": 153, "chroot": 161,
+    "userfaultfd": 323, "vhangup": 153, "chroot": 161, "shmget": 29, "shmat": 30, "shmctl": 31, "semget": 64,
+    "msgget": 68, "memfd_create": 319, "memfd_secret": 447, "vmsplice": 278,
 }  # fmt: skip
 _AARCH64 = {
     "acct": 89, "add_key": 217, "bpf": 280, "clock_settime": 112, "delete_module": 106, "fanotify_init": 262,
@@ -40,12 +43,13 @@ _AARCH64 = {
     "pidfd_getfd": 438, "pivot_root": 41, "process_vm_readv": 270, "process_vm_writev": 271, "ptrace": 117,
     "quotactl": 60, "quotactl_fd": 443, "reboot": 142, "request_key": 218, "setns": 268, "settimeofday": 170,
     "swapoff": 225, "swapon": 224, "syslog": 116, "umount2": 39, "unshare": 97, "userfaultfd": 282, "vhangup": 58,
-    "chroot": 51,
+    "chroot": 51, "shmget": 194, "shmctl": 195, "shmat": 196, "semget": 190, "msgget": 186, "memfd_create": 279,
+    "memfd_secret": 447, "vmsplice": 75,
 }  # fmt: skip
-# machine -> AUDIT_ARCH, denied calls, numbers of clone, clone3, socket, socketpair
+# machine -> AUDIT_ARCH, denied calls, numbers of clone, clone3, socket, socketpair, mmap
 _MACHINES = {
-    "x86_64": (0xC000003E, _X86_64, (56, 435, 41, 53)),
-    "aarch64": (0xC00000B7, _AARCH64, (220, 435, 198, 199)),
+    "x86_64": (0xC000003E, _X86_64, (56, 435, 41, 53, 9)),
+    "aarch64": (0xC00000B7, _AARCH64, (220, 435, 198, 199, 222)),
 }
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
@@ -55,7 +59,7 @@ def program(machine: str | None = None) -> bytes | None:
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None
-    arch, denied, (clone, clone3, socket_call, socketpair) = known
+    arch, denied, (clone, clone3, socket_call, socketpair, mmap) = known
     deny = _ERRNO | errno.EPERM
     code: list[tuple[int, int, int, int]] = [
         (_LD, 0, 0, _ARCH),
@@ -73,6 +77,15 @@ def program(machine: str | None = None) -> bytes | None:
         (_JEQ, 0, 4, clone),
         (_LD, 0, 0, _ARG0_LOW),
         (_JSET, 0, 1, _NEW_NAMESPACES),
+        (_RET, 0, 0, deny),
+        (_RET, 0, 0, _ALLOW),
+    ]
+    # Pages of a shared anonymous mapping stay when it is unmapped but for one page: memory in nobody's count.
+    code += [
+        (_JEQ, 0, 5, mmap),
+        (_LD, 0, 0, _ARG3_LOW),
+        (_JSET, 0, 2, _MAP_ANONYMOUS),
+        (_JSET, 0, 1, _MAP_SHARED),
         (_RET, 0, 0, deny),
         (_RET, 0, 0, _ALLOW),
     ]
