@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import math
+import socket
 import sys
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from verl.errors import ConfigError, MissingPackage
 from verl.observe import trackers as module
 from verl.observe.console import StepConsole, sparkline, step_line
-from verl.observe.prometheus import PrometheusTracker, exposition
+from verl.observe.prometheus import MAX_CONNECTIONS, PrometheusTracker
 from verl.observe.report import write_report
 from verl.observe.run_folder import RunFolder
 from verl.observe.trackers import FanOut, FileTracker, build_trackers, register_tracker
@@ -160,21 +165,52 @@ def test_a_registered_tracker_can_be_named_and_built_in_names_are_taken(
         register_tracker("console")
 
 
-def test_prometheus_serves_the_newest_step() -> None:
-    tracker = PrometheusTracker("127.0.0.1", 0)
-    try:
-        tracker.log(3, {"actor/pg_loss": 0.5, "val-core/x/acc/mean@1": float("nan")})
-        url = f"http://127.0.0.1:{tracker.port}"
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        text = opener.open(f"{url}/metrics", timeout=120).read().decode()
-        assert text == exposition(3, {"actor/pg_loss": 0.5, "val-core/x/acc/mean@1": float("nan")})
-        assert "\nverl_actor_pg_loss 0.5\n" in text and "\nverl_val_core_x_acc_mean_1 NaN\n" in text
-        with pytest.raises(urllib.error.HTTPError):
-            opener.open(f"{url}/etc/passwd", timeout=120)
-        with pytest.raises(ConfigError, match=r"trainer\.prometheus\.port"):
-            PrometheusTracker("127.0.0.1", tracker.port)
-    finally:
-        tracker.close()
+@pytest.fixture
+def served() -> Iterator[PrometheusTracker]:
+    tracker = PrometheusTracker("127.0.0.1", 0, "project/experiment")
+    yield tracker
+    tracker.close()
+
+
+def scraped(tracker: PrometheusTracker, path: str = "/metrics") -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(f"http://127.0.0.1:{tracker.port}{path}", timeout=120).read().decode()
+
+
+def test_prometheus_serves_the_newest_step(served: PrometheusTracker) -> None:
+    served.log(
+        3, {"actor/pg_loss": 0.5, "val-core/x/acc/mean@1": float("nan"), "a/b": 1, "a_b": 2, "text": "no"}
+    )
+    families = {family.name: family for family in text_string_to_metric_families(scraped(served))}
+    assert set(families) == {"verl_step", "verl_actor_pg_loss", "verl_val_core_x_acc_mean_1", "verl_a_b"}
+    for family in families.values():
+        assert family.type == "gauge" and family.documentation.endswith("of the newest step")
+        assert [sample.labels for sample in family.samples] == [{"run": "project/experiment"}]
+    assert families["verl_step"].samples[0].value == 3.0
+    assert families["verl_actor_pg_loss"].samples[0].value == 0.5
+    assert families["verl_actor_pg_loss"].documentation == "actor/pg_loss of the newest step"
+    assert math.isnan(families["verl_val_core_x_acc_mean_1"].samples[0].value)
+    served.log(4, {"huge": 10**400})
+    assert "verl_huge" not in scraped(served, "/")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        scraped(served, "/etc/passwd")
+    with pytest.raises(ConfigError, match=r"trainer\.prometheus\.port"):
+        PrometheusTracker("127.0.0.1", served.port, "r")
+
+
+def test_connections_that_ask_for_nothing_do_not_use_up_the_metrics_endpoint(
+    served: PrometheusTracker,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(200):
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=120))
+            half.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")  # and no end of the request
+            assert len(served.server.connections) <= MAX_CONNECTIONS, number
+        assert "verl_step" in scraped(served)  # they are all still there
+        assert len(served.server.connections) <= MAX_CONNECTIONS
+        threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+        assert len(threads) < 2 * MAX_CONNECTIONS  # one that ends is still listed for a moment
+    assert "verl_step" in scraped(served)
 
 
 class Outside(HTMLParser):

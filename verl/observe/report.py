@@ -1,15 +1,19 @@
 """`report.html`: a run at a glance in one file that needs no network and no script.
 
-What always holds: the page is self-contained; every text that came from data or a model is escaped.
+Values become HTML only through `Markup.format` and `Markup.join`, which escape everything that is not `Markup` itself;
+the page's content security policy forbids scripts, forms and every request besides.
 """
 
 from __future__ import annotations
 
-import html
+import base64
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from verl.observe.jsonl import read_jsonl, read_metrics
 from verl.observe.run_folder import write_atomically
@@ -49,36 +53,53 @@ pre { background: #f5f7f9; padding: .8rem; overflow-x: auto; font-size: .85rem }
 """
 
 
+# Styles are ours alone: the browser compares the hash. Nothing else is loaded or run, whatever a value contains.
+_POLICY = (
+    "default-src 'none'; base-uri 'none'; form-action 'none'; "
+    f"style-src 'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'"
+)
+_PAGE = Markup(
+    "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+    '<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    "<title>{title}</title><style>{style}</style></head><body>{body}</body></html>\n"
+)
+_FIGURE = Markup(
+    "<figure><figcaption>{name}<span>{last:.4g}</span></figcaption>"
+    "<svg viewBox='0 0 {width:g} {height:g}' role='img' aria-label='{name}'>{line}"
+    "<circle cx='{x:.1f}' cy='{y:.1f}' r='2.5'/>"
+    "<text x='{left:g}' y='9'>{high:.4g}</text><text x='{left:g}' y='{bottom:g}'>{low:.4g}</text>"
+    "<text x='{right:g}' y='{bottom:g}' text-anchor='end'>step {steps:g}</text></svg></figure>"
+)
+
+
 def write_report(folder: Path | str, title: str | None = None, samples: int = 6) -> Path:
     """Write `report.html` from what the run folder holds so far."""
     folder = Path(folder)
     rows = read_metrics(folder / "metrics.jsonl")
-    parts = [f"<h1>{html.escape(title or f'{folder.parent.name} / {folder.name}')}</h1>", _summary(rows)]
+    parts = [Markup("<h1>{}</h1>").format(title or f"{folder.parent.name} / {folder.name}"), _summary(rows)]
     crash = folder / "crash.txt"
     if crash.is_file():
-        text = crash.read_text(encoding="utf-8", errors="replace")
-        parts.append(f"<h2>Crash</h2><pre>{html.escape(text)}</pre>")
-    figures = "".join(curve_svg(name, points) for name, points in _curves(rows))
-    parts.append(f"<h2>Curves</h2><div class='curves'>{figures or 'No step has finished yet.'}</div>")
+        parts.append(Markup("<h2>Crash</h2><pre>{}</pre>").format(_text(crash)))
+    figures = _joined(curve_svg(name, points) for name, points in _curves(rows))
+    parts.append(
+        Markup("<h2>Curves</h2><div class='curves'>{}</div>").format(figures or "No step has finished yet.")
+    )
     for heading, name in (("Validation samples", "validation"), ("Training samples", "rollouts")):
         parts.append(_samples(heading, folder / name, samples))
     config = folder / "config.yaml"
     if config.is_file():
-        text = html.escape(config.read_text(encoding="utf-8", errors="replace"))
         parts.append(
-            f"<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{text}</pre></details>"
+            Markup(
+                "<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{}</pre></details>"
+            ).format(_text(config))
         )
-    page = (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{html.escape(title or folder.name)}</title><style>{_STYLE}</style></head>"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+    page = _PAGE.format(policy=_POLICY, title=title or folder.name, style=Markup(_STYLE), body=_joined(parts))
     target = folder / "report.html"
     write_atomically(target, page)
     return target
 
 
-def curve_svg(name: str, points: Sequence[tuple[float, float]]) -> str:
+def curve_svg(name: str, points: Sequence[tuple[float, float]]) -> Markup:
     """One figure: the curve as a polyline with its range, its last value in the caption."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
@@ -91,14 +112,20 @@ def curve_svg(name: str, points: Sequence[tuple[float, float]]) -> str:
 
     placed = [place(x, y) for x, y in points]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-    drawn = f"<polyline points='{line}'/>" if len(placed) > 1 else ""
-    last = placed[-1]
-    return (
-        f"<figure><figcaption>{html.escape(name)}<span>{ys[-1]:.4g}</span></figcaption>"
-        f"<svg viewBox='0 0 {width:g} {height:g}' role='img' aria-label='{html.escape(name, quote=True)}'>{drawn}"
-        f"<circle cx='{last[0]:.1f}' cy='{last[1]:.1f}' r='2.5'/>"
-        f"<text x='{left:g}' y='9'>{y1:.4g}</text><text x='{left:g}' y='{height - 3:g}'>{y0:.4g}</text>"
-        f"<text x='{width - left:g}' y='{height - 3:g}' text-anchor='end'>step {x1:g}</text></svg></figure>"
+    return _FIGURE.format(
+        name=name,
+        last=ys[-1],
+        line=Markup("<polyline points='{}'/>").format(line) if len(placed) > 1 else "",
+        width=width,
+        height=height,
+        left=left,
+        right=width - left,
+        bottom=height - 3,
+        x=placed[-1][0],
+        y=placed[-1][1],
+        high=y1,
+        low=y0,
+        steps=x1,
     )
 
 
@@ -107,42 +134,58 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[flo
     validation = sorted(name for name in measured if name.startswith("val-core/"))
     found = []
     for name in [*validation, *(name for name in _CURVES if name in measured)]:
-        points = [
-            (float(row["step"]), float(row[name]))
-            for row in rows
-            if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])
-        ]
+        pairs = [(_number(row.get("step")), _number(row.get(name))) for row in rows]
+        points = [(step, value) for step, value in pairs if step is not None and value is not None]
         if points:
             found.append((name, points))
     return found
 
 
-def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
+def _number(value: Any) -> float | None:
+    """A finite number as a float; None for anything else a line of metrics may hold."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer above what a float can hold
+        return None
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> Markup:
     if not rows:
-        return "<p>No step has finished yet.</p>"
-    seconds = sum(float(row.get("timing_s/step") or 0.0) for row in rows)
-    text = f"{rows[-1]['step']} steps, {seconds / 60:.1f} minutes of training"
-    rewards = [row["reward/mean"] for row in rows if isinstance(row.get("reward/mean"), (int, float))]
+        return Markup("<p>No step has finished yet.</p>")
+    seconds = sum(_number(row.get("timing_s/step")) or 0.0 for row in rows)
+    text = Markup("{} steps, {:.1f} minutes of training").format(rows[-1].get("step"), seconds / 60)
+    rewards = [reward for row in rows if (reward := _number(row.get("reward/mean"))) is not None]
     if rewards:
-        text += f"; reward {rewards[0]:.3f} &rarr; {rewards[-1]:.3f}"
-    return f"<p>{text}.</p>"
+        text += Markup("; reward {:.3f} &rarr; {:.3f}").format(rewards[0], rewards[-1])
+    return Markup("<p>{}.</p>").format(text)
 
 
-def _samples(heading: str, folder: Path, count: int) -> str:
+def _samples(heading: str, folder: Path, count: int) -> Markup:
     files = sorted(
         (f for f in folder.glob("*.jsonl") if f.stem.isdecimal() and f.is_file()), key=lambda f: int(f.stem)
     )
     if not files:
-        return ""
+        return Markup("")
     chosen = [files[0], files[-1]] if len(files) > 1 else files
     blocks = []
     for file in chosen:
         for _, row in zip(range(count), read_jsonl(file), strict=False):
-            fields = "".join(
-                f"<dt>{html.escape(str(key))}</dt><dd>{html.escape(str(value))}</dd>"
-                for key, value in row.items()
+            fields = _joined(
+                Markup("<dt>{}</dt><dd>{}</dd>").format(str(key), str(value)) for key, value in row.items()
             )
             blocks.append(
-                f"<div class='sample'><strong>step {int(file.stem)}</strong><dl>{fields}</dl></div>"
+                Markup("<div class='sample'><strong>step {}</strong><dl>{}</dl></div>").format(
+                    int(file.stem), fields
+                )
             )
-    return f"<h2>{heading}</h2>{''.join(blocks)}"
+    return Markup("<h2>{}</h2>{}").format(heading, _joined(blocks))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _joined(parts: Iterable[Markup]) -> Markup:
+    return Markup("").join(parts)

@@ -98,7 +98,7 @@ def build_trackers(
     if prometheus is not None:
         from verl.observe.prometheus import PrometheusTracker
 
-        built["prometheus"] = PrometheusTracker(*prometheus)
+        built["prometheus"] = PrometheusTracker(*prometheus, run=f"{project}/{experiment}")
     return FanOut(built)
 
 
