@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from verl import __version__
+from verl.observe.terminal import protect_terminal
 
 # Programs that read the rest of the command line themselves (Hydra-style overrides).
 _OVERRIDES = {
@@ -44,6 +45,7 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    protect_terminal()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in _OVERRIDES:
         return importlib.import_module(_OVERRIDES[arguments[0]][0]).main(arguments[1:])

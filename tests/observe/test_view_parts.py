@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from verl.errors import DataError
 from verl.observe import view_files
 from verl.observe.jsonl import whole_lines
+from verl.observe.terminal import harmless
 from verl.observe.view_compare import differing_keys, recent
 from verl.observe.view_files import MetricsLog, Run, SampleFiles, find_runs
 from verl.observe.view_plot import bar, figure, number, plot, thinned
 from verl.observe.view_samples import Question, choose, show
 from verl.observe.view_sections import chosen_curves, time_shares
 from verl.observe.view_state import ago, duration, read_crash, seconds_per_step
-from verl.observe.view_text import harmless, shortened
+from verl.observe.view_text import shortened
 
 # -- reading ------------------------------------------------------------------------------------------------------
 

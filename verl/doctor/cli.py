@@ -130,6 +130,7 @@ class _Progress:
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
+        self._width = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> _Progress:
@@ -138,10 +139,15 @@ class _Progress:
     def show(self, name: str) -> None:
         if self._shown:
             with self._lock:
-                sys.stderr.write(f"\r\x1b[Klooking at {name} ...")
-                sys.stderr.flush()
+                self._rewrite(f"looking at {name} ...")
 
     def __exit__(self, *_: object) -> None:
         if self._shown:
-            sys.stderr.write("\r\x1b[K")
+            self._rewrite("")
+            sys.stderr.write("\r")
             sys.stderr.flush()
+
+    def _rewrite(self, text: str) -> None:
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)

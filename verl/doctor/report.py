@@ -12,6 +12,7 @@ from verl import __version__
 from verl.doctor.finding import ORDER, Finding
 from verl.doctor.plan import SECTIONS
 from verl.doctor.runner import Answer
+from verl.observe.terminal import harmless, raw
 
 _MARKS = {"ok": "ok", "note": "-", "warning": "!", "fatal": "X"}
 _COLOURS = {"ok": "32", "note": "2", "warning": "33", "fatal": "31;1"}
@@ -84,22 +85,22 @@ def _joined(line: Finding | None, finding: Finding) -> Finding:
 
 def _lines(finding: Finding, width: int, colour: bool) -> Iterator[str]:
     mark = _painted(f"{_MARKS[finding.status]:>2}", _COLOURS[finding.status], colour)
-    said = finding.seen if not finding.means else f"{finding.seen.rstrip('.')}: {finding.means}"
+    said = harmless(finding.seen if not finding.means else f"{finding.seen.rstrip('.')}: {finding.means}")
     indent = " " * (_NAMES_WIDTH + 5)
     room = max(40, width - len(indent))
     first, *rest = textwrap.wrap(said, room, break_long_words=False, break_on_hyphens=False) or [""]
-    yield f"{mark}  {finding.subject:<{_NAMES_WIDTH}} {first}"
+    yield f"{mark}  {harmless(finding.subject):<{_NAMES_WIDTH}} {first}"
     yield from (indent + line for line in rest)
     if finding.do and finding.status != "ok":
         for number, line in enumerate(
-            textwrap.wrap(finding.do, room - 3, break_long_words=False, break_on_hyphens=False)
+            textwrap.wrap(harmless(finding.do), room - 3, break_long_words=False, break_on_hyphens=False)
         ):
             yield indent + ("-> " if number == 0 else "   ") + line
 
 
 def verdict(answers: Sequence[Answer], seconds: float) -> str:
     found = [finding for answer in answers for finding in answer.findings]
-    broken = [finding.subject for finding in found if finding.status == "fatal"]
+    broken = [harmless(finding.subject) for finding in found if finding.status == "fatal"]
     warned = sum(finding.status == "warning" for finding in found)
     took = f"({seconds:.0f} s)"
     warnings = f"{warned} warning{'s' if warned != 1 else ''}"
@@ -113,7 +114,8 @@ def _painted(text: str, code: str, colour: bool) -> str:
 
 
 def write(text: str) -> None:
+    """Write a report, whose only control characters are its colours."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    sys.stdout.write(text)
+    raw(sys.stdout).write(text)
     sys.stdout.flush()

@@ -85,8 +85,10 @@ class StepConsole:
         if live and self.console.is_terminal:
             from rich.live import Live
 
+            from verl.observe.safe_console import start_live
+
             self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=8)
-            self._live.start()
+            start_live(self._live)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._step = step
@@ -124,7 +126,7 @@ class StepConsole:
             rows.append(Text(sparkline(self._rewards, 60), style="cyan"))
         if self.total_steps:
             rows.append(ProgressBar(total=self.total_steps, completed=self._step))
-        return Panel(Group(*rows), title=self.title, title_align="left")
+        return Panel(Group(*rows), title=Text(self.title), title_align="left")
 
 
 def _format(form: str, value: float) -> str:

@@ -16,10 +16,10 @@ _QUIET = ("httpx", "urllib3", "transformers", "torch", "absl", "filelock", "fssp
 @cache
 def shared_console() -> Console:
     """The console every part of the program writes to. Piped output is not wrapped and carries no colour codes."""
-    from rich.console import Console
+    from verl.observe.safe_console import SafeConsole
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=100_000, soft_wrap=True)
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=100_000, soft_wrap=True)
 
 
 def log_console() -> Console:
@@ -28,9 +28,9 @@ def log_console() -> Console:
     console = shared_console()
     if console.is_terminal:
         return console
-    from rich.console import Console
+    from verl.observe.safe_console import SafeConsole
 
-    return Console(stderr=True, highlight=False, width=100_000, soft_wrap=True)
+    return SafeConsole(stderr=True, width=100_000, soft_wrap=True)
 
 
 def setup_logging(level: int | str = logging.INFO) -> None:

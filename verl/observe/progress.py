@@ -48,6 +48,15 @@ def counting(title: str, total: int, done: int = 0) -> Iterator[Counter]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[about]}"), console=console, transient=True) as bar:
+    from verl.observe.safe_console import start_live
+
+    title_column, about_column = (
+        TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[about]}")
+    )
+    columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), about_column)
+    bar = Progress(*columns, console=console, transient=True)
+    start_live(bar.live)
+    try:
         yield Counter(title, total, done, bar)
+    finally:
+        bar.stop()

@@ -45,9 +45,11 @@ def _live(
 ) -> State:
     from rich.live import Live
 
+    from verl.observe.safe_console import start_live
+
     live = Live(draw(run), console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
     try:
-        live.start()  # not as a context: an interrupt while it starts must find the way out, too
+        start_live(live)  # not as a context: an interrupt while it starts must find the way out, too
         state = _until_over(run, lambda new: live.update(draw(run), refresh=True), pause)
     finally:
         live.stop()

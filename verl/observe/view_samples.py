@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import DataError
+from verl.observe.terminal import harmless
 from verl.observe.view_files import Run, SampleFiles
-from verl.observe.view_text import harmless, shortened, styled
+from verl.observe.view_text import shortened, styled
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -19,7 +19,9 @@ def run_command(body: Callable[[], int | None]) -> int:
     0: done; 2: something the user can mend (the message says how); 3: training stopped itself; 130: interrupted.
     Anything else is a defect of ours and keeps its traceback."""
     from verl.observe.logs import setup_logging
+    from verl.observe.terminal import protect_terminal
 
+    protect_terminal()
     setup_logging()
     try:
         with exits_as_errors():

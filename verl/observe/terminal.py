@@ -1,0 +1,68 @@
+"""What a command writes to the terminal carries no control character of data, checkpoints, models or exceptions.
+
+It is done where text leaves the process: at `sys.stdout` and `sys.stderr`, which every command replaces at its start
+(`protect_terminal`), and in `SafeConsole`, which writes rich's own control codes past them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+# C0 and C1 controls but newline and tab, marks that turn the direction of writing around, and halves of surrogate
+# pairs, which no terminal's encoding has.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CURSOR_UP = re.compile("(\x1b\\[A)+")
+
+
+def harmless(text: str) -> str:
+    """The same text with control characters written out."""
+    text = text.replace("\r\n", "\n")
+    return _CONTROL.sub(
+        lambda match: f"\\x{ord(match[0]):02x}" if ord(match[0]) < 256 else f"\\u{ord(match[0]):04x}", text
+    )
+
+
+class SafeStream:
+    """A text stream that writes control characters out.
+
+    Progress bars of libraries (tqdm) still work: a line that began with a carriage return may be written over by
+    another, and nothing else can be."""
+
+    def __init__(self, stream: Any) -> None:
+        self.raw = stream
+        self._rewritable = True
+
+    def write(self, text: str) -> int:
+        bar = self._rewritable and text.startswith("\r")
+        shown = "\r" + harmless(text[1:]) if bar else "" if _CURSOR_UP.fullmatch(text) else harmless(text)
+        if shown:
+            self._rewritable = bar or shown.endswith("\n")
+            self.raw.write(shown)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+def raw(stream: Any) -> Any:
+    """The stream below, for a writer that puts control codes of its own around text it has made harmless."""
+    while isinstance(stream, SafeStream):
+        stream = stream.raw
+    return stream
+
+
+def protect_terminal() -> None:
+    """Put a `SafeStream` around standard output and error, where there is none yet."""
+    os.environ.setdefault("PYTHON_COLORS", "0")  # Python 3.13 colours tracebacks, which would be written out
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, SafeStream):
+            setattr(sys, name, SafeStream(stream))
