@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
@@ -10,7 +11,9 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from socket import SOCK_DGRAM
 
+import psutil
 import pytest
 
 from verl.errors import ConfigError, MissingPackage
@@ -87,6 +90,24 @@ def left_of(family: dict[int, str], within_s: float) -> dict[int, str]:
         time.sleep(0.2)
 
 
+def reachable(pids: list[int]) -> list[str]:
+    """Sockets of these processes that another host could connect or send to."""
+    found = []
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            for socket in process.net_connections("inet"):
+                open_to_others = socket.status == psutil.CONN_LISTEN or (
+                    socket.type == SOCK_DGRAM and not socket.raddr
+                )
+                address = ipaddress.ip_address(socket.laddr.ip)
+                if open_to_others and not (getattr(address, "ipv4_mapped", None) or address).is_loopback:
+                    found.append(f"{process.name()} {socket.type.name} {socket.laddr}")
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
 def signalled(number: int, arguments: list[str], folder: Path) -> tuple[int, dict[int, str]]:
     """Start a run, send it a signal after two steps; its exit code and all processes it had started."""
     log = folder / f"log{number:d}.txt"
@@ -96,6 +117,7 @@ def signalled(number: int, arguments: list[str], folder: Path) -> tuple[int, dic
         started = family(process.pid)
         ranks = ranks_of(started)
         assert len(ranks) == 2
+        assert reachable([process.pid, *started]) == []
         process.send_signal(number)
         code = process.wait(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -107,7 +129,7 @@ def signalled(number: int, arguments: list[str], folder: Path) -> tuple[int, dic
     return code, started
 
 
-def test_nothing_is_left_after_a_signal(overrides, tmp_path):
+def test_a_run_on_one_node_listens_on_loopback_only_and_leaves_nothing_after_a_signal(overrides, tmp_path):
     arguments = overrides("trainer.n_gpus_per_node=2", "trainer.total_training_steps=100000")
     _, killed = signalled(signal.SIGKILL, arguments, tmp_path)
     code, asked = signalled(signal.SIGTERM, arguments, tmp_path)

@@ -6,6 +6,7 @@ we are killed. Ray's own ways of failing at the start come out as one message wi
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 import ray
 import torch
+from ray._private import ray_constants
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -140,8 +142,10 @@ class Cluster:
 
     def _start_or_join(self, cpus: int, common: dict[str, Any]) -> None:
         try:
-            ray.init(num_cpus=cpus, **common)
+            with _on_loopback():
+                ray.init(num_cpus=cpus, **common)
             self.started_here = True
+            _warn_if_reachable()
         except ValueError as error:
             if "existing cluster" not in str(error):
                 raise
@@ -283,6 +287,30 @@ def write_timeline(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     ray.timeline(str(path))
     logger.info("timeline of the ranks' calls: %s (open it at https://ui.perfetto.dev)", path)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A cluster that is started meanwhile has the node address 127.0.0.1, to which all its processes then bind. Ray
+    replaces that address by the network's when it is given by `_node_ip_address`, except where clusters of several
+    nodes are switched off, as they are by default on macOS."""
+    several_nodes = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = several_nodes
+
+
+def _warn_if_reachable() -> None:
+    """For a version of Ray that no longer knows the switch above."""
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        logger.warning(
+            "Ray %s, started for this run, listens on %s and not on the loopback address: keep it behind a firewall",
+            ray.__version__,
+            address,
+        )
 
 
 def _for_joining(common: dict[str, Any]) -> dict[str, Any]:
