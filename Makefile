@@ -13,7 +13,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECO
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Ray, vLLM's build for CPU and Slurm live apart: vLLM decides on versions of its own.
 COMPONENTS := .venv-components
-APT := slurm-wlm munge bubblewrap
+APT := slurm-wlm munge bubblewrap chromium
 # They wait more than they compute: two files at once. Real clusters on few cores: what fails among the others is tried
 # once more alone, and both outcomes are shown. A run that was cut off says of nothing that it failed, and is not
 # repeated as a whole.
@@ -46,9 +46,10 @@ test-components: $(COMPONENTS)/.ready system-components
 	$(COMPONENT_TESTS) $(SPREAD) --durations=25 $(ARGS) || $(COMPONENT_TESTS) --last-failed --last-failed-no-failures=none $(ARGS)
 	$(COMPONENTS)/bin/python -m pytest tests/reward/test_sandbox.py
 
-# Slurm and bubblewrap (the sandbox) come from Debian. Without root or apt their tests say that they were skipped.
+# Slurm, bubblewrap (the sandbox) and Chromium (report.html) come from Debian. Without root or apt their tests say that
+# they were skipped.
 system-components:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! { command -v slurmctld && command -v bwrap; } >/dev/null 2>&1; then \
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! { command -v slurmctld && command -v bwrap && command -v chromium; } >/dev/null 2>&1; then \
 		export DEBIAN_FRONTEND=noninteractive; \
 		{ apt-get update && apt-get install -y --no-install-recommends $(APT); } >/dev/null 2>&1 \
 			|| echo "make: $(APT) could not be installed; the tests that need them are skipped" >&2; \

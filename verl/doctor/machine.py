@@ -233,8 +233,7 @@ def sandbox() -> Iterator[Finding]:
 
     found = availability()
     if found.isolated:
-        filtered = "with" if found.seccomp else "without"
-        yield Finding("sandbox", "ok", f"bubblewrap works, {filtered} a system call filter")
+        yield Finding("sandbox", "ok", found.describe())
     else:
         yield Finding(
             "sandbox",

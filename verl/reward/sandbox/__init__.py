@@ -7,11 +7,15 @@ docs/sandbox.md.
 
 from __future__ import annotations
 
+import logging
+
 from verl.errors import RewardError
 from verl.reward.sandbox.program import Outcome, Program
 from verl.reward.sandbox.settings import Settings, configure, settings
 
 __all__ = ["Outcome", "Program", "Settings", "configure", "require", "run", "settings"]
+
+_log = logging.getLogger(__name__)
 
 
 def run(program: Program, using: Settings | None = None) -> Outcome:
@@ -33,6 +37,7 @@ def require() -> None:
         return
     from verl.reward.sandbox import local
 
-    problem = local.why_unavailable()
-    if problem is not None and not chosen.allow_unisolated:
-        raise RewardError(local.refusal(problem))
+    found = local.availability()
+    if not found.isolated and not chosen.allow_unisolated:
+        raise RewardError(local.refusal(found.reason))
+    _log.info("model-written code: %s", found.describe())

@@ -79,7 +79,6 @@ def why_unavailable() -> str | None:
     return f"bubblewrap does not work on this machine: {outcome.stderr.strip()[-300:] or outcome.end}"
 
 
-@functools.cache
 def find_bwrap() -> str | None:
     """bubblewrap by its absolute path: it is started with an environment that has no PATH."""
     found = shutil.which("bwrap")
@@ -371,6 +370,15 @@ class Availability:
     python: str | None
     seccomp: bool
     cgroup: bool
+
+    def describe(self) -> str:
+        isolation = (
+            f"bubblewrap works, {'with' if self.seccomp else 'without'} a system call filter"
+            if self.isolated
+            else f"no isolation ({self.reason})"
+        )
+        limit = "a cgroup" if self.cgroup else "a watch every 0.1 s (no cgroup v2 to create groups in)"
+        return f"{isolation}; memory is limited by {limit}"
 
 
 def availability() -> Availability:
