@@ -225,9 +225,9 @@ for number in range(6):
         file.write(bytes(16 << 20))
 time.sleep(600)
 """
-    assert run(files, memory_limit_mb=80, max_file_mb=32).end == "memory"
+    assert run(files, memory_limit_mb=80, max_file_mb=32, timeout_s=250.0).end == "memory"
     names = f"import os\nfor number in range(10**7): os.mknod(f'{folder}/{{number}}')"
-    assert run(names, memory_limit_mb=48).end == "memory"
+    assert run(names, memory_limit_mb=48, timeout_s=250.0).end == "memory"
 
 
 @isolated
@@ -245,11 +245,13 @@ for _ in range(8):
         time.sleep(600)
 time.sleep(600)
 """
-    assert run(forked).end == "memory"
-    assert (
-        run("open('/dev/shm/a', 'wb').write(bytes(120 << 20))", memory_limit_mb=80, max_file_mb=200).end
-        == "memory"
-    )
+    assert run(forked, timeout_s=250.0).end == "memory"
+    files = """
+with open("/dev/shm/a", "wb") as file:
+    for _ in range(120):
+        file.write(bytes(1 << 20))
+"""
+    assert run(files, memory_limit_mb=80, max_file_mb=200, timeout_s=250.0).end == "memory"
     buffers = """
 import socket
 held = [socket.socketpair() for _ in range(120)]
@@ -262,7 +264,7 @@ for pair in held:
         except BlockingIOError:
             pass
 """
-    assert run(buffers, memory_limit_mb=48).end == "memory"
+    assert run(buffers, memory_limit_mb=48, timeout_s=250.0).end == "memory"
     assert not list(cgroup.usable_parent().glob(f"verl-{os.getpid()}-*"))
 
 

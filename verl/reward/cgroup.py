@@ -65,7 +65,10 @@ class Group:
 def create(memory_bytes: int, max_processes: int | None = None) -> Group | None:
     """A new group; None where there can be none."""
     parent = usable_parent()
-    return None if parent is None else Group(parent, memory_bytes, max_processes)
+    if parent is not None:
+        with contextlib.suppress(OSError):  # as many groups as the parent allows are there already
+            return Group(parent, memory_bytes, max_processes)
+    return None
 
 
 def sweep() -> None:

@@ -348,10 +348,10 @@ class WorkerPool:
         """The channel broke: find out how the worker ended."""
         if reason:
             what = reason + " and was killed"
-        elif (status := worker.exit_status()) is None:
-            what = "closed its result channel and was killed"
         elif worker.group is not None and worker.group.ran_out_of_memory():
             what = self._too_much_memory("too much")
+        elif (status := worker.exit_status()) is None:
+            what = "closed its result channel and was killed"
         else:
             what = processes.describe_end(status)
         what += worker.last_words()
