@@ -269,6 +269,14 @@ for pair in held:
 
 
 @isolated
+def test_a_program_has_no_descriptor_but_the_standard_ones():
+    listing = (
+        "import os\nprint([n for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}')])"
+    )
+    assert run(listing).stdout == "['0', '1', '2']\n"
+
+
+@isolated
 def test_bubblewrap_is_started_from_where_it_was_found(monkeypatch):
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)

@@ -27,9 +27,7 @@ class Group:
         self.path.mkdir()
         try:
             self._write("memory.max", memory_bytes)
-            self._write(
-                "memory.oom.group", 1
-            )  # all or none: a program must not go on without a part of itself
+            self._write("memory.oom.group", 1)  # no program goes on without a part of itself
             if (self.path / "memory.swap.max").exists():
                 self._write("memory.swap.max", 0)
             if max_processes is not None:

@@ -72,9 +72,7 @@ def kill(pid: int) -> None:
 def _supervise(parent: int, user: int | None, command: list[str]) -> int:
     """The wait status of the command."""
     awaited = {signal.SIGCHLD, signal.SIGTERM}
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # where it is ignored, the kernel keeps no status of children
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would leave no status of children
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

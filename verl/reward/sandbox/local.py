@@ -237,11 +237,14 @@ class _Watch:
     def _learn(self, data: bytes) -> None:
         found = re.search(rb'"child-pid": *(\d+)', data)
         if found and self._namespace is None:
-            self._namespace = _Namespace(int(found[1]))
+            with contextlib.suppress(ProcessLookupError):  # it could not be built, and bubblewrap says why
+                self._namespace = _Namespace(int(found[1]))
 
     def _too_much_memory(self, now: float) -> bool:
         tree = processes.trees([self.process.pid])[self.process.pid]
-        files = None if self._namespace is None else self._namespace.file_bytes(self._settings)
+        files = None
+        if self._namespace is not None:  # whose first process sees the host's files until the program starts
+            files = self._namespace.file_bytes(self._settings) if self.started else 0
         used = processes.memory(tree.pids, files)
         done = time.monotonic()
         self._next_look = done + max(_WATCH_S, 20 * (done - now))
