@@ -281,6 +281,14 @@ def test_extra_values_become_plain():
     assert plain(np.zeros((2, 2))).startswith("array(")
 
 
+def test_names_of_extra_values_are_clipped_like_the_values():
+    name = "n" * 1_000_000
+    extra = interpret({"score": 1.0, name: {name: 1}}, "f", sample()).extra
+    (outer,) = extra
+    (inner,) = extra[outer]
+    assert len(outer) == len(inner) == 2000
+
+
 def test_only_importable_functions_have_a_spec():
     assert spec_of(math.isfinite) is not None
     assert spec_of(load_function).path == "verl.reward.loading:load_function"
