@@ -88,7 +88,7 @@ def _supervise(parent: int, user: int | None, command: list[str]) -> int:
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     status = None
     while status is None and signal.sigwait(awaited) != signal.SIGTERM:
-        status = _collect().get(child)
+        status = _collect()[0].get(child)
     return _end_descendants(child, status)
 
 
@@ -107,34 +107,29 @@ def _become(command: list[str], user: int | None) -> None:
         os._exit(127)
 
 
-def _collect() -> dict[int, int]:
-    """Collect the children that have ended: their wait statuses."""
+def _collect() -> tuple[dict[int, int], bool]:
+    """Collect the children that have ended: their wait statuses, and whether any child is left."""
     ended: dict[int, int] = {}
-    with contextlib.suppress(ChildProcessError):
+    try:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             ended[found[0]] = found[1]
-    return ended
+    except ChildProcessError:
+        return ended, False
+    return ended, True
 
 
 def _end_descendants(child: int, status: int | None) -> int:
     """Kill until none is left: what loses its parent in one round is a child of ours in the next."""
     if not os.path.isdir("/proc"):
         kill(child)
-    while _has_children():
+    left = True
+    while left:
         for pid in descendants(os.getpid()):
             kill(pid)
-        ended = _collect()
+        ended, left = _collect()
         status = ended.get(child) if status is None else status
         time.sleep(0.002)
     return signal.SIGKILL if status is None else status
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _end_as(status: int) -> None:
