@@ -8,7 +8,6 @@ import logging
 import math
 import socket
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -202,14 +201,12 @@ def test_connections_that_ask_for_nothing_do_not_use_up_the_metrics_endpoint(
     served: PrometheusTracker,
 ) -> None:
     with contextlib.ExitStack() as stack:
-        for number in range(200):
+        for number in range(3 * MAX_CONNECTIONS):
             half = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=120))
             half.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")  # and no end of the request
             assert len(served.server.connections) <= MAX_CONNECTIONS, number
         assert "verl_step" in scraped(served)  # they are all still there
         assert len(served.server.connections) <= MAX_CONNECTIONS
-        threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
-        assert len(threads) < 2 * MAX_CONNECTIONS  # one that ends is still listed for a moment
     assert "verl_step" in scraped(served)
 
 

@@ -58,6 +58,8 @@ class NewestStep(Collector):
 class _Server(ThreadingWSGIServer):
     """A thread per connection, and so many connections: for a new one beyond that, the oldest is closed."""
 
+    request_queue_size = 128  # a client that finds the queue full is kept waiting for a second by the kernel
+
     def __init__(self, *arguments: Any) -> None:
         self.connections: list[socket.socket] = []
         self._free = threading.Semaphore(MAX_CONNECTIONS)
