@@ -51,7 +51,7 @@ class CheckpointError(VerlError):
 
 
 class MissingPackage(VerlError):
-    """An optional package is needed; the message names the extra that brings it."""
+    """An optional package is needed; the message says how to install it."""
 
 
 class TrainingHalted(VerlError):
@@ -61,7 +61,9 @@ class TrainingHalted(VerlError):
 
 
 def missing_package(package: str, extra: str, needed_for: str) -> MissingPackage:
+    from verl.requirements import install_command
+
     return MissingPackage(
         f"{needed_for} needs the package '{package}', which is not installed. "
-        f"Install it with: pip install 'verl[{extra}]'"
+        f"Install it with: {install_command(extra)}"
     )

@@ -16,7 +16,7 @@ from verl.observe.run_folder import RunFolder
 from verl.observe.trackers import build_trackers
 
 pytestmark = pytest.mark.components
-wandb = pytest.importorskip("wandb", reason="needs the package wandb (pip install 'verl[wandb]')")
+wandb = pytest.importorskip("wandb", reason="needs the package wandb (pip install -e '.[wandb]')")
 
 
 @pytest.fixture(autouse=True)

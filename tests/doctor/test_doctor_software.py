@@ -12,8 +12,8 @@ import pytest
 from verl.doctor import software
 from verl.doctor.finding import Finding
 from verl.doctor.plan import probes_of_the_machine
-from verl.doctor.ranges import Wanted, wanted_packages
 from verl.doctor.runner import run_groups
+from verl.requirements import Wanted, install_command, wanted_packages
 from verl.rollout.vllm import version as vllm_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,9 +58,30 @@ def test_versions_are_compared_as_numbers(versions: str, accepted: list[str], re
 def test_what_is_wanted_is_what_the_project_says() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = wanted_packages()
-    core = [f"{each.name}{each.versions}" for each in wanted if not each.extra]
+    core = [each.requirement for each in wanted if not each.extra]
     assert core == [line.replace(" ", "") for line in project["dependencies"]]
     assert {each.extra for each in wanted} - {""} == set(project["optional-dependencies"]) - {"dev", "all"}
+
+
+@pytest.mark.parametrize(
+    "extra", ["ray", "vllm", "sglang", "megatron", "peft", "wandb", "tensorboard", "math", "datasets", "gym"]
+)
+def test_an_extra_is_installed_by_the_names_of_its_packages(extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = " ".join(f"'{line}'" for line in project["optional-dependencies"][extra])
+    assert install_command(extra) == f"pip install {packages}"
+
+
+def test_no_text_tells_to_install_this_project_from_a_registry() -> None:
+    """A registry may hold another project of this name."""
+    pages = [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+        *ROOT.glob("verl/**/*.py"),
+    ]
+    found = [page for page in pages if re.search(r"pip install '?verl\b", page.read_text(encoding="utf-8"))]
+    assert not found
 
 
 def test_the_range_of_vllm_is_the_one_its_adapter_checks() -> None:
@@ -71,7 +92,7 @@ def test_the_range_of_vllm_is_the_one_its_adapter_checks() -> None:
 
 
 def test_metadata_gives_the_same_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.doctor import ranges
+    from verl import requirements as ranges
 
     lines = [
         "torch>=2.11",
@@ -95,8 +116,8 @@ def test_an_old_python_is_fatal() -> None:
 
 
 def test_a_missing_extra_is_worth_knowing_and_a_missing_core_package_fatal() -> None:
-    extra = only(software.package("verl-no-such-thing", ">=1", "peft"))
-    assert extra.status == "note" and "pip install 'verl[peft]'" in extra.do
+    extra = only(software.package("verl-no-such-thing", ">=1", "peft", options="[all]"))
+    assert extra.status == "note" and extra.do == "pip install 'verl-no-such-thing[all]>=1'"
     core = only(software.package("verl-no-such-thing", ">=1", ""))
     assert core.status == "fatal" and "pip install 'verl-no-such-thing>=1'" in core.do
 

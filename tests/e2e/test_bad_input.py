@@ -215,7 +215,7 @@ def test_run_folder_without_permission(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "package", "extra"), [("trainer.logger=[wandb]", "wandb", "verl[wandb]")]
+    ("override", "package", "extra"), [("trainer.logger=[wandb]", "wandb", "pip install 'wandb>=")]
 )
 def test_missing_optional_package_names_the_extra(refused, monkeypatch, override, package, extra):
     monkeypatch.setitem(__import__("sys").modules, package, None)

@@ -20,7 +20,7 @@ from verl.config.schema import PPOConfig
 from verl.reward import RewardSample, build_reward_manager
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
-pytest.importorskip("ray", reason="needs the package ray (pip install 'verl[ray]')")
+pytest.importorskip("ray", reason="needs the package ray (pip install -e '.[ray]')")
 
 for _name, _value in {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}.items():
     os.environ.setdefault(_name, _value)

@@ -23,7 +23,7 @@ for _name, _value in {
 def ray_cluster(fork_server: Any) -> Iterator[Any]:
     """An existing cluster, which runs join by RAY_ADDRESS. Starting one for every test would cost seconds each, and so
     would a worker that imports torch by itself."""
-    pytest.importorskip("ray", reason="needs the package ray (pip install 'verl[ray]')")
+    pytest.importorskip("ray", reason="needs the package ray (pip install -e '.[ray]')")
     from ray.cluster_utils import Cluster
 
     os.environ["VERL_TEST_FORK_SERVER"] = fork_server.address

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.doctor.ranges import Wanted, wanted_packages
 from verl.doctor.runner import Probe
+from verl.requirements import Wanted, wanted_packages
 
 SOFTWARE, DEVICES, MACHINE, TOGETHER, CONFIG, RUN = (
     "software",
@@ -101,12 +101,13 @@ def _package(package: Wanted, *, load: bool) -> Probe:
         SOFTWARE,
         limit_s=_SLOW_TO_IMPORT.get(package.name, 60.0),
         when_broken="warning" if package.extra else "fatal",
-        advice=f"pip install --force-reinstall '{package.name}{package.versions}'",
+        advice=f"pip install --force-reinstall '{package.requirement}'",
         arguments={
             "name": package.name,
             "versions": package.versions,
             "extra": package.extra,
             "load": load,
+            "options": package.options,
         },
     )
 

@@ -72,8 +72,9 @@ def _joined(line: Finding | None, finding: Finding) -> Finding:
         words = finding.subject
         do = finding.do if line is None else f"{line.do} {finding.do.removeprefix('pip install ')}"
     elif name == "missing extras":
-        words = str(finding.data.get("extra", finding.subject))  # what pip is to be told
-        do = "pip install 'verl[NAME]' where a run needs one"
+        words = finding.subject
+        before = "of these what a run needs: pip install" if line is None else line.do
+        do = f"{before} {finding.do.removeprefix('pip install ')}"
     elif name == "not tried":
         words, do = f"{finding.subject} ({finding.seen.removeprefix('not tried').strip(': ')})", ""
     else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 from verl.doctor.finding import Finding, one_line
-from verl.doctor.ranges import Wanted, wanted_packages
+from verl.requirements import Wanted, wanted_packages
 
 OLDEST_PYTHON = (3, 11)
 _MODULES = {"hydra-core": "hydra", "megatron-core": "megatron.core"}
@@ -32,7 +32,7 @@ def python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Finding]:
             "fatal",
             where,
             "verl needs Python 3.11 or newer",
-            "python3.11 -m venv .venv && . .venv/bin/activate && pip install verl",
+            "python3.11 -m venv .venv && . .venv/bin/activate && pip install -e . (in the checkout)",
         )
     elif sys.maxsize < 2**32:
         yield Finding(
@@ -51,24 +51,18 @@ def installed_version(package: str) -> str | None:
     return None
 
 
-def install_command(wanted: Wanted) -> str:
-    if wanted.extra:
-        return f"pip install 'verl[{wanted.extra}]'"
-    return f"pip install '{wanted.name}{wanted.versions}'"
-
-
-def package(name: str, versions: str, extra: str, load: bool = True) -> Iterator[Finding]:
+def package(name: str, versions: str, extra: str, load: bool = True, options: str = "") -> Iterator[Finding]:
     """One package: there, in the range, and (with `load`) importable. Without an extra it is always needed."""
-    wanted = Wanted(name, versions, extra)
+    wanted = Wanted(name, versions, extra, options)
+    install = f"pip install '{wanted.requirement}'"
     together = "extras" if extra else "packages"
     version = installed_version(name)
     if version is None and not _importable(name):
         if extra:
-            do = install_command(wanted)
-            yield Finding(name, "note", "not installed", "", do, "missing extras", {"extra": extra})
+            yield Finding(name, "note", "not installed", "", install, "missing extras", {"extra": extra})
         else:
             means = "verl does not run without it"
-            yield Finding(name, "fatal", "not installed", means, install_command(wanted), "missing packages")
+            yield Finding(name, "fatal", "not installed", means, install, "missing packages")
         return
     if version is None:
         version = "of unknown version"
@@ -78,7 +72,7 @@ def package(name: str, versions: str, extra: str, load: bool = True) -> Iterator
             "warning" if extra else "fatal",
             f"{version} is installed",
             f"verl works with {versions}" + (", so what needs it is refused" if extra else ""),
-            f"pip install '{name}{versions}'",
+            install,
             data={"version": version, "accepted": versions},
         )
         return
@@ -89,7 +83,7 @@ def package(name: str, versions: str, extra: str, load: bool = True) -> Iterator
             "warning" if extra else "fatal",
             f"{version} is installed but cannot be imported: {problem}",
             "the installation is damaged, or another package does not fit it",
-            f"pip install --force-reinstall '{name}{versions}'",
+            f"pip install --force-reinstall '{wanted.requirement}'",
             data={"version": version, "accepted": versions},
         )
         return

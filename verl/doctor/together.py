@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from verl.doctor.finding import Finding, one_line
+from verl.requirements import install_command
 
 _GLOO_S = 20.0
 
@@ -159,7 +160,7 @@ def ray_cluster(address: str | None = None) -> Iterator[Finding]:
             "warning",
             f"RAY_ADDRESS={address}, but {one_line(error)}",
             unreachable,
-            "pip install 'verl[ray]'",
+            install_command("ray"),
         )
         return
     try:

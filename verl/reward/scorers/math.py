@@ -16,6 +16,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from verl.requirements import install_command
 from verl.reward.base import RewardSample
 from verl.reward.loading import FunctionSpec
 from verl.reward.scorers.latex import last_boxed, normalise, split_top_level
@@ -168,6 +169,7 @@ def _available() -> bool:
         _said_missing = True
         _log.warning(
             "math-verify is not installed: answers that differ as text and as numbers count as wrong. "
-            "Install it with: pip install 'verl[math]'"
+            "Install it with: %s",
+            install_command("math"),
         )
     return False

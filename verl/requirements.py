@@ -1,6 +1,6 @@
-"""Which packages verl wants in which versions: read from its own description, never written down twice.
+"""Which packages verl needs in which versions, and how to install them.
 
-In a checkout that is pyproject.toml beside the package, elsewhere the metadata pip installed.
+Read from pyproject.toml beside the package in a checkout, elsewhere from the installed metadata.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
 _CLAUSE = re.compile(r"(>=|<=|==|!=|<|>|~=)\s*([0-9][0-9.]*)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 _NOT_FEATURES = ("dev", "all")
@@ -26,6 +26,13 @@ class Wanted:
     """`>=0.24,<0.33`; empty: any."""
     extra: str = ""
     """The extra that brings it; empty: it is always needed."""
+    options: str = ""
+    """Extras of the package itself, e.g. `[default]`."""
+
+    @property
+    def requirement(self) -> str:
+        """As pip reads it."""
+        return f"{self.name}{self.options}{self.versions}"
 
     def accepts(self, version: str) -> bool:
         """Whether a version is in the range; build tags (`+cpu`) and pre-release marks do not count."""
@@ -56,7 +63,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def wanted_packages() -> list[Wanted]:
     """Everything verl names, what is always needed first."""
-    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     if project.is_file():
         described = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
         if described.get("name") == "verl":
@@ -78,5 +85,12 @@ def _parsed(lines: list[tuple[str, str]]) -> list[Wanted]:
         match = _REQUIREMENT.match(line)
         if match is None or extra in _NOT_FEATURES or match[1] == "verl":
             continue
-        found.append(Wanted(match[1], match[2].strip().replace(" ", ""), extra))
+        found.append(Wanted(match[1], match[3].strip().replace(" ", ""), extra, match[2] or ""))
     return found
+
+
+def install_command(extra: str) -> str:
+    """How to install what an extra brings. Never by the name of this package: a registry may hold another project
+    of that name."""
+    needed = [f"'{each.requirement}'" for each in wanted_packages() if each.extra == extra]
+    return f"pip install {' '.join(needed) or extra}"
