@@ -145,7 +145,7 @@ def test_a_model_whose_numbers_overflow_leaves_no_score(tmp_path):
 def test_gpus_of_its_own_need_ray(model_folder, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
-    with pytest.raises(MissingPackage, match=r"reward\.reward_model\.n_gpus_per_node=2.*verl\[ray\]"):
+    with pytest.raises(MissingPackage, match=r"reward\.reward_model\.n_gpus_per_node=2.*pip install 'ray"):
         build_reward_manager(config(model_folder, n_gpus_per_node=2, nnodes=1), max_response_length=8)
 
 

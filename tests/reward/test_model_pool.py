@@ -220,22 +220,19 @@ def test_no_room_is_said_with_the_keys(run, monkeypatch):
 
 
 def test_a_cluster_of_our_own_that_is_too_small_is_refused_at_once(run, monkeypatch):
-    from verl.reward.model_pool import refuse_impossible
     from verl.workers.ray_cluster import Cluster, ClusterError
 
     cluster = Cluster(run, "reward.reward_model")
     cluster.connect()
     try:
         run.reward.reward_model.nnodes = 2
-        refuse_impossible(cluster)  # one that was there may grow
-        cluster.started_here = True
         with pytest.raises(ClusterError, match=r"1 node.*Set reward\.reward_model\.nnodes=1"):
-            refuse_impossible(cluster)
+            cluster.refuse_impossible()
         run.reward.reward_model.nnodes = 1
-        refuse_impossible(cluster)
+        cluster.refuse_impossible()
         run.trainer.device, run.reward.reward_model.n_gpus_per_node = "cuda", 4
         with pytest.raises(ClusterError, match=r"n_gpus_per_node=4 need 5 GPUs.*there are 4"):
-            refuse_impossible(cluster)
+            cluster.refuse_impossible()
     finally:
         cluster.close()
 

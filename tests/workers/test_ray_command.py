@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=12), pytest.mark.
 PATIENCE_S = 300.0
 
 
-def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1"}
+def start(arguments: list[str], log: Path, address: str = "local") -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "RAY_ADDRESS": address, "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1"}
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
@@ -165,7 +165,56 @@ def test_no_room_says_what_there_is(overrides, joined):
         cluster.close()
 
 
-def test_without_ray_the_message_names_the_extra(overrides, monkeypatch, tmp_path):
+def test_nodes_a_cluster_lacks_are_waited_for_briefly_and_not_in_silence(
+    overrides, joined, monkeypatch, caplog
+):
+    from verl.config.load import load_ppo_config
+    from verl.workers import ray_cluster
+
+    monkeypatch.setattr(ray_cluster, "ROOM_S", 3.0)
+    cluster = ray_cluster.Cluster(load_ppo_config(overrides("trainer.nnodes=4")))
+    cluster.connect()
+    try:
+        with caplog.at_level("INFO"), pytest.raises(ray_cluster.ClusterError, match="trainer.nnodes=4"):
+            cluster.place(timeout_s=100_000.0)
+    finally:
+        cluster.close()
+    assert "waiting for a place in the Ray cluster: trainer.nnodes=4" in caplog.text
+
+
+def test_several_processes_are_gpus_unless_the_cpu_is_named(overrides, joined, monkeypatch):
+    """trainer.device=auto once trained on CPU processes where the cluster had too few GPUs."""
+    from verl.config.load import load_ppo_config
+    from verl.workers import ray_cluster
+
+    monkeypatch.setattr(ray_cluster, "ROOM_S", 1.0)
+    cluster = ray_cluster.Cluster(
+        load_ppo_config(overrides("trainer.n_gpus_per_node=2", "trainer.device=auto"))
+    )
+    cluster.connect()
+    try:
+        with pytest.raises(ray_cluster.ClusterError, match="trainer.device=cpu for CPU processes"):
+            cluster.place(timeout_s=100_000.0)
+    finally:
+        cluster.close()
+
+
+def test_a_term_signal_while_waiting_for_places_ends_without_stacks(overrides, joined, tmp_path):
+    log = tmp_path / "log.txt"
+    process = start(overrides("trainer.nnodes=4", "trainer.logger=[console]"), log, joined.address)
+    try:
+        while process.poll() is None and "waiting for a place" not in log.read_text():
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert code == 143 and log.read_text().endswith("terminated\n")
+    assert "SIGTERM received" not in log.read_text()
+
+
+def test_without_ray_the_message_names_the_package(overrides, monkeypatch, tmp_path):
     import importlib.util
 
     from verl.config.load import load_ppo_config
@@ -174,7 +223,7 @@ def test_without_ray_the_message_names_the_extra(overrides, monkeypatch, tmp_pat
     cfg = load_ppo_config(overrides("trainer.n_gpus_per_node=2"))
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else found(name))
-    with pytest.raises(MissingPackage, match=r"trainer.n_gpus_per_node=2.*verl\[ray\]"):
+    with pytest.raises(MissingPackage, match=r"trainer.n_gpus_per_node=2.*pip install 'ray"):
         build_group(cfg, None, training_steps=1, run_folder=tmp_path)
 
 

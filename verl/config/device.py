@@ -1,6 +1,6 @@
-"""The memory of the device at hand: nvidia-smi for a GPU, /proc/meminfo for a CPU.
+"""The device at hand: nvidia-smi for a GPU, /proc/meminfo and /proc/cpuinfo for a CPU.
 
-torch is asked, and so imported, only where there is a GPU but no nvidia-smi.
+torch is asked, and so imported, only where there is a GPU and nvidia-smi cannot tell.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def _gpus() -> list[tuple[str, int]]:
         return []
     command = shutil.which("nvidia-smi")
     if command is None:
-        return _gpus_by_torch() if Path("/dev/nvidiactl").exists() else []
+        drivers = ("/dev/nvidiactl", "/dev/kfd")  # NVIDIA's and AMD's
+        return _gpus_by_torch() if any(Path(driver).exists() for driver in drivers) else []
     query = [command, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return []
+        return _gpus_by_torch()
     return parse_gpus(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -73,6 +74,8 @@ def parse_gpus(answer: str, visible: str | None) -> list[tuple[str, int]]:
     chosen = [number.strip() for number in visible.split(",")]
     if all(number in found for number in chosen):
         return [found[number] for number in chosen]
+    if any(name.startswith("MIG-") for name in chosen) and found:
+        return [next(iter(found.values())) for _ in chosen]  # parts of a GPU, which are not listed
     return list(found.values())[: len(chosen)]  # named by UUID: as many as are named
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl.config.generation import engine_size, engines
+from verl.config.machine import beyond_machine
 from verl.config.model_shape import read_shape
 from verl.config.schema import EvaluationConfig, GenerationConfig
 from verl.config.unused import unused_keys
@@ -15,9 +16,12 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 def offline_plan(config: GenerationConfig | EvaluationConfig) -> str:
     """The plan as text, with what has no effect at its end."""
     rows = _generation(config) if isinstance(config, GenerationConfig) else _evaluation(config)
+    beyond = beyond_machine(config) if isinstance(config, GenerationConfig) else []
     left = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{left}}  {value}" for name, value in rows]
-    return "\n".join(["what would run", *lines, *(f"warning: {line}" for line in unused_keys(config))])
+    return "\n".join(
+        ["what would run", *lines, *(f"warning: {line}" for line in [*beyond, *unused_keys(config)])]
+    )
 
 
 def _generation(config: GenerationConfig) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from verl.config.machine import started_by_torchrun
 from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
@@ -31,6 +32,8 @@ def needed(config: PPOConfig | SFTConfig) -> dict[str, str]:
     models: dict[str, ModelConfig | SFTModelConfig]
     if isinstance(config, SFTConfig):
         models = {"model": config.model}
+        if world_size(config) > 1 and not started_by_torchrun():
+            found["ray"] = f"training on {world_size(config)} processes ({ranks}; or start it with torchrun)"
     else:
         models = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
         if config.critic.enable:

@@ -17,6 +17,7 @@ from verl.config.batch_math import BatchPlan, batch_plan, text_table
 from verl.config.batch_math import rows as batch_rows
 from verl.config.device import Device, device_at_hand
 from verl.config.keys import get, put
+from verl.config.machine import beyond_machine
 from verl.config.model_shape import ModelShape, read_shape
 from verl.config.packages import missing_packages
 from verl.config.phases import Estimate, estimate
@@ -78,15 +79,12 @@ def _critic_shape(config: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShap
 
 def _missing(config: PPOConfig | SFTConfig, device: Device) -> list[str]:
     """Packages, files and GPUs the config names and this machine lacks."""
-    lines = missing_packages(config)
+    lines = beyond_machine(config, device) + missing_packages(config)
     for key in ("data.train_files", "data.val_files"):
         for name in get(config, key):
             local = name.startswith((".", "/")) or Path(name).suffix in _FILE_TYPES
             if local and not Path(name).exists():
                 lines.append(f"'{key}': there is no file or folder '{name}'")
-    gpus = config.trainer.n_gpus_per_node
-    if device.kind == "cuda" and device.count < gpus:
-        lines.append(f"'trainer.n_gpus_per_node' is {gpus}, but this machine has {device.count} GPUs")
     return lines
 
 

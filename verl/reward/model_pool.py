@@ -34,7 +34,7 @@ from verl.reward.model_server import ROLE, ModelFacts, ModelSetup, RewardModelAc
 from verl.reward.pieces import estimated_work, next_piece
 from verl.workers.ray_actor import remote_class
 from verl.workers.ray_calls import RankCalls
-from verl.workers.ray_cluster import Cluster, ClusterError, pools
+from verl.workers.ray_cluster import Cluster
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
@@ -67,7 +67,6 @@ class ModelPool:
         self._kept_free: list[Any] = []
         try:
             self.cluster.connect()
-            refuse_impossible(self.cluster)
             self.actors = self._place()
             self.calls = RankCalls(self.actors, run.trainer.watchdog_s, ROLE)
             self.calls.introduce(START_S)
@@ -248,29 +247,6 @@ class ModelPoolBackend:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def refuse_impossible(cluster: Cluster) -> None:
-    """A cluster of our own has what it has: say at once that it is too small, wait for no nodes."""
-    if not cluster.started_here:
-        return
-    wanted = pools(cluster.cfg)
-    asked = " and ".join(
-        f"{pool.key}.nnodes={pool.nodes} {pool.key}.n_gpus_per_node={pool.per_node}" for pool in wanted
-    )
-    several = [pool for pool in wanted if pool.nodes > 1]
-    if several:
-        raise ClusterError(
-            f"the cluster has no room for the run: it has 1 node, started here, and {asked} ask for more. Set "
-            f"{several[0].key}.nnodes=1, or join a cluster of several nodes (RAY_ADDRESS=...)"
-        )
-    gpus, there = sum(pool.per_node for pool in wanted), int(ray.cluster_resources().get("GPU", 0))
-    if cluster.on_gpus() and there < gpus:
-        raise ClusterError(
-            f"the cluster has no room for the run: {asked} need {gpus} GPUs, one for each process, and there are "
-            f"{there}. Lower one of them, set {KEY}.n_gpus_per_node=0 {KEY}.nnodes=0 to keep the reward model on the "
-            f"trainer's GPUs, or trainer.device=cpu"
-        )
 
 
 def _gpus_outside_ray(run: PPOConfig) -> list[str]:

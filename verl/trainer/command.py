@@ -4,27 +4,51 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from verl.errors import CommandAnswered, VerlError
 
 logger = logging.getLogger(__name__)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: what is open is closed on the way out, as after Ctrl-C."""
+
+
+@contextmanager
+def closed_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises `Terminated` in the main thread; elsewhere nothing changes."""
+
+    def handle(number: int, frame: Any) -> None:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, handle)
+    except ValueError:  # only the main thread may set handlers
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_command(body: Callable[[], int | None]) -> int:
     """Run a command's body and turn what it raises into one message and an exit code.
 
-    0: done; 2: something the user can mend (the message says how); 3: training stopped itself; 130: interrupted.
-    Anything else is a defect of ours and keeps its traceback."""
+    0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 130: interrupted;
+    143: terminated. Anything else is a defect of ours and keeps its traceback."""
     from verl.observe.logs import setup_logging
     from verl.observe.terminal import protect_terminal
 
     protect_terminal()
     setup_logging()
     try:
-        with exits_as_errors():
+        with closed_on_sigterm(), exits_as_errors():
             return body() or 0
     except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -36,6 +60,9 @@ def run_command(body: Callable[[], int | None]) -> int:
 
         sys.stderr.write(f"error: {error}. {likely_fix(error)}\n")
         return VerlError.exit_code
+    except Terminated:
+        sys.stderr.write("terminated\n")
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130

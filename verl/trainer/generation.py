@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.generation import engines
+from verl.config.machine import beyond_machine
 from verl.config.model_folder import context_length, folder_problem
 from verl.config.pools import OWN_COPY
 from verl.config.schema import DataConfig
@@ -125,7 +126,7 @@ def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
     for name, why in packages.items():
         if importlib.util.find_spec(name) is None:
             problems.append(str(missing_package(name, name, why)))
-    found = [problem for problem in problems if problem]
+    found = [*beyond_machine(cfg), *(problem for problem in problems if problem)]
     if found:
         raise ConfigError("\n".join(found))
     known, longest = context_length(choice.path, cfg.model.override_config), cfg.rollout.max_model_len

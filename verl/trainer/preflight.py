@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from verl.config.available import unavailable
+from verl.config.machine import beyond_machine
 from verl.config.model_folder import context_length, folder_problem
 from verl.config.packages import missing_packages
 from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_data: bool = False) -> None:
     """Raise ConfigError with every reason why the run could not begin; what is given as an object is not looked for."""
-    problems = unavailable(cfg) + missing_packages(cfg)
+    problems = unavailable(cfg) + beyond_machine(cfg) + missing_packages(cfg)
     problems += _absent_files(cfg, given_data)
     if not given_model:
         problems += _model_problems(cfg)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.config.generation import engine_size as engine_places
-from verl.config.pools import engine_size, rollout_pool
+from verl.config.machine import Pool, pools
+from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError, VerlError
@@ -39,9 +40,11 @@ from verl.workers.ray_actor import RankActor, ServingActor, remote_class
 logger = logging.getLogger(__name__)
 
 CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
-ROLLOUT = "actor_rollout_ref.rollout"
 ROOM_S = 30.0
-"""How long a restart waits for its places; Ray counts a node as lost after half of it."""
+"""How long a run waits for places no node of the cluster has; Ray counts a node as lost after half of it."""
+_PROGRESS_S = 10.0
+_SIGNAL_S = 1.0
+"""Ray's wait for places takes no signals: a process that is to end does so after this time."""
 _REGISTER = "register worker"
 
 
@@ -59,36 +62,6 @@ def register_advice(cpus: int) -> str:
         "When Ray says 'Unable to register worker with raylet', it starts more processes than this machine lets it, "
         f"because it counts CPUs that belong to others; set {CPUS_KEY}={cpus}"
     )
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Processes that are placed together: so many on each of so many nodes, and the section whose keys say so."""
-
-    key: str
-    nodes: int
-    per_node: int
-    places: int = 1
-    """What one process takes of them: engines that share a model out over several GPUs are one process each."""
-
-    @property
-    def processes(self) -> int:
-        return self.nodes * self.per_node // self.places
-
-
-def pools(cfg: PPOConfig | SFTConfig | GenerationConfig) -> list[Pool]:
-    """Everything a run has processes for: the trainer's ranks, and what has GPUs (or CPU processes) of its own."""
-    found = [Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)]
-    if isinstance(cfg, SFTConfig):
-        return found
-    if isinstance(cfg, GenerationConfig):
-        return [replace(found[0], places=engine_places(cfg))]
-    rollout, model = cfg.actor_rollout_ref.rollout, cfg.reward.reward_model
-    if rollout_pool(cfg):
-        found.append(Pool(ROLLOUT, rollout.nnodes, rollout.n_gpus_per_node, engine_size(cfg)))
-    if model.enable and model.n_gpus_per_node:
-        found.append(Pool("reward.reward_model", model.nnodes, model.n_gpus_per_node))
-    return found
 
 
 class Cluster:
@@ -130,7 +103,7 @@ class Cluster:
                 f"{CPUS_KEY} is {cpus}, but {asked} processes need one each; set it to at least {needed}"
             )
         address = os.environ.get("RAY_ADDRESS", "")
-        with _said_if_killed(register_advice(usable_cpus())):
+        with _said_if_killed(register_advice(usable_cpus())), _own_sigterm():
             try:
                 if address and address != "local":
                     ray.init(address=address, **_for_joining(common))
@@ -139,6 +112,8 @@ class Cluster:
             except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
                 raise _start_error(error, address) from error
         self._connected_here = True
+        if self.started_here:
+            self.refuse_impossible()
 
     def _start_or_join(self, cpus: int, common: dict[str, Any]) -> None:
         try:
@@ -154,12 +129,29 @@ class Cluster:
     # -- places -------------------------------------------------------------------------------------------------
 
     def on_gpus(self) -> bool:
-        """`trainer.device`: auto means GPUs where the cluster has enough of them for every process of every pool."""
+        """`trainer.device`: with auto several processes are on GPUs, one is where the cluster has a GPU."""
         wanted = self.cfg.trainer.device
         if wanted != "auto":
             return wanted == "cuda"
-        wanted_gpus = sum(pool.per_node * pool.nodes for pool in pools(self.cfg))
-        return bool(ray.cluster_resources().get("GPU", 0) >= wanted_gpus)
+        several = sum(pool.processes for pool in pools(self.cfg)) > 1
+        return several or bool(ray.cluster_resources().get("GPU", 0))
+
+    def refuse_impossible(self) -> None:
+        """A cluster started here has what it has: refuse at once what is too large for it."""
+        wanted = pools(self.cfg)
+        asked = " and ".join(pool.asked for pool in wanted)
+        several = [pool for pool in wanted if pool.nodes > 1]
+        if several:
+            raise ClusterError(
+                f"the cluster has no room for the run: it has 1 node, started here, and {asked} ask for more. Set "
+                f"{several[0].key}.nnodes=1, or join a cluster of several nodes (RAY_ADDRESS=...)"
+            )
+        gpus, there = sum(pool.per_node for pool in wanted), int(ray.cluster_resources().get("GPU", 0))
+        if self.on_gpus() and there < gpus:
+            raise ClusterError(
+                f"the cluster has no room for the run: {asked} need {gpus} GPUs, one for each process, and there are "
+                f"{there}. Lower one of them, or set trainer.device=cpu for CPU processes"
+            )
 
     def threads(self) -> int:
         """For each rank on CPUs: its share of what this process would use."""
@@ -168,8 +160,7 @@ class Cluster:
     def place(self, timeout_s: float, actor: type[ServingActor] = RankActor) -> list[Any]:
         """One actor per process, the same number on each of `nnodes` nodes, process by process and node by node."""
         pool = self.pool
-        if not self._reserve(timeout_s) or self._group is None:
-            raise ClusterError(self._no_room())
+        group = self._wait_for_room(timeout_s)
         gpus = self.on_gpus()
         actor_class = remote_class(actor)
         threads = None if gpus else self.threads()
@@ -178,7 +169,7 @@ class Cluster:
                 num_cpus=pool.places,
                 num_gpus=pool.places if gpus else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=rank * pool.places // pool.per_node
+                    group, placement_group_bundle_index=rank * pool.places // pool.per_node
                 ),
             ).remote(rank, pool.processes, threads)
             for rank in range(pool.processes)
@@ -196,6 +187,29 @@ class Cluster:
             bundles: list[dict[str, float]] = [dict(self._bundle()) for _ in range(self.pool.nodes)]
             self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         return bool(self._group.wait(timeout_s))
+
+    def _wait_for_room(self, timeout_s: float) -> PlacementGroup:
+        """Reserve; others may take `timeout_s` to leave, missing nodes are waited for no longer than ROOM_S."""
+        pool, began, said = self.pool, time.monotonic(), 0.0
+        while not self._reserve(min(_SIGNAL_S, timeout_s)):
+            waited = time.monotonic() - began
+            fitting = sum(count >= pool.per_node for count in self._ranks_by_node())
+            limit = timeout_s if fitting >= pool.nodes else min(ROOM_S, timeout_s)
+            if waited + 0.1 >= limit:
+                raise ClusterError(self._no_room())
+            if waited - said < _PROGRESS_S and said:
+                continue
+            said = waited
+            logger.info(
+                "waiting for a place in the Ray cluster: %s, and %d nodes have room for that when idle (%.0f of at "
+                "most %.0f s)",
+                pool.asked,
+                fitting,
+                waited,
+                limit,
+            )
+        assert self._group is not None
+        return self._group
 
     def room(self) -> tuple[int, int]:
         """Nodes and ranks per node that can be had now: as many as the config asks for, or what is left beside the
@@ -253,11 +267,13 @@ class Cluster:
             + ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in bundle)
             for node in alive
         )
+        no_gpu = "GPU" in bundle and not any(node["Resources"].get("GPU") for node in alive)
+        processes = ", set trainer.device=cpu for CPU processes (the cluster has no GPU)" if no_gpu else ""
         return (
             f"the cluster has no room for the run: {self._key}.nnodes={self.pool.nodes} nodes with {asked} each "
             f"are needed, and there are {len(alive)} ({there}), of which others may use a part. Lower "
-            f"{self._key}.nnodes or {self._key}.n_gpus_per_node, add nodes (ray start --address=...), or raise "
-            f"{CPUS_KEY}"
+            f"{self._key}.nnodes or {self._key}.n_gpus_per_node{processes}, add nodes (ray start --address=...), or "
+            f"raise {CPUS_KEY}"
         )
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -331,6 +347,17 @@ def _start_error(error: Exception, address: str) -> ClusterError:
         f"Ray could not be started: {text}. If a cluster that no longer runs is meant, set RAY_ADDRESS=local; "
         f"if there are too many CPUs, set {CPUS_KEY}={usable_cpus()}"
     )
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Connecting to Ray puts handlers of its own in place of ours, which write C++ stacks; afterwards ours are back."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from verl.config.machine import ROLLOUT
 from verl.rollout.handover.fingerprint import compare
 from verl.rollout.handover.probe import check_probe
 from verl.workers.ray_calls import RankCalls
-from verl.workers.ray_cluster import ROLLOUT, Cluster
+from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_rollout import GeneratingActor
 
 if TYPE_CHECKING:
