@@ -111,6 +111,7 @@ def test_memory_of_gpus_for_rollout_is_their_own(model_folder: Callable[..., Pat
 
 def test_what_has_an_effect_changes_with_a_pool() -> None:
     keys = {"free_cache_engine": False, "trainer__watchdog_s": 60.0, "trainer__max_restarts": 2}
+    keys["trainer__device"] = "cuda"
 
     def idle(**more: Any) -> list[str]:
         return sorted(line.split("=")[0] for line in unused_keys(config(**keys, **more)))

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from verl.config import device, unused_device
 from verl.config.checks import check
 from verl.config.keys import schema_keys, sections
 from verl.config.load import from_dict, load_ppo_config, to_dict
-from verl.config.schema import PPOConfig, SFTConfig
-from verl.config.unused_rules import PPO_RULES, SFT_RULES
+from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
+from verl.config.unused import RULES
 
-BASE = {"actor_rollout_ref.model.path": "m", "data.train_files": "a"}
+# On a GPU, whatever the tests run on: what a CPU makes of the keys has its own cases.
+BASE = {"actor_rollout_ref.model.path": "m", "data.train_files": "a", "trainer.device": "cuda"}
 GRPO = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}
 VAL = {"data.val_files": "v"}
 POOL = {
@@ -71,6 +73,9 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"trainer.wandb_proxy": "http://x"}, "trainer.wandb_proxy", "wandb", {"trainer.logger": ["wandb"]}),
     ({"trainer.keep_best_mode": "min"}, "trainer.keep_best_mode", "keep_best", {"trainer.keep_best": "val"}),
     ({"ray_kwargs.ray_init.num_cpus": 4}, "ray_kwargs.ray_init.num_cpus", "one process", {"trainer.nnodes": 2}),
+    ({"actor_rollout_ref.actor.fsdp_config.reshard_after_forward": False}, "actor_rollout_ref.actor.fsdp_config.reshard_after_forward", "nothing to shard", {"trainer.n_gpus_per_node": 2}),
+    ({"data.seed": 7, "data.shuffle": False}, "data.seed", "nothing is drawn", {"data.shuffle": True}),
+    ({"trainer.val_before_train": False}, "trainer.val_before_train", "data.val_files", VAL),
 ]  # fmt: skip
 
 
@@ -97,8 +102,87 @@ def test_a_resolved_config_given_back_has_no_new_warnings() -> None:
     assert check(from_dict(PPOConfig, to_dict(config), checked=False)) == []
 
 
+# Keys of training, each with a value that does nothing on a CPU and something on a GPU.
+CPU_CASES: list[tuple[type, str, Any, dict[str, Any]]] = [
+    (PPOConfig, "actor_rollout_ref.rollout.enforce_eager", True, {}),
+    (PPOConfig, "actor_rollout_ref.rollout.gpu_memory_utilization", 0.3, {"actor_rollout_ref.rollout.name": "vllm"}),
+    (PPOConfig, "actor_rollout_ref.rollout.free_cache_engine", False, {}),
+    (PPOConfig, "actor_rollout_ref.actor.fsdp_config.param_offload", True, {}),
+    (PPOConfig, "actor_rollout_ref.actor.fsdp_config.optimizer_offload", True, {}),
+    (PPOConfig, "actor_rollout_ref.actor.fsdp_config.offload_policy", True, {}),
+    (PPOConfig, "actor_rollout_ref.ref.fsdp_config.param_offload", True, {"actor_rollout_ref.actor.use_kl_loss": True}),
+    (PPOConfig, "critic.fsdp_config.param_offload", True, {}),
+    (PPOConfig, "actor_rollout_ref.model.enable_activation_offload", True, {}),
+    (PPOConfig, "actor_rollout_ref.actor.optim.stochastic_rounding", True, {}),
+    (PPOConfig, "reward.reward_model.param_offload", False, {"reward.reward_model.enable": True, "reward.reward_model.model_path": "m"}),
+    (SFTConfig, "model.fsdp_config.optimizer_offload", True, {}),
+    (SFTConfig, "model.enable_activation_offload", True, {}),
+    (GenerationConfig, "rollout.enforce_eager", True, {}),
+    (GenerationConfig, "rollout.gpu_memory_utilization", 0.3, {"rollout.name": "vllm"}),
+]  # fmt: skip
+LEAST: dict[type, dict[str, Any]] = {
+    PPOConfig: {"actor_rollout_ref.model.path": "m", "data.train_files": "a"},
+    SFTConfig: {"model.path": "m", "data.train_files": "a"},
+    GenerationConfig: {"model.path": "m", "data.path": "a.jsonl", "data.output_path": "b.jsonl"},
+}
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "more"), CPU_CASES, ids=[case[1] for case in CPU_CASES])
+def test_a_key_without_effect_on_a_cpu_is_named(
+    kind: Any, key: str, value: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named(where: str) -> list[str]:
+        config = from_dict(kind, {**LEAST[kind], **more, key: value, "trainer.device": where}, checked=False)
+        return [line for line in check(config) if f"'{key}'=" in line]
+
+    assert "has no effect" in named("cpu")[0] and not named("cuda")
+    monkeypatch.setattr(device, "_gpus", lambda: [("H200", 2**37)])
+    assert not named("auto")
+    monkeypatch.setattr(device, "_gpus", list)
+    assert named("auto") == named("cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (PPOConfig, "actor_rollout_ref.model.dtype"),
+        (PPOConfig, "critic.model.dtype"),
+        (SFTConfig, "model.dtype"),
+        (GenerationConfig, "rollout.dtype"),
+    ],
+)
+def test_bf16_on_a_cpu_without_its_instructions_is_warned_about(
+    kind: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(dtype: str, where: str) -> list[str]:
+        config = from_dict(kind, {**LEAST[kind], key: dtype, "trainer.device": where}, checked=False)
+        return [line for line in check(config) if f"'{key}'=" in line]
+
+    monkeypatch.setattr(unused_device, "cpu_has_bf16", lambda: False)
+    (line,) = lines("bf16", "cpu")
+    assert "no bf16 instructions" in line and f"{key}=float32" in line
+    assert not lines("float32", "cpu") and not lines("bf16", "cuda")
+    monkeypatch.setattr(unused_device, "cpu_has_bf16", lambda: True)
+    assert not lines("bf16", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "has"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_bf16\n", True),
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile\n", True),
+        ("flags\t\t: fpu sse avx2 avx512f\n", False),
+        ("Features\t: fp asimd bf16 i8mm\n", True),
+        ("Features\t: fp asimd fphp asimdhp\n", False),
+        ("processor\t: 0\n", True),
+    ],
+)
+def test_bf16_instructions_are_read_from_the_flags_of_the_cpu(cpuinfo: str, has: bool) -> None:
+    assert device.bf16_in(cpuinfo) is has
+
+
 def test_every_rule_names_keys_that_exist() -> None:
-    for kind, rules in ((PPOConfig, PPO_RULES), (SFTConfig, SFT_RULES)):
+    for kind, rules in RULES.items():
         names = set(schema_keys(kind)) | set(sections(kind))
         for rule in rules:
             assert set(rule.keys) <= names, rule

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -35,6 +37,42 @@ def device_at_hand(wanted: str, processes: int = 1) -> Device:
         return Device("cuda", "GPU (none seen here)", None, 0)
     total = _host_memory()
     return Device("cpu", "CPU", total // processes if total is not None else None, processes)
+
+
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16"}
+"""Names of bf16 instructions in /proc/cpuinfo: x86 first, then Arm."""
+
+
+@cache
+def cpu_has_bf16() -> bool:
+    """Whether the CPU has bf16 instructions; True where it does not say. Without them torch's bf16 products are many
+    times slower than those in float32."""
+    if sys.platform == "darwin":
+        return _sysctl("hw.optional.arm.FEAT_BF16") != "0"
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return bf16_in(text)
+
+
+def bf16_in(cpuinfo: str) -> bool:
+    """Whether the flags of /proc/cpuinfo name bf16 instructions; True where there are no flags."""
+    flags = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if _names_flags(line)]
+    return not flags or any(_BF16_FLAGS & set(names) for names in flags)
+
+
+def _names_flags(line: str) -> bool:
+    return line.partition(":")[0].strip().lower() in ("flags", "features")
+
+
+def _sysctl(name: str) -> str:
+    try:
+        return subprocess.run(
+            ["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _gpus() -> list[tuple[str, int]]:

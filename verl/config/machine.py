@@ -51,6 +51,15 @@ def pools(cfg: PPOConfig | SFTConfig | GenerationConfig) -> list[Pool]:
     return found
 
 
+def on_cpu(cfg: PPOConfig | SFTConfig | GenerationConfig) -> bool:
+    """Whether the config computes on CPUs here."""
+    if cfg.trainer.device != "auto":
+        return cfg.trainer.device == "cpu"
+    if sum(pool.processes for pool in pools(cfg)) > 1:
+        return False  # several processes are on GPUs unless the CPU is named
+    return device_at_hand("auto").kind == "cpu"
+
+
 def joins_cluster() -> bool:
     """Whether a run would join a Ray cluster, whose nodes this process does not know; otherwise it starts one here."""
     address = os.environ.get("RAY_ADDRESS", "")

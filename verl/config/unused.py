@@ -15,15 +15,21 @@ from verl.config.finalize import finalize
 from verl.config.generation import GENERATION_RULES, generation_advice
 from verl.config.keys import get, put, schema_keys
 from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.unused_device import (
+    GENERATION_DEVICE_RULES,
+    PPO_DEVICE_RULES,
+    SFT_DEVICE_RULES,
+    slow_dtypes,
+)
 from verl.config.unused_rules import PPO_RULES, SFT_RULES, Rule
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 RULES: dict[type, tuple[Rule, ...]] = {
-    PPOConfig: PPO_RULES,
-    SFTConfig: SFT_RULES,
-    GenerationConfig: GENERATION_RULES,
+    PPOConfig: PPO_RULES + PPO_DEVICE_RULES,
+    SFTConfig: SFT_RULES + SFT_DEVICE_RULES,
+    GenerationConfig: GENERATION_RULES + GENERATION_DEVICE_RULES,
     EvaluationConfig: EVALUATION_RULES,
 }
 
@@ -33,12 +39,15 @@ def unused_keys(config: AnyConfig) -> list[str]:
     lines: dict[str, str] = {}
     keys = schema_keys(type(config))
     for rule in RULES[type(config)]:
-        if rule.unless(config):
+        # The rule comes last: those about the device look at the machine.
+        names = [name for name in _set_keys(config, rule.keys) if get(config, name) != keys[name].default]
+        if not names or rule.unless(config):
             continue
-        for name in _set_keys(config, rule.keys):
-            if get(config, name) != keys[name].default and not _would_be(config, name):
+        for name in names:
+            if not _would_be(config, name):
                 lines.setdefault(name, f"'{name}'={_shown(get(config, name))} has no effect: {rule.why}")
-    return [*lines.values(), *_advice(config)]
+    slow = [] if isinstance(config, EvaluationConfig) else slow_dtypes(config)
+    return [*lines.values(), *slow, *_advice(config)]
 
 
 def _set_keys(config: AnyConfig, names: Iterable[str]) -> list[str]:

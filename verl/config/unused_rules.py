@@ -132,6 +132,11 @@ def _sharding_rules(role: str) -> tuple[Rule, ...]:
             lambda c: not get(c, role).fsdp_config.offload_policy,
             f"{role}.fsdp_config.offload_policy=True keeps everything in host memory already",
         ),
+        Rule(
+            _under(role, "fsdp_config.fsdp_size", "fsdp_config.reshard_after_forward"),
+            lambda c: world_size(c) > 1 or get(c, role).fsdp_config.offload_policy,
+            "one process has nothing to shard",
+        ),
     )
 
 
@@ -175,6 +180,11 @@ _TRAINER_RULES = (
         "one process has no workers that could die",
     ),
     Rule(("data.val_max_samples",), lambda c: bool(c.data.val_files), "there are no data.val_files"),
+    Rule(
+        ("data.seed",),
+        lambda c: c.data.shuffle or bool(getattr(c.data, "mixture", None)),
+        "data.shuffle is False, so nothing is drawn",
+    ),
 )
 
 REWARD_RULES: tuple[Rule, ...] = (
@@ -383,7 +393,7 @@ PPO_RULES: tuple[Rule, ...] = (
     *REWARD_RULES,
     # the run
     Rule(
-        ("trainer.log_val_generations", "trainer.validation_data_dir"),
+        ("trainer.log_val_generations", "trainer.validation_data_dir", "trainer.val_before_train"),
         lambda c: bool(c.data.val_files),
         "there are no data.val_files",
     ),
@@ -402,6 +412,12 @@ PPO_RULES: tuple[Rule, ...] = (
         f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
     ),
     *_budget_rules(
+        "actor_rollout_ref.ref",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+        ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"],
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    ),
+    *_budget_rules(
         "critic",
         "critic.use_dynamic_bsz",
         ["critic.ppo_micro_batch_size_per_gpu", "critic.forward_micro_batch_size_per_gpu"],
@@ -411,6 +427,7 @@ PPO_RULES: tuple[Rule, ...] = (
     *_optim_rules("critic.optim"),
     *_sharding_rules(_ACTOR),
     *_sharding_rules("critic"),
+    *_sharding_rules("actor_rollout_ref.ref"),
     *_lora_rules(_MODEL),
     *_lora_rules("critic.model"),
 )

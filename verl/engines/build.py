@@ -138,7 +138,6 @@ def assemble(
     _find_out(module, passes, stock_attention)
     if settings.torch_compile:
         _try_compiled(passes, layers)
-    _notice_what_has_no_effect(settings, ranks)
     if settings.activation_offload and ranks.device.type != "cpu":
         passes.activation_offload = ActivationOffload(ranks.device)
     optimizer = _optimizer(module, settings, optim, schedule)
@@ -278,19 +277,3 @@ def _tell_padded(module: nn.Module, reason: str) -> None:
         type(module).__name__,
         reason,
     )
-
-
-def _notice_what_has_no_effect(settings: EngineSettings, ranks: Ranks) -> None:
-    if ranks.device.type != "cpu":
-        return
-    chosen = {
-        "fsdp_config.offload_policy": settings.sharding.offload_policy,
-        "fsdp_config.param_offload": settings.sharding.param_offload,
-        "fsdp_config.optimizer_offload": settings.sharding.optimizer_offload,
-        "model.enable_activation_offload": settings.activation_offload,
-    }
-    for key, value in chosen.items():
-        if value:
-            log.warning(
-                "%s: %s has no effect on a CPU, where everything is in host memory", settings.kind, key
-            )

@@ -18,7 +18,7 @@ class ModelConfig:
     path: str = key("", "Hugging Face model folder or id", required=True, path=True)
     tokenizer_path: str | None = key(None, "folder of the tokenizer; default: the model's", path=True)
     dtype: str = key(
-        "auto", "of the parameters; auto: bfloat16 on GPU, float32 on CPU", known=known.MODEL_DTYPES
+        "auto", "of the parameters; auto: bfloat16 on a GPU, float32 on a CPU", known=known.MODEL_DTYPES
     )
     enable_gradient_checkpointing: bool = key(
         False, "recompute activations in the backward pass to save memory"

@@ -73,7 +73,11 @@ class RolloutConfig:
     )
     tensor_model_parallel_size: int = key(1, "vllm and sglang: GPUs that share one copy of the model", ge=1)
     gpu_memory_utilization: float = key(
-        0.5, "share of GPU memory for weights and KV cache while generating", gt=0, le=1
+        0.5,
+        "share of GPU memory for weights and KV cache while generating (native on a CPU: of the free host memory, for "
+        "the KV cache)",
+        gt=0,
+        le=1,
     )
     max_num_seqs: int = key(1024, "sequences generated at the same time, at most", ge=1)
     max_num_batched_tokens: int = key(
