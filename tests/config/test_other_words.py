@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from verl.config.available import unavailable
 from verl.config.keys import nearest, schema_keys
 from verl.config.load import load_ppo_config, load_sft_config
 from verl.config.schema import PPOConfig, SFTConfig
@@ -24,6 +25,8 @@ NEEDED = ["actor_rollout_ref.model.path=o/m", "data.train_files=o/d"]
         ("model_name_or_path", "actor_rollout_ref.model.path"),
         ("trainer.num_epochs", "trainer.total_epochs"),
         ("trainer.output_dir", "trainer.default_local_dir"),
+        ("trainer.total_step", "trainer.total_training_steps"),
+        ("trainer.max_step", "trainer.total_training_steps"),
         ("rollout.num_generations", "actor_rollout_ref.rollout.n"),
         ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef"),
         ("actor_rollout_ref.actor.kl_coef", "actor_rollout_ref.actor.kl_loss_coef"),
@@ -34,6 +37,80 @@ NEEDED = ["actor_rollout_ref.model.path=o/m", "data.train_files=o/d"]
 def test_the_first_answer_is_what_was_meant(typed: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key '{typed}'.*Nearest known key: '{ours}'"):
         load_ppo_config([*NEEDED, f"{typed}=1"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("algorithm.adv_estimator=dpo", "dpo trains on preferences .* not available in this version"),
+        ("algorithm.adv_estimator=online_dpo", "trains on preferences .* not available in this version"),
+        ("algorithm.adv_estimator=SPIN", "SPIN trains on preferences"),
+        ("algorithm.adv_estimator=sppo", "sppo trains on preferences"),
+        ("algorithm.adv_estimator=prime", "not available in this version; reward.reward_manager.name=prime"),
+        (
+            "algorithm.adv_estimator=gspo",
+            "policy loss: set actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        ),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=rloo", "algorithm.adv_estimator=rloo"),
+        ("actor_rollout_ref.actor.strategy=deepspeed", "deepspeed is not available; fsdp"),
+        ("rollout.mode=async", "rollout.mode=server"),
+    ],
+)
+def test_a_value_that_is_another_kind_of_thing_is_told_what_it_is(typed: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=answer) as error:
+        load_ppo_config([*NEEDED, typed])
+    assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "trainer.async_training.mode=one_step_off",
+        "async_training.staleness_threshold=0.1",
+        "trainer.async_mode=True",
+        "trainer.v1.trainer_mode=fully_async",
+        "rollout.partial_rollout=True",
+        "rollout.agent.num_workers=2",
+        "data.chosen_key=chosen",
+        "recipe=dapo",
+    ],
+)
+def test_a_key_of_a_feature_that_is_not_there_says_so(typed: str) -> None:
+    with pytest.raises(ConfigError, match="not available in this version") as error:
+        load_ppo_config([*NEEDED, typed])
+    assert "Nearest known key" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        [
+            "actor_rollout_ref.actor.strategy=megatron",
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        ],
+        ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=3"],
+        ["rollout.multi_turn.enable=True"],
+    ],
+)
+def test_what_is_not_available_is_said_before_its_sizes_are_judged(
+    typed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = unavailable(load_ppo_config([*NEEDED, *typed]))
+    assert len(lines) == 1 and "not available in this version" in lines[0]
+    assert "tool_config_path" not in caplog.text
+    with pytest.raises(ConfigError) as error:
+        load_ppo_config([*NEEDED, *typed, "critic.enable=False"])
+    assert str(error.value).startswith(lines[0])
+
+
+def test_a_batch_is_not_told_to_grow_beyond_the_data() -> None:
+    """How many rows there are is not known yet, so only a smaller batch is sure to work."""
+    with pytest.raises(ConfigError) as error:
+        load_ppo_config(
+            [*NEEDED, "data.train_batch_size=500", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+        )
+    assert "data.train_batch_size=496" in str(error.value) and "504" not in str(error.value)
 
 
 def test_fine_tuning_is_answered_with_its_own_keys() -> None:

@@ -193,7 +193,6 @@ ADVICE = [
     ({"actor_rollout_ref.rollout.temperature": 1.8}, "degenerate"),
     ({"actor_rollout_ref.actor.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "counts twice"),
     ({**GRPO, "critic.enable": True}, "never asks"),
-    ({"actor_rollout_ref.rollout.multi_turn.enable": True}, "tool_config_path"),
     ({"data.return_raw_input_ids": True}, "always kept"),
 ]
 

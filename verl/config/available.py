@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import AnyConfig, PPOConfig, SFTConfig
 
 
-def unavailable(cfg: PPOConfig | SFTConfig) -> list[str]:
+def unavailable(cfg: AnyConfig) -> list[str]:
     """One line for each such setting: what it is, and what to set instead."""
+    if not isinstance(cfg, (PPOConfig, SFTConfig)):
+        return []
     found = _shared(cfg) + (_ppo(cfg) if isinstance(cfg, PPOConfig) else [])
     return [
         f"{what} is not available in this version; set {instead}" for asked, what, instead in found if asked
@@ -37,7 +39,8 @@ def _ppo(cfg: PPOConfig) -> list[tuple[bool, str, str]]:
         ),
         (rollout.multi_turn.enable, f"{key}.multi_turn.enable=True", f"{key}.multi_turn.enable=False"),
         (
-            cfg.critic.strategy == "megatron" or cfg.actor_rollout_ref.ref.strategy == "megatron",
+            cfg.actor_rollout_ref.actor.strategy != "megatron"  # which the others follow
+            and "megatron" in (cfg.critic.strategy, cfg.actor_rollout_ref.ref.strategy),
             "strategy=megatron for critic or ref",
             "critic.strategy=fsdp actor_rollout_ref.ref.strategy=fsdp",
         ),

@@ -9,14 +9,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from verl.config.available import unavailable
 from verl.config.evaluation import evaluation_errors
 from verl.config.generation import generation_errors
 from verl.config.keys import Key, get, schema_keys
 from verl.config.known import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, ROLLOUT_RS
 from verl.config.pools import sharing_errors
-from verl.config.ranks import divisors, dp_size, model_parallel_size, some_near, world_size
+from verl.config.ranks import divisors, dp_size, some_near, world_size
 from verl.config.schema import AnyConfig, GenerationConfig, OptimConfig, PPOConfig, SFTConfig
-from verl.config.synonyms import value_meant
+from verl.config.synonyms import other_kind, value_meant
 from verl.config.unused import unused_keys
 from verl.errors import ConfigError
 
@@ -34,7 +35,7 @@ def check(config: AnyConfig) -> list[str]:
     """Warnings about a config that can run; ConfigError, with every reason, for one that cannot."""
     errors = _values(config) or _combinations(config)
     if errors:
-        raise ConfigError("\n".join(errors))
+        raise ConfigError("\n".join([*unavailable(config), *errors]))
     return unused_keys(config)
 
 
@@ -75,6 +76,9 @@ def _allowed(key: Key, value: Any) -> list[str]:
     names = [*known, *(name for name in _registered(key.metadata["plugin"]) if name not in known)]
     if value in names:
         return []
+    other = other_kind(key.name, str(value))
+    if other:
+        return [f"'{key.name}' is '{value}': {value} {other}. Allowed: {', '.join(names)}"]
     close = value_meant(key.name, str(value), names)
     hint = f" Did you mean {close}?" if close else ""
     own = " Your own are registered in a module named in trainer.plugins" if key.metadata["plugin"] else ""
@@ -190,13 +194,13 @@ def _batches(config: PPOConfig) -> list[str]:
         if mini > prompts:
             errors.append(
                 f"'{name}' is {mini}, more than the {prompts} prompts of a step (data.train_batch_size). Values that "
-                f"work: {works}; or data.train_batch_size={mini}"
+                f"work: {works}; or data.train_batch_size={mini}, if the data has as many rows"
             )
         elif prompts % mini:
-            more = -(-prompts // mini) * mini
+            fewer = prompts // mini * mini  # more might be more than the data has
             errors.append(
                 f"'{name}' is {mini}, which does not divide the {prompts} prompts of a step (data.train_batch_size). "
-                f"Values that work: {works}; or data.train_batch_size={more}"
+                f"Values that work: {works}; or data.train_batch_size={fewer}"
             )
     ranks, n = dp_size(config), config.actor_rollout_ref.rollout.n
     sequences = prompts * n
@@ -239,17 +243,8 @@ def _sampling(config: PPOConfig) -> list[str]:
 
 
 def _parallel(name: str, role: Any, world: int) -> list[str]:
+    """Sizes of what is not available (megatron, sequence parallelism) need not fit: a run refuses those anyway."""
     ranks = f"the {world} ranks (trainer.n_gpus_per_node x trainer.nnodes)"
-    size = model_parallel_size(role)
-    if world % size:
-        keys = (
-            f"'{name}.megatron' tensor x pipeline x context parallel size"
-            if role.strategy == "megatron"
-            else f"'{name}.ulysses_sequence_parallel_size'"
-        )
-        return [
-            f"{keys} is {size}, which does not divide {ranks}. Values that work: {some_near(divisors(world), size)}"
-        ]
     shards = role.fsdp_config.fsdp_size
     if role.strategy != "megatron" and shards != -1 and (shards == 0 or world % shards):
         return [

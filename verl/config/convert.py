@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin
 
 from verl.config.keys import field_types, nearest, schema_keys, sections
 from verl.config.known import MODEL_DTYPES, ROLLOUT_DTYPES
+from verl.config.synonyms import missing_feature
 
 DTYPE_NAMES = {
     "bf16": "bfloat16",
@@ -165,6 +166,9 @@ def _unknown(root: type, name: str, value: Any, typed: Mapping[str, str]) -> str
     said = _as_typed(name, typed)
     became = f" (that is '{name}')" if said != name else ""
     shown = f" (value {value!r})"
+    feature = missing_feature(name)
+    if feature:
+        return f"unknown key '{said}'{became}{shown}: {feature}"
     close = nearest(root, name)
     first = schema_keys(root)[close[0]]
     where = f"section '{first.section}'" if first.section else "the top level"

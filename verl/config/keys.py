@@ -98,15 +98,15 @@ def put(config: Any, name: str, value: Any) -> None:
 
 
 def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
-    """The known keys closest to an unknown one: spelt alike in its section, meant by another trainer's word, of its
+    """The known keys closest to an unknown one: meant by another trainer's word, spelt alike in its section, of its
     last name, of its whole name."""
     keys = list(schema_keys(kind))
     section, _, last = name.rpartition(".")
     if name in sections(kind):
         return [other for other in keys if other.startswith(name + ".")][:limit]
     beside = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
-    found = [beside[match] for match in difflib.get_close_matches(last, beside, limit, cutoff=0.7)]
-    found += meant(name, keys)
+    found = meant(name, keys)
+    found += [beside[match] for match in difflib.get_close_matches(last, beside, limit, cutoff=0.7)]
     same_last = [other for other in keys if other.rpartition(".")[2] == last]
     found += sorted(same_last, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
     if not found:

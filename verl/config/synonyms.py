@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from verl.config.known import ESTIMATORS, POLICY_LOSSES
+
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -129,6 +131,88 @@ _VALUES: dict[tuple[str, str], str] = {
 }
 """What a value of a key (by its last name) probably means."""
 
+_PREFERENCES = (
+    "trains on preferences and has no advantages to estimate; preference training is not available in this version "
+    "(`verl sft` trains on the chosen responses alone)"
+)
+_OTHER_KINDS: dict[tuple[str, str], str] = {
+    **{
+        ("adv_estimator", name): _PREFERENCES
+        for name in ("dpo", "online_dpo", "ipo", "kto", "simpo", "orpo", "cpo", "spin", "sppo")
+    },
+    ("adv_estimator", "prime"): (
+        "is a recipe with rewards per token, which is not available in this version; "
+        "reward.reward_manager.name=prime scores in several processes"
+    ),
+    **{
+        ("adv_estimator", name): (
+            f"is a policy loss: set actor_rollout_ref.actor.policy_loss.loss_mode={name} with an estimator such as grpo"
+        )
+        for name in POLICY_LOSSES
+        if name not in ESTIMATORS
+    },
+    **{
+        ("loss_mode", name): f"is an advantage estimator: set algorithm.adv_estimator={name}"
+        for name in ESTIMATORS
+        if name not in POLICY_LOSSES
+    },
+    **{
+        ("strategy", name): "is not available; fsdp shards weights, gradients and optimiser over the ranks"
+        for name in ("ddp", "deepspeed", "zero", "zero2", "zero3", "torchtitan", "veomni")
+    },
+    (
+        "mode",
+        "async",
+    ): "is rollout.mode=server here (vllm and sglang); asynchronous training is not available",
+    ("mode", "sync"): "is rollout.mode=inprocess here",
+}
+"""Values that belong to another key, or to something this version does not have, and what to do instead."""
+
+_FEATURES: dict[str, tuple[str, ...]] = {
+    "asynchronous training (one step off-policy, fully async, partial rollouts) is not available in this version: "
+    "generating and training take turns": (
+        "async_training",
+        "async_mode",
+        "async_rollout",
+        "one_step_off",
+        "one_step_off_policy",
+        "fully_async",
+        "partial_rollout",
+        "staleness",
+        "staleness_threshold",
+        "trigger_parameter_sync_step",
+        "require_batches",
+        "trainer_mode",
+    ),
+    "training over several turns, with tools or agents, is not available in this version": (
+        "agent",
+        "agent_loop",
+        "interaction_config_path",
+    ),
+    "training on preferences (DPO and its relatives) is not available in this version": (
+        "chosen_key",
+        "rejected_key",
+        "dpo",
+        "online_dpo",
+    ),
+    "recipes are not available in this version; docs/algorithms.md has the keys of each algorithm": (
+        "recipe",
+    ),
+}
+"""What this version does not have, and the parts of names by which other trainers ask for it."""
+
+
+def other_kind(key: str, value: str) -> str:
+    """What a value is, where it is no value of this key but something else; empty where it is not known."""
+    lowered = value.lower().replace("-", "_")
+    return _OTHER_KINDS.get((key.rpartition(".")[2], lowered), "")
+
+
+def missing_feature(name: str) -> str:
+    """That an unknown key belongs to something this version does not have; empty where it does not."""
+    parts = set(name.lower().split("."))
+    return next((text for text, words in _FEATURES.items() if parts & set(words)), "")
+
 
 def value_meant(key: str, value: str, allowed: Iterable[str]) -> str:
     """The value a user probably meant, with what else belongs to it; empty where nothing is near."""
@@ -143,9 +227,10 @@ def value_meant(key: str, value: str, allowed: Iterable[str]) -> str:
 
 def meant(name: str, known: Iterable[str]) -> list[str]:
     """Keys, of those known, that an unknown name probably means; those of its own section first."""
-    first = name.partition(".")[0]
+    first, last = name.partition(".")[0], name.rpartition(".")[2].lower()
     allowed = set(known)
-    found = [key for key in _WORDS.get(name.rpartition(".")[2].lower(), ()) if key in allowed]
+    spelt = next((word for word in (last, f"{last}s", last.removesuffix("s")) if word in _WORDS), "")
+    found = [key for key in _WORDS.get(spelt, ()) if key in allowed]
     return sorted(found, key=lambda key: key.partition(".")[0] != first)
 
 

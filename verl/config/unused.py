@@ -98,11 +98,4 @@ def _ppo_advice(config: PPOConfig) -> list[str]:
         lines.append(
             f"'critic.enable'=True trains a critic that algorithm.adv_estimator={algorithm.adv_estimator} never asks"
         )
-    if rollout.multi_turn.enable and not (
-        rollout.multi_turn.tool_server or rollout.multi_turn.tool_config_path
-    ):
-        lines.append(
-            f"'{_ROLLOUT}.multi_turn.enable'=True without tools: set {_ROLLOUT}.multi_turn.tool_config_path "
-            "or tool_server"
-        )
     return lines
