@@ -78,11 +78,14 @@ def load_evaluation_config(argv: list[str]) -> EvaluationConfig:
     return config
 
 
-def from_dict(kind: type[Config], values: Mapping[str, Any], *, checked: bool = True) -> Config:
-    """A config from nested or dotted names. checked=False: types and names only, e.g. without a model path."""
+def from_dict(
+    kind: type[Config], values: Mapping[str, Any], *, checked: bool = True, quiet: bool = False
+) -> Config:
+    """A config from nested or dotted names. checked=False: types and names only, e.g. without a model path;
+    quiet: warnings are not logged."""
     draft = _Draft(kind)
     draft.add(from_mapping(values))
-    return draft.finish(checked)
+    return draft.finish(checked, quiet)
 
 
 def _command(kind: type[Config], argv: list[str], command: str) -> Config | None:

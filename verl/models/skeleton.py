@@ -23,7 +23,9 @@ from verl.models.weight_places import CannotStream, Place, find_places
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside have their parameters on the meta device and their buffers for real."""
+
     def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None or param.is_meta:
             return None
@@ -44,7 +46,7 @@ def _empty_model(auto_class: Any, path: str, config: Any, dtype: torch.dtype, re
         raise CannotStream("its code comes with it")
     if getattr(config, "transformers_weights", None) or model_file(path, "adapter_config.json"):
         raise CannotStream("its weights are not in the usual files")
-    with quiet_transformers(), torch.random.fork_rng(devices=[]), _parameters_on_meta():
+    with quiet_transformers(), torch.random.fork_rng(devices=[]), parameters_on_meta():
         model = auto_class.from_config(config, dtype=dtype)
     model.config.name_or_path = path
     model.eval()
@@ -140,4 +142,4 @@ def open_value_model(
     return model, WeightSource(files, places, dtype)
 
 
-__all__ = ["CannotStream", "WeightSource", "open_causal_lm", "open_value_model"]
+__all__ = ["CannotStream", "WeightSource", "open_causal_lm", "open_value_model", "parameters_on_meta"]

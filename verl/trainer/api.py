@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
 from verl.errors import ConfigError
+from verl.trainer.preflight import preflight
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,11 +63,41 @@ class PPOTrainer:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.config = config or TrainingConfig()
+        self.config = config if config is not None else TrainingConfig()
         self.reward_function = reward_function
+        self._check_objects()
+        preflight(self.run_config(), given_model=True, given_data=True)
 
-    def run_config(self) -> PPOConfig:
-        """The full config this trainer runs with."""
+    def _check_objects(self) -> None:
+        """Refuse now what train() could only fail on."""
+        from torch import nn
+
+        name = type(self).__name__
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(
+                f"{name}(model, tokenizer, config): the model is {_shown(self.model)}; give a loaded one, e.g. "
+                "AutoModelForCausalLM.from_pretrained(...)"
+            )
+        if not hasattr(self.tokenizer, "apply_chat_template"):
+            raise ConfigError(
+                f"{name} needs a tokenizer, not {_shown(self.tokenizer)}; load it with "
+                "AutoTokenizer.from_pretrained(...)"
+            )
+        if not isinstance(self.config, TrainingConfig):
+            raise ConfigError(f"{name}: the config is {_shown(self.config)}; give a TrainingConfig(...)")
+        for function in _functions(self.reward_function):
+            from verl.reward.functions import signature_of
+
+            if not callable(function):
+                raise ConfigError(
+                    f"{name}: reward_function is {_shown(function)}; give a function, e.g. def compute_reward(prompt, "
+                    "response), or its file as overrides={'reward.custom_reward_function.path': ...}"
+                )
+            signature_of(function)
+        _refuse_several_processes(name)
+
+    def run_config(self, *, quiet: bool = False) -> PPOConfig:
+        """The full config this trainer runs with; `quiet`: without its warnings."""
         simple = self.config
         n = simple.n if simple.n is not None else self.responses
         values: dict[str, Any] = {
@@ -91,27 +123,27 @@ class PPOTrainer:
             "actor_rollout_ref.model.path": _name(self.model),
             "data.train_files": ["(given dataloader)"],
         }
-        return from_dict(PPOConfig, {**given, **values, **simple.overrides})
+        return from_dict(PPOConfig, {**given, **values, **simple.overrides}, quiet=quiet)
 
     def _kl(self, coef: float) -> dict[str, Any]:
         return {"algorithm.use_kl_in_reward": coef > 0, "algorithm.kl_ctrl.kl_coef": coef}
 
     def train(self, train_dataloader: Iterable[Any]) -> RunResult:
         """Train on the dataloader's prompts; the model given is the one that learns, in place."""
+        from verl.models.given import avoid_slow_bf16, unwrapped
         from verl.trainer.given_batches import GivenLoader
         from verl.trainer.main_ppo import run
+        from verl.workers.local import choose_device
 
-        if self.tokenizer is None:
-            raise ConfigError(
-                f"{type(self).__name__} needs a tokenizer; load it with AutoTokenizer.from_pretrained"
-            )
-        cfg = self.run_config()
+        cfg = self.run_config(quiet=True)
         loader = GivenLoader(train_dataloader, cfg.data, self.tokenizer)
-        with handed_back(self.model):
+        with unwrapped(self.model) as model, handed_back(model):
+            if cfg.actor_rollout_ref.model.dtype == "auto":
+                avoid_slow_bf16(model, choose_device(cfg.trainer.device))
             return run(
                 cfg,
                 reward_function=self.reward_function,
-                model=self.model,
+                model=model,
                 tokenizer=self.tokenizer,
                 train_loader=loader,
             )
@@ -142,6 +174,30 @@ def handed_back(model: nn.Module) -> Iterator[None]:
         model.train(training)
         if attention is not None and switch is not None:
             switch(attention)
+
+
+def _functions(given: Any) -> list[Any]:
+    """One reward function or several, as a list."""
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
+def _refuse_several_processes(name: str) -> None:
+    """Every process of torchrun would run the whole loop; there are no ranks among them."""
+    import torch.distributed as dist
+
+    joined = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    count = max(joined, int(os.environ.get("WORLD_SIZE") or 1))
+    if count > 1:
+        raise ConfigError(
+            f"{name} was started in {count} processes (torchrun, WORLD_SIZE), but it is one process that starts the "
+            f"others itself: start it with python, TrainingConfig(overrides={{'trainer.n_gpus_per_node': {count}}}) "
+            "and the model without FSDP or DDP"
+        )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
 
 def _name(model: Any) -> str:

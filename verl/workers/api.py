@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
+from verl.config.unused import unused_keys
 from verl.data.chat import load_tokenizer
 from verl.data.proto import DataProto, object_column
 from verl.errors import ConfigError, RewardError
@@ -21,8 +23,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def _config(overrides: dict[str, Any] | None, **values: Any) -> PPOConfig:
-    return from_dict(PPOConfig, {**values, **(overrides or {})}, checked=False)
+logger = logging.getLogger(__name__)
+
+
+def _config(overrides: dict[str, Any] | None, device: str, **values: Any) -> PPOConfig:
+    place = {"trainer.device": torch.device(device).type}
+    cfg = from_dict(PPOConfig, {**place, **values, **(overrides or {})}, checked=False)
+    for warning in unused_keys(cfg):
+        logger.warning("%s", warning)
+    return cfg
 
 
 def _tokenizer_of(model: Any) -> Any:
@@ -39,6 +48,20 @@ def _present(device: str) -> torch.device:
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}, but torch sees no GPU; give device='cpu'")
     return wanted
+
+
+def _prepared(model: Any, device: str, dtype: str) -> torch.device:
+    """The device, with the model in a form a worker can use."""
+    from verl.models.given import avoid_slow_bf16, is_sharded
+
+    if is_sharded(model):
+        raise ConfigError(
+            "the model is wrapped in FSDP; a worker needs the model without it (PPOTrainer and GRPOTrainer take both)"
+        )
+    where = _present(device)
+    if dtype == "auto":
+        avoid_slow_bf16(model, where)
+    return where
 
 
 class RolloutWorker:
@@ -59,6 +82,7 @@ class RolloutWorker:
     ) -> None:
         self.cfg = _config(
             overrides,
+            device,
             **{
                 "actor_rollout_ref.rollout.name": inference_engine,
                 "actor_rollout_ref.rollout.n": n,
@@ -68,7 +92,7 @@ class RolloutWorker:
             },
         )
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
-        model.to(_present(device))
+        model.to(_prepared(model, device, self.cfg.actor_rollout_ref.model.dtype))
         rollout = self.cfg.actor_rollout_ref.rollout
         engine = build_rollout(inference_engine, model, self.tokenizer, rollout)
         pad = self.tokenizer.pad_token_id
@@ -122,11 +146,10 @@ class TrainerWorker:
     ) -> None:
         from verl.engines import build_engine
 
-        self.cfg = _config(overrides)
+        self.cfg = _config(overrides, device)
         arr = self.cfg.actor_rollout_ref
-        self._engine = build_engine(
-            "actor", arr.model, arr.actor, model=model, device=_present(device), seed=0
-        )
+        where = _prepared(model, device, arr.model.dtype)
+        self._engine = build_engine("actor", arr.model, arr.actor, model=model, device=where, seed=0)
         self._role = ActorRole(self._engine, arr.actor, loss_scale_factor=self.cfg.data.max_response_length)
         self._adv_estimator = adv_estimator
         self._rewards = None
