@@ -192,25 +192,3 @@ def test_a_transformers_that_lacks_what_we_build_on_is_fatal(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "transformers", empty)
     findings = list(software.transformers(">=5.10"))
     assert findings[-1].status == "fatal" and "AutoModelForCausalLM" in findings[-1].seen
-
-
-# -- variables ----------------------------------------------------------------------------------------------------
-
-
-def test_offline_is_worth_knowing() -> None:
-    finding = only(software.hub_settings({"HF_HUB_OFFLINE": "1"}))
-    assert finding.status == "note" and "unset HF_HUB_OFFLINE" in finding.do
-
-
-def test_a_cache_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
-    finding = only(software.hub_settings({"HF_HOME": "/proc/none"}))  # not even root writes there
-    assert finding.status == "warning" and "HF_HOME" in finding.do
-    assert only(software.hub_settings({"HF_HOME": str(tmp_path / "new")})).status == "ok"
-
-
-def test_a_proxy_that_takes_localhost_is_warned_of_without_its_password() -> None:
-    finding = only(software.proxies({"https_proxy": "http://me:secret@proxy:3128"}))
-    assert finding.status == "warning" and "proxy:3128" in finding.seen and "secret" not in finding.seen
-    spared = {"https_proxy": "http://proxy:3128", "no_proxy": "localhost, 127.0.0.1"}
-    assert only(software.proxies(spared)).status == "ok"
-    assert list(software.proxies({})) == []

@@ -114,6 +114,7 @@ def model(arguments: list[str]) -> Iterator[Finding]:
             f"'{section.path}' is neither a folder nor in the Hugging Face cache",
             "the run would download it",
             f"hf download {section.path}",
+            data={"needs": ["hugging face"]},
         )
         return
     tokenizer = _tokenizer(*arguments)

@@ -28,7 +28,7 @@ def probes_of_the_machine(folder: str, *, quick: bool = False) -> list[list[Prob
     system = [
         Probe("python", "verl.doctor.software:python", SOFTWARE, when_broken="fatal"),
         *light,
-        Probe("hugging face", "verl.doctor.software:environment", SOFTWARE),
+        Probe("hugging face", "verl.doctor.hub:hub", SOFTWARE),
         Probe("gpu", "verl.doctor.devices:gpus", DEVICES, limit_s=90.0, advice="nvidia-smi hangs: reboot"),
         Probe("cpu cores", "verl.doctor.machine:cores", MACHINE),
         Probe("memory", "verl.doctor.machine:memory", MACHINE),

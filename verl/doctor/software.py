@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
@@ -172,78 +170,4 @@ def transformers(versions: str) -> Iterator[Finding]:
             return
 
 
-def environment() -> Iterator[Finding]:
-    """Variables that change what a run does, and combinations that break it."""
-    yield from hub_settings(dict(os.environ))
-    yield from proxies(dict(os.environ))
-
-
-def hub_settings(variables: dict[str, str]) -> Iterator[Finding]:
-    on = ("1", "true", "yes", "on")
-    offline = [n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if variables.get(n, "").lower() in on]
-    home = variables.get("HF_HOME") or os.path.join(
-        variables.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
-    )
-    folder = home
-    while folder and not os.path.isdir(folder) and os.path.dirname(folder) != folder:
-        folder = os.path.dirname(folder)
-    state = f"{offline[0]}=1" if offline else "online"
-    if variables.get("HF_ENDPOINT"):
-        state += f", HF_ENDPOINT={_without_password(variables['HF_ENDPOINT'])}"
-    if not offline and not _writable(folder):
-        yield Finding(
-            "hugging face",
-            "warning",
-            f"{state}; the cache {home} cannot be written",
-            "models and datasets named by id cannot be downloaded",
-            "export HF_HOME=/a/folder/you/may/write, or give models as folders",
-        )
-    elif offline:
-        yield Finding(
-            "hugging face",
-            "note",
-            f"{state}: nothing is downloaded",
-            "models must be folders or in the cache",
-            f"unset {offline[0]} to download",
-        )
-    else:
-        yield Finding("hugging face", "ok", f"{state}, cache {home}")
-
-
-def _writable(folder: str) -> bool:
-    """By writing: permissions alone do not tell of filesystems that are read-only."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
-def proxies(variables: dict[str, str]) -> Iterator[Finding]:
-    """A proxy that also takes what is meant for this machine keeps verl from its own servers."""
-    names = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-    given = [name for name in names if variables.get(name)]
-    if not given:
-        return
-    spared = (
-        ",".join([variables.get("no_proxy", ""), variables.get("NO_PROXY", "")]).replace(" ", "").split(",")
-    )
-    seen = ", ".join(f"{name}={_without_password(variables[name])}" for name in given)
-    if "*" in spared or {"localhost", "127.0.0.1"} <= set(spared):
-        yield Finding("proxy", "ok", seen)
-    else:
-        yield Finding(
-            "proxy",
-            "warning",
-            f"{seen}, and no_proxy does not name localhost and 127.0.0.1",
-            "requests to servers on this machine (vLLM, SGLang, judges) would go to the proxy",
-            "export no_proxy=localhost,127.0.0.1,$(hostname)",
-        )
-
-
-def _without_password(url: str) -> str:
-    scheme, mark, rest = url.rpartition("://")
-    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
-
-
-__all__ = ["environment", "package", "python", "torch", "transformers", "wanted_packages"]
+__all__ = ["package", "python", "torch", "transformers", "wanted_packages"]

@@ -1,0 +1,116 @@
+"""The way to the hub is tried, not read off variables: real servers on this machine, and ports where none is."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from verl.doctor import hub
+from verl.doctor.cli import as_the_config_needs
+from verl.doctor.finding import Finding
+from verl.doctor.runner import Answer, Probe
+
+
+class Hub(BaseHTTPRequestHandler):
+    code = 200
+    asked: list[str] = []
+
+    def do_HEAD(self) -> None:
+        type(self).asked.append(f"{self.command} {self.path}")
+        self.send_response(self.code)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[type[Hub], str]]:
+    handler = type("OneHub", (Hub,), {"asked": []})
+    found = HTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread.start()
+    yield handler, f"http://127.0.0.1:{found.server_port}"
+    found.shutdown()
+    found.server_close()
+
+
+def finding(variables: dict[str, str]) -> Finding:
+    return hub.judge_hub(variables, lambda url: hub.answer(url, variables))
+
+
+@pytest.mark.parametrize("code", [200, 401, 404, 405])
+def test_a_hub_that_answers_is_in_order(code: int, server: tuple[type[Hub], str], tmp_path: Path) -> None:
+    handler, address = server
+    handler.code = code
+    seen = finding({"HF_ENDPOINT": address + "/", "HF_HOME": str(tmp_path / "new")})
+    assert seen.status == "ok" and f"{address} (HF_ENDPOINT) answers" in seen.seen
+    assert handler.asked == ["HEAD /api/models?limit=1"]
+
+
+def test_a_hub_in_trouble_is_no_hub(server: tuple[type[Hub], str]) -> None:
+    handler, address = server
+    handler.code = 503
+    seen = finding({"HF_ENDPOINT": address})
+    assert seen.status == "warning" and "it answers 503" in seen.seen
+
+
+def test_a_closed_port_is_not_reachable_whatever_the_variables_say() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can answer there
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        seen = finding({"HF_ENDPOINT": address})
+    assert seen.status == "warning" and "cannot be reached" in seen.seen and "refused" in seen.seen
+    assert "folders" in seen.do and "https_proxy" in seen.do
+
+
+def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert "timed out" in str(hub.answer(address, {}, request_s=0.2))
+        assert hub.answer(address, {}, request_s=60.0, all_s=0.2) == "no answer within 0 s"
+
+
+def test_the_proxy_is_the_way_that_is_tried(
+    server: tuple[type[Hub], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler, address = server
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert hub.answer("http://hub.invalid/api/models?limit=1", {"all_proxy": address}) is None
+    assert handler.asked == ["HEAD http://hub.invalid/api/models?limit=1"]
+
+
+def test_offline_is_worth_knowing_and_asks_nobody() -> None:
+    def never(url: str) -> str | None:
+        raise AssertionError(url)
+
+    seen = hub.judge_hub({"HF_HUB_OFFLINE": "1"}, never)
+    assert seen.status == "note" and "unset HF_HUB_OFFLINE" in seen.do
+
+
+def test_a_cache_that_cannot_be_written_is_warned_of() -> None:
+    seen = hub.judge_hub({"HF_HOME": "/proc/none"}, lambda url: None)  # not even root writes there
+    assert seen.status == "warning" and "HF_HOME" in seen.do
+
+
+def test_a_hub_a_config_needs_must_be_there() -> None:
+    probe = Probe("x", "x:x", "software")
+    answers = [
+        Answer(probe, [Finding("hugging face", "warning", "cannot be reached")]),
+        Answer(probe, [Finding("model", "warning", "not here", data={"needs": ["hugging face"]})]),
+    ]
+    assert as_the_config_needs(answers)[0].findings[0].status == "fatal"
+
+
+def test_a_proxy_that_takes_localhost_is_warned_of_without_its_password() -> None:
+    (seen,) = hub.proxies({"https_proxy": "http://me:secret@proxy:3128"})
+    assert seen.status == "warning" and "proxy:3128" in seen.seen and "secret" not in seen.seen
+    spared = {"https_proxy": "http://proxy:3128", "no_proxy": "localhost, 127.0.0.1"}
+    assert next(hub.proxies(spared)).status == "ok"
+    assert list(hub.proxies({})) == []
