@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.config.hub import answer
 from verl.doctor import hub
 from verl.doctor.cli import as_the_config_needs
 from verl.doctor.finding import Finding
@@ -41,7 +42,7 @@ def server() -> Iterator[tuple[type[Hub], str]]:
 
 
 def finding(variables: dict[str, str]) -> Finding:
-    return hub.judge_hub(variables, lambda url: hub.answer(url, variables))
+    return hub.judge_hub(variables, lambda url: answer(url, variables))
 
 
 @pytest.mark.parametrize("code", [200, 401, 404, 405])
@@ -72,8 +73,8 @@ def test_a_closed_port_is_not_reachable_whatever_the_variables_say() -> None:
 def test_a_server_that_says_nothing_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert "timed out" in str(hub.answer(address, {}, request_s=0.2))
-        assert hub.answer(address, {}, request_s=60.0, all_s=0.2) == "no answer within 0 s"
+        assert "timed out" in str(answer(address, {}, request_s=0.2))
+        assert answer(address, {}, request_s=60.0, all_s=0.2) == "no answer within 0 s"
 
 
 def test_the_proxy_is_the_way_that_is_tried(
@@ -82,8 +83,13 @@ def test_the_proxy_is_the_way_that_is_tried(
     handler, address = server
     for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert hub.answer("http://hub.invalid/api/models?limit=1", {"all_proxy": address}) is None
+    assert answer("http://hub.invalid", {"all_proxy": address}) is None
     assert handler.asked == ["HEAD http://hub.invalid/api/models?limit=1"]
+
+
+def test_a_proxy_we_cannot_speak_to_decides_nothing(tmp_path: Path) -> None:
+    variables = {"all_proxy": "socks5://127.0.0.1:1", "HF_HOME": str(tmp_path)}
+    assert answer("http://hub.invalid", variables) == "" and finding(variables).status == "note"
 
 
 def test_offline_is_worth_knowing_and_asks_nobody() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,35 @@ def test_what_is_all_there_passes(tiny_model_dir: Path, digits_data: Path) -> No
             data__max_response_length=8,
         )
     )
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Online by the variables, with nothing behind the hub's address and nothing in its cache."""
+    for name in ("TRANSFORMERS_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        yield
+
+
+def test_a_model_of_a_hub_that_cannot_be_reached_is_refused_at_once(no_hub: None, digits_data: Path) -> None:
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path: .*some/model.*refused") as error:
+        preflight(ppo("some/model", digits_data / "train.jsonl"))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_cached_model_is_taken_without_asking_the_hub_again(
+    no_hub: None, digits_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    preflight(ppo("some/model", digits_data / "train.jsonl"))
+    assert os.environ["HF_HUB_OFFLINE"] == "1" and "models are taken from the cache" in caplog.text
 
 
 def test_everything_that_is_missing_is_said_at_once(
@@ -82,9 +114,14 @@ def test_given_objects_are_not_looked_for() -> None:
     preflight(ppo("/nowhere/model", "/nowhere/train.parquet"), given_model=True, given_data=True)
 
 
-def test_ids_and_patterns_are_left_to_those_who_read_them(tiny_model_dir: Path) -> None:
+def test_ids_and_patterns_are_left_to_those_who_read_them(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preflight(ppo(tiny_model_dir, "org/data"))
+    preflight(ppo(tiny_model_dir, "/nowhere/*.parquet"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("verl.trainer.preflight.answer", lambda *_: None)  # the hub is there
     preflight(ppo("org/model", "org/data"))
-    preflight(ppo("org/model", "/nowhere/*.parquet"))
 
 
 def test_sequences_longer_than_the_model_was_built_for(

@@ -166,9 +166,14 @@ def _config_file(path: str) -> Path | None:
         return folder / "config.json"
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"no model folder '{path}' (actor_rollout_ref.model.path)")
+    return cached_config(path)
+
+
+def cached_config(model_id: str) -> Path | None:
+    """config.json of a model of the hub in the local cache."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    found = sorted((hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    found = sorted((hub / f"models--{model_id.replace('/', '--')}" / "snapshots").glob("*/config.json"))
     return found[-1] if found else None
 
 

@@ -130,7 +130,7 @@ def prompt_lengths(
     if file is not None:
         remembered = _load(file, len(chosen))
         if remembered is not None:
-            logger.info("lengths of %d prompts taken from %s", len(chosen), file)
+            logger.debug("lengths of %d prompts taken from %s", len(chosen), file)
             return remembered
     prompts = prompts_of(rows, chosen, prompt_key)
     count = min(workers or _children_worth(len(chosen)), len(chosen))

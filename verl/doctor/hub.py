@@ -4,44 +4,38 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 
-from verl.doctor.finding import Finding, one_line
+from verl.config.hub import answer, endpoint, offline
+from verl.doctor.finding import Finding
 
-_HUB = "https://huggingface.co"
-_REQUEST_S = 5.0
-_ALL_S = 8.0
-"""Beyond the request's own time limit: looking names up has none."""
-_ON = ("1", "true", "yes", "on")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def hub() -> Iterator[Finding]:
     """Whether models and datasets named by id could be had."""
     variables = dict(os.environ)
-    yield judge_hub(variables, lambda url: answer(url, variables))
+    yield judge_hub(variables, lambda address: answer(address, variables))
     yield from proxies(variables)
 
 
 def judge_hub(variables: Mapping[str, str], ask: Callable[[str], str | None]) -> Finding:
-    offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(variables, name)]
-    if offline:
+    variable = offline(variables)
+    if variable:
         return Finding(
             "hugging face",
             "note",
-            f"{offline[0]}=1: nothing is downloaded",
+            f"{variable}=1: nothing is downloaded",
             "models must be folders or in the cache",
-            f"unset {offline[0]} to download",
+            f"unset {variable} to download",
         )
-    endpoint = (variables.get("HF_ENDPOINT") or _HUB).rstrip("/")
-    name = _without_password(endpoint) + (" (HF_ENDPOINT)" if variables.get("HF_ENDPOINT") else "")
+    name = _without_password(endpoint(variables)) + (" (HF_ENDPOINT)" if variables.get("HF_ENDPOINT") else "")
     home = variables.get("HF_HOME") or os.path.join(
         variables.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
     )
-    problem = ask(f"{endpoint}/api/models?limit=1")
+    problem = ask(endpoint(variables))
+    if problem == "":
+        return Finding("hugging face", "note", f"{name} was not asked: the proxy is a SOCKS proxy")
     if problem is not None:
         return Finding(
             "hugging face",
@@ -60,41 +54,6 @@ def judge_hub(variables: Mapping[str, str], ask: Callable[[str], str | None]) ->
             "export HF_HOME=/a/folder/you/may/write, or give models as folders",
         )
     return Finding("hugging face", "ok", f"{name} answers, cache {home}")
-
-
-def answer(
-    url: str, variables: Mapping[str, str], request_s: float = _REQUEST_S, all_s: float = _ALL_S
-) -> str | None:
-    """Why nothing sensible comes back from there; None where an answer does. Any answer but a server's error counts:
-    whether a token is right is for the download to say."""
-    found: list[str | None] = []
-
-    def ask() -> None:
-        try:
-            request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "verl-doctor"})
-            with _opener(variables).open(request, timeout=request_s):
-                found.append(None)
-        except urllib.error.HTTPError as error:
-            found.append(f"it answers {error.code} {error.reason}" if error.code >= 500 else None)
-        except Exception as error:  # names, sockets, certificates and proxies fail in many ways
-            found.append(one_line(getattr(error, "reason", None) or error))
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(all_s)
-    return found[0] if found else f"no answer within {all_s:.0f} s"
-
-
-def _opener(variables: Mapping[str, str]) -> urllib.request.OpenerDirector:
-    known = urllib.request.getproxies()
-    everything = variables.get("all_proxy") or variables.get("ALL_PROXY")
-    if everything:
-        known = {"http": everything, "https": everything, **known}
-    return urllib.request.build_opener(urllib.request.ProxyHandler(known))
-
-
-def _is_on(variables: Mapping[str, str], name: str) -> bool:
-    return variables.get(name, "").lower() in _ON
 
 
 def _writable(folder: str) -> bool:

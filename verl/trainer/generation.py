@@ -30,6 +30,7 @@ from verl.observe.progress import Counter, counting
 from verl.rollout.base import Request, Response, RolloutEngine
 from verl.trainer.generation_journal import Journal
 from verl.trainer.generation_model import ModelChoice, choose_model
+from verl.trainer.preflight import hub_problems
 from verl.trainer.row_output import ExtendedRows
 from verl.trainer.setup import quiet_transformers, seed_everything
 from verl.workers.generation import open_engine, rollout_section
@@ -127,6 +128,7 @@ def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
         if importlib.util.find_spec(name) is None:
             problems.append(str(missing_package(name, name, why)))
     found = [*beyond_machine(cfg), *(problem for problem in problems if problem)]
+    found = found or hub_problems({"model.path": choice.path})
     if found:
         raise ConfigError("\n".join(found))
     known, longest = context_length(choice.path, cfg.model.override_config), cfg.rollout.max_model_len

@@ -6,10 +6,16 @@ What always holds: everything found is said at once, and nothing of the models' 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 from verl.config.available import unavailable
+from verl.config.hub import answer, endpoint, offline
 from verl.config.machine import beyond_machine
 from verl.config.model_folder import context_length, folder_problem
+from verl.config.model_shape import cached_config
 from verl.config.packages import missing_packages
 from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
 from verl.data.files import absent
@@ -23,7 +29,7 @@ def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_da
     problems = unavailable(cfg) + beyond_machine(cfg) + missing_packages(cfg)
     problems += _absent_files(cfg, given_data)
     if not given_model:
-        problems += _model_problems(cfg)
+        problems += _model_problems(cfg) or hub_problems(_models(cfg))
     if problems:
         raise ConfigError("\n".join(problems))
     if not given_model:
@@ -41,19 +47,49 @@ def _absent_files(cfg: PPOConfig | SFTConfig, given_data: bool) -> list[str]:
     return [line for line in lines if line]
 
 
-def _model_problems(cfg: PPOConfig | SFTConfig) -> list[str]:
+def _models(cfg: PPOConfig | SFTConfig) -> dict[str, str]:
+    """The models a run loads, by the keys that name them."""
     if isinstance(cfg, SFTConfig):
-        problems = [folder_problem(cfg.model.path, "model.path")]
-    else:
-        policy, critic, reward = cfg.actor_rollout_ref.model.path, cfg.critic, cfg.reward.reward_model
-        problems = [folder_problem(policy, "actor_rollout_ref.model.path")]
-        if critic.enable and critic.model.path != policy:
-            problems.append(folder_problem(critic.model.path, "critic.model.path", language_model=False))
-        if reward.enable and reward.model_path:
-            problems.append(
-                folder_problem(reward.model_path, "reward.reward_model.model_path", language_model=False)
-            )
+        return {"model.path": cfg.model.path}
+    named = {"actor_rollout_ref.model.path": cfg.actor_rollout_ref.model.path}
+    critic, reward = cfg.critic, cfg.reward.reward_model
+    if critic.enable and critic.model.path != cfg.actor_rollout_ref.model.path:
+        named["critic.model.path"] = critic.model.path
+    if reward.enable and reward.model_path:
+        named["reward.reward_model.model_path"] = reward.model_path
+    return named
+
+
+def _model_problems(cfg: PPOConfig | SFTConfig) -> list[str]:
+    policy = ("model.path", "actor_rollout_ref.model.path")
+    problems = [folder_problem(path, key, language_model=key in policy) for key, path in _models(cfg).items()]
     return [problem for problem in problems if problem]
+
+
+def hub_problems(models: Mapping[str, str]) -> list[str]:
+    """Models, by their keys, that can be had neither here nor from the hub. Where the hub cannot be reached, what is
+    in the cache is taken without asking it again: every file would be asked for several times."""
+    wanted = {key: path for key, path in models.items() if not Path(path).expanduser().is_dir()}
+    if not wanted:
+        return []
+    variable = offline(os.environ)
+    reason = f"{variable}=1" if variable else answer(endpoint(os.environ), os.environ)
+    if not reason:
+        return []
+    lacking = [key for key, path in wanted.items() if cached_config(path) is None]
+    if not lacking and not variable:
+        logger.warning(
+            "%s cannot be reached (%s): models are taken from the cache", endpoint(os.environ), reason
+        )
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        if "huggingface_hub.constants" in sys.modules:  # which has read the variable already
+            sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    return [
+        f"{key}: there is no folder '{wanted[key]}' here; as a model of the Hugging Face hub it is not in the cache "
+        f"and cannot be downloaded ({reason}). Give a folder, or download it where the hub can be reached "
+        f"(hf download {wanted[key]})"
+        for key in lacking
+    ]
 
 
 def _warn_of_length(cfg: PPOConfig | SFTConfig) -> None:
