@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.config.schema import RewardConfig, WeightedRewardConfig
+from verl.config.schema import RewardConfig, RewardFunctionConfig, WeightedRewardConfig
 from verl.errors import ConfigError, RewardError, TrainingHalted
 from verl.reward import FailureAccount, RewardResult, RewardSample, build_reward_manager
 
@@ -88,6 +88,17 @@ def test_the_weight_of_a_single_function_counts_too(tmp_path):
     cfg = config(functions=[WeightedRewardConfig(path=f"{tmp_path}/f.py", name="f", weight=0.5)])
     result = run(build_reward_manager(cfg, max_response_length=16), [sample(0)])[0]
     assert result.score == 1.5 and result.extra == {"acc": 1}
+
+
+@pytest.mark.parametrize(("name", "notices"), [("my_reward", 1), ("compute_score", 0), ("compute_reward", 0)])
+def test_a_function_of_another_name_is_used_with_a_notice(tmp_path, caplog, name, notices):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def {name}(response):\n    return 2.0\n")
+    cfg = config(custom_reward_function=RewardFunctionConfig(path=str(file)))
+    with caplog.at_level("INFO"):
+        assert run(build_reward_manager(cfg, max_response_length=16), [sample(0)])[0].score == 2.0
+    lines = [line for line in caplog.messages if "its only one, my_reward, is used" in line]
+    assert len(lines) == notices and all("custom_reward_function.name=my_reward" in line for line in lines)
 
 
 def test_when_one_of_several_rewards_fails_the_sample_has_no_score():

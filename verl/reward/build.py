@@ -19,7 +19,7 @@ from verl.reward import processes, sandbox
 from verl.reward.evaluate import SCORERS, Function, ScorerFunction, load
 from verl.reward.functions import RewardFunction, Signature
 from verl.reward.inprocess import InProcessBackend
-from verl.reward.loading import FunctionSpec, check_file, spec_of
+from verl.reward.loading import DEFAULT_NAMES, FunctionSpec, check_file, spec_of
 from verl.reward.managers import Backend, FunctionRewardManager, Part, register_reward_manager
 from verl.reward.overlong import overlong_shaper
 from verl.reward.pool import WorkerPool
@@ -232,6 +232,20 @@ def _part(backend: Any, number: int, spec: FunctionSpec, signature: Signature) -
             signature.check(spec.kwargs, columns, spec.key)
 
     label = signature.name.split(" (")[0]
+    if (
+        spec.path != SCORERS
+        and spec.name == DEFAULT_NAMES[0]
+        and label not in DEFAULT_NAMES
+        and ":" not in spec.path
+    ):
+        _log.info(
+            "reward: %s has no function %s; its only one, %s, is used (%s.name=%s says so without this notice)",
+            spec.path,
+            " or ".join(DEFAULT_NAMES),
+            label,
+            spec.key,
+            label,
+        )
     return Part(backend, number, label, spec.weight, check, by_data_source=spec.path == SCORERS)
 
 

@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,6 @@ from types import ModuleType
 from typing import Any
 
 from verl.errors import RewardError
-
-_log = logging.getLogger(__name__)
 
 DEFAULT_NAMES = ("compute_score", "compute_reward")
 
@@ -198,7 +195,6 @@ def _pick(module: ModuleType, name: str | None, spec: FunctionSpec) -> Callable[
             if callable(getattr(module, candidate, None)):
                 return getattr(module, candidate)
         if len(own) == 1:
-            _log.info("reward function %s: taking its only function, %s", spec.path, own[0])
             return getattr(module, own[0])
         raise RewardError(
             f"{spec.path} has no function {' or '.join(DEFAULT_NAMES)}, and which of its functions is the "
