@@ -29,8 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
         word.add_argument(
             "--backend",
             choices=("fsdp", "megatron"),
-            default="fsdp",
-            help="what wrote it: fsdp for our own checkpoints of any strategy, megatron for those of Megatron-core",
+            help="what wrote it: fsdp for our own checkpoints of any strategy, megatron for those of Megatron-core; "
+            "default: what the folder holds",
         )
         word.add_argument(
             "--local_dir", "--local-dir", type=Path, required=True, help=".../global_step_N/actor"
@@ -62,6 +62,29 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _folder_and_backend(args: argparse.Namespace) -> tuple[Path, str]:
+    """The checkpoint's folder and what wrote it, as they are; where the command line says otherwise, a notice."""
+    from verl.checkpoint.megatron.folder import holds_megatron
+
+    folder: Path = args.local_dir.expanduser()
+    if not folder.exists():
+        named = Path(*(part.replace("global_steps_", "global_step_", 1) for part in folder.parts))
+        if named != folder and named.exists():
+            logger.warning("--local_dir %s: there is no such folder, %s is taken", args.local_dir, named)
+            folder = named
+    backend = "megatron" if holds_megatron(folder) else "fsdp"
+    if args.backend not in (None, backend) and folder.exists():
+        kind = "Megatron-core" if backend == "megatron" else "verl's fsdp or fsdp2 strategy"
+        logger.warning(
+            "--backend %s: %s was written by %s, so --backend %s is taken",
+            args.backend,
+            folder,
+            kind,
+            backend,
+        )
+    return folder, backend
+
+
 def _merge(args: argparse.Namespace) -> int:
     from verl.checkpoint.merge import MergeOptions, merge
 
@@ -69,12 +92,13 @@ def _merge(args: argparse.Namespace) -> int:
         logger.info(
             "--use_cpu_initialization changes nothing: merging never needs a GPU nor the whole model in memory"
         )
+    folder, backend = _folder_and_backend(args)
     target = merge(
         MergeOptions(
-            local_dir=args.local_dir,
+            local_dir=folder,
             target_dir=args.target_dir,
             dtype=args.dtype,
-            backend=args.backend,
+            backend=backend,
             tie_word_embedding=args.tie_word_embedding,
             lora=args.lora,
             is_value_model=args.is_value_model,
@@ -90,8 +114,9 @@ def _merge(args: argparse.Namespace) -> int:
 def _test(args: argparse.Namespace) -> int:
     from verl.checkpoint.compare import compare_weights, only_precision, open_weights
 
+    folder, _ = _folder_and_backend(args)
     with (
-        open_weights(args.local_dir.expanduser()) as first,
+        open_weights(folder) as first,
         open_weights(args.test_hf_dir.expanduser()) as second,
     ):
         lines = compare_weights(first, second)

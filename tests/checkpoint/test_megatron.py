@@ -225,14 +225,10 @@ def test_the_fixture_is_what_torch_itself_reads(checkpoint: Path) -> None:
 @pytest.mark.parametrize("below", ["dist_ckpt", "model/dist_ckpt"])
 def test_the_folder_is_found_however_one_points_at_it(tmp_path: Path, below: str) -> None:
     actor = write_checkpoint(tmp_path / "global_step_5/actor", "qwen2", below=below)
-    for local in (actor, actor / below, actor.parent):
+    for local, backend in ((actor, "megatron"), (actor / below, "megatron"), (actor.parent, "fsdp")):
         out = tmp_path / "out"
-        assert (
-            main(
-                ["merge", "--backend=megatron", f"--local_dir={local}", f"--target_dir={out}", "--overwrite"]
-            )
-            == 0
-        )
+        line = ["merge", f"--backend={backend}", f"--local_dir={local}", f"--target_dir={out}", "--overwrite"]
+        assert main(line) == 0, "a backend that does not fit is corrected"
     assert main(["test", "--backend=megatron", f"--local_dir={actor}", f"--test_hf_dir={out}"]) == 0
 
 

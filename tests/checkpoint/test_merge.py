@@ -61,6 +61,26 @@ def test_the_word_merge_may_be_left_out_and_a_run_folder_names_its_newest_step(
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_a_backend_and_a_folder_that_are_named_wrongly_are_corrected_with_a_notice(
+    tmp_path: Path, job: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = save(tmp_path / "run", job.make_engine())
+    plural = Path(str(part).replace("global_step_", "global_steps_"))
+    for number, (backend, folder, notices) in enumerate(
+        [
+            (["--backend", "megatron"], part, ["so --backend fsdp is taken"]),
+            (["--backend", "fsdp"], plural, [f"{part} is taken"]),
+            ([], part, []),
+        ]
+    ):
+        target = ["--target_dir", str(tmp_path / f"out{number}"), "--no-logits"]
+        assert model_merger.main(["merge", *backend, "--local_dir", str(folder), *target]) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if "is taken" in line]
+        assert len(lines) == len(notices) and all(
+            text in line for text, line in zip(notices, lines, strict=True)
+        )
+
+
 def test_greedy_answers_of_the_merged_model_are_the_trainers(tmp_path: Path, job: ModuleType) -> None:
     from transformers import AutoModelForCausalLM
 
