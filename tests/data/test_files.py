@@ -151,7 +151,7 @@ def test_an_empty_file_among_others_is_no_error(tmp_path: Path) -> None:
 
 def test_a_dataset_id_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingPackage, match=r"verl\[datasets\]"):
+    with pytest.raises(MissingPackage, match="pip install .datasets>="):
         read_rows("someone/something")
 
 

@@ -56,7 +56,7 @@ def batch_of(
 
 
 def lines(metrics: Mapping[str, float], batch: DataProto | None = None, **settings: Any) -> list[str]:
-    return HealthMonitor(HealthSettings(**settings)).check(1, WELL | dict(metrics), batch)
+    return list(HealthMonitor(HealthSettings(**settings)).check(1, WELL | dict(metrics), batch).values())
 
 
 def test_a_healthy_run_hears_nothing() -> None:
@@ -65,7 +65,7 @@ def test_a_healthy_run_hears_nothing() -> None:
     for step in range(1, 60):
         validation = {"val-core/x/acc/mean@1": 0.1 + step / 100} if step % 10 == 0 else {}
         batch = batch_of([0.0, 1.0, 0.0, 1.0], uids=["a", "a", "b", "b"])
-        assert health.check(step, WELL | validation, batch) == []
+        assert health.check(step, WELL | validation, batch) == {}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_reward_up_and_validation_down_is_noticed_and_the_better_step_named() ->
         metrics = WELL | {"reward/mean": step / 40}
         if step % 10 == 0:
             metrics["val-core/x/acc/mean@1"] = {10: 0.6, 20: 0.5, 30: 0.4, 40: 0.3}[step]
-        heard += health.check(step, metrics)
+        heard += health.check(step, metrics).values()
     assert len(heard) == 1
     assert "since step 10" in heard[0] and "kl_coef=0.01" in heard[0]
 
@@ -142,14 +142,14 @@ def test_reward_and_validation_rising_together_is_fine() -> None:
     health = HealthMonitor(HealthSettings())
     for step in range(1, 41):
         extra = {"val-core/x/acc/mean@1": step / 50} if step % 10 == 0 else {}
-        assert health.check(step, WELL | {"reward/mean": step / 40} | extra) == []
+        assert health.check(step, WELL | {"reward/mean": step / 40} | extra) == {}
 
 
 def test_validation_that_never_leaves_zero_is_noticed() -> None:
     health, heard = HealthMonitor(HealthSettings()), []
     for step in range(1, 31):
         extra = {"val-core/x/acc/mean@1": 0.0} if step % 10 == 0 else {}
-        heard.append(health.check(step, WELL | extra))
+        heard.append(list(health.check(step, WELL | extra).values()))
     assert (
         heard[9] == [] and "validation was 0 in all of 2" in heard[19][0] and "data.val_files" in heard[19][0]
     )
@@ -159,10 +159,10 @@ def test_growing_gradients_and_lost_entropy_are_noticed() -> None:
     growing, collapsing, solved = (HealthMonitor(HealthSettings()) for _ in range(3))
     heard_growing, heard_collapsing, heard_solved = [], [], []
     for step in range(1, 41):
-        heard_growing += growing.check(step, WELL | {"actor/grad_norm": 0.1 * 1.15**step})
+        heard_growing += growing.check(step, WELL | {"actor/grad_norm": 0.1 * 1.15**step}).values()
         entropy = {"actor/entropy": 2.0 * 0.7**step}
-        heard_collapsing += collapsing.check(step, WELL | entropy)
-        heard_solved += solved.check(step, WELL | entropy | {"reward/mean": 0.95})
+        heard_collapsing += collapsing.check(step, WELL | entropy).values()
+        heard_solved += solved.check(step, WELL | entropy | {"reward/mean": 0.95}).values()
     assert "calculate_log_probs" in heard_growing[0]
     assert "entropy_coeff" in heard_collapsing[0]
     assert heard_solved == []
@@ -175,7 +175,7 @@ def test_a_rule_is_quiet_for_a_while_after_speaking() -> None:
 
 
 def test_every_rule_is_silent_without_measurements() -> None:
-    assert HealthMonitor(HealthSettings()).check(1, {}) == []
+    assert HealthMonitor(HealthSettings()).check(1, {}) == {}
     assert len({rule.__name__ for rule in STEP_RULES}) == len(STEP_RULES)
 
 

@@ -6,7 +6,9 @@ import contextlib
 import io
 import logging
 import math
+import shutil
 import socket
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -121,11 +123,11 @@ def test_an_unknown_logger_lists_the_known_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "module_name"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")]
 )
-def test_a_missing_package_names_its_extra(
+def test_a_missing_package_is_named_with_its_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module_name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module_name, None)
-    with RunFolder(tmp_path) as run, pytest.raises(MissingPackage, match=rf"verl\[{name}\]"):
+    with RunFolder(tmp_path) as run, pytest.raises(MissingPackage, match=f"pip install .{name}>="):
         build_trackers(name, "p", "e", {}, run)
 
 
@@ -237,6 +239,46 @@ def test_the_report_is_self_contained_and_escapes_what_models_write(tmp_path: Pa
     assert parser.found == []
     assert parser.tags.count("polyline") == 2  # reward and time; one point alone is a dot
     assert "&lt;script&gt;" in page and "0.333 &rarr; 1.000" in page
+
+
+LONG = "val-core/a_rather_long_dataset_name/with-another-part/acc"
+
+
+def long_run(folder: Path) -> Path:
+    """A run whose metrics have long names and whose rules had something to say."""
+    with RunFolder(folder) as run:
+        run.write_config({"actor_rollout_ref": {}})
+        for step in (1, 2):
+            scores = {f"{LONG}/mean@1": step / 10, f"{LONG}/pass@1": step / 10, f"{LONG}/best@4": step / 5}
+            run.append_metrics(step, {**scores, "reward/mean": 0.1, "health": {"rule": "<b>cut</b> at 4"}})
+    return write_report(folder)
+
+
+def test_the_report_has_each_curve_once_and_what_the_rules_said(tmp_path: Path) -> None:
+    page = long_run(tmp_path / "run").read_text(encoding="utf-8")
+    assert page.count("<figure>") == 3, "mean@1 and pass@1 are one curve, best@4 is another"
+    assert f"{LONG}/mean@1" in page and f"{LONG}/best@4" in page and f"{LONG}/pass@1" not in page
+    assert "<strong>steps 1-2, 2 times</strong> &lt;b&gt;cut&lt;/b&gt; at 4" in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [1300, 420])
+def test_long_names_stay_inside_their_cards(tmp_path: Path, width: int) -> None:
+    page = long_run(tmp_path / "run")
+    measure = (
+        "<script>document.body.innerHTML = [document.documentElement, ...document.querySelectorAll('figcaption')]"
+        ".filter(e => e.scrollWidth > e.clientWidth).map(e => 'OVERFLOW ' + e.textContent).join() || 'FITS'</script>"
+    )
+    page.write_text(
+        page.read_text(encoding="utf-8").replace("</body>", f"{measure}</body>"), encoding="utf-8"
+    )
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    profile = f"--user-data-dir={tmp_path}/profile"
+    done = subprocess.run(
+        [*command, profile, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=240
+    )
+    assert "<body>FITS" in done.stdout, done.stdout[-500:]
 
 
 def test_a_report_of_an_empty_run_says_so(tmp_path: Path) -> None:

@@ -48,13 +48,22 @@ def overrides(tiny_model_dir: Path, digits_data: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def said() -> list[str]:
+    """What the console was told between the steps of the finished run."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def finished(overrides: list[str], said: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two epochs of two steps: every prompt is met twice."""
     from verl.config.load import load_ppo_config
+    from verl.observe.trackers import FanOut
     from verl.trainer.main_ppo import run
 
     folder = tmp_path_factory.mktemp("view") / "project" / "first"
-    return run(load_ppo_config([*overrides, f"trainer.default_local_dir={folder}"])).folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FanOut, "note", lambda self, text: said.append(text))
+        return run(load_ppo_config([*overrides, f"trainer.default_local_dir={folder}"])).folder
 
 
 @pytest.fixture
@@ -343,27 +352,45 @@ def test_a_run_that_went_back_in_time_is_read_anew(copied: Callable[..., Path]) 
 # -- health -------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_rules_say_is_shown_with_its_steps(
+def test_what_the_rules_said_is_shown_with_its_steps(
     copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
 ) -> None:
     folder = copied()
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "reward/mean": 0.2, "actor/kl": 7.5}\n')
-        file.write('{"step": 6, "reward/mean": 0.2, "actor/kl": 8.5, "response_length/clip_ratio": 0.9}\n')
-        file.write('{"step": 7, "reward/mean": null, "actor/grad_norm": null}\n')
+        file.write('{"step": 5, "health": {"kl_too_large": "actor/kl is 7.5"}}\n')
+        file.write('{"step": 25, "health": {"kl_too_large": "actor/kl is 8.5"}}\n')
+        file.write('{"step": 44, "reward/mean": 0.1}\n{"step": 45, "health": {"not_finite": "a is nan"}}\n')
     found = notices(open_run(folder))
-    kl = next(notice for notice in found if notice.line.startswith("actor/kl is 8.5"))
-    assert (kl.first, kl.last, kl.times, kl.now) == (5, 6, 2, False)
-    assert found[0].now and any("actor/grad_norm is nan" in notice.line for notice in found if notice.now)
+    kl = next(notice for notice in found if notice.line.startswith("actor/kl"))
+    assert (kl.line, kl.first, kl.last, kl.times, kl.recent) == ("actor/kl is 8.5", 5, 25, 2, False)
+    assert found[0].line == "a is nan" and found[0].recent
     out = view(folder)[1]
-    assert "now, step 7: the mean reward is nan" in out and "earlier, steps 5-6, 2 times: actor/kl" in out
+    assert "step 45: a is nan" in out and "steps 5-25, 2 times: actor/kl is 8.5" in out
 
 
-def test_the_samples_of_the_newest_step_are_judged_too(copied: Callable[..., Path]) -> None:
-    folder = copied()
-    rows = [{"uid": f"0-{n // 2}", "score": 0.0, "length": 1, "response": ""} for n in range(16)]
-    (folder / "rollouts" / f"{STEPS}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert any("responses are empty" in notice.line for notice in notices(open_run(folder)))
+def test_the_view_and_the_report_have_the_notices_the_console_had(
+    finished: Path, said: list[str], view: Callable[..., tuple[int, str]]
+) -> None:
+    """Rules that look at the batch cannot be asked again afterwards."""
+    import html
+
+    assert any("were cut at data.max_response_length=4" in line for line in said)
+    assert sorted(notice.line for notice in notices(open_run(finished))) == sorted(said)
+    out = view(finished)[1]
+    page = (finished / "report.html").read_text()
+    for line in said:
+        assert line in out and html.escape(line) in page
+    assert "nothing to report" not in out and "<h2>Health</h2>" in page
+
+
+def test_advice_about_the_settings_is_shown_without_any_step(tmp_path: Path) -> None:
+    from verl.config.load import from_dict, to_dict
+    from verl.config.schema import PPOConfig
+
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write_config(to_dict(from_dict(PPOConfig, {"rollout.temperature": 2.0}, checked=False)))
+    (notice,) = notices(open_run(tmp_path / "run"))
+    assert notice.when == "at start" and "temperature is 2" in notice.line
 
 
 # -- following ----------------------------------------------------------------------------------------------------

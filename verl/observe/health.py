@@ -15,13 +15,18 @@ from verl.observe.health_state import HealthSettings, History
 if TYPE_CHECKING:
     from verl.data.proto import DataProto
 
-__all__ = ["STEP_RULES", "HealthMonitor", "HealthSettings", "History"]
+__all__ = ["QUIET_STEPS", "STEP_RULES", "HealthMonitor", "HealthSettings", "History"]
+
+QUIET_STEPS = 20
+"""A rule that spoke is quiet for so many steps."""
 
 
 class HealthMonitor:
     """Applies the rules after each step and remembers when each last spoke."""
 
-    def __init__(self, settings: HealthSettings, *, quiet_steps: int = 20, memory: int = 500) -> None:
+    def __init__(
+        self, settings: HealthSettings, *, quiet_steps: int = QUIET_STEPS, memory: int = 500
+    ) -> None:
         self.history = History(settings)
         self._quiet_steps = quiet_steps
         self._memory = memory
@@ -31,8 +36,10 @@ class HealthMonitor:
         """What can be told from the settings alone."""
         return [line for rule in START_RULES if (line := rule(self.history)) is not None]
 
-    def check(self, step: int, metrics: Mapping[str, float], batch: DataProto | None = None) -> list[str]:
-        """The lines to show after this step."""
+    def check(
+        self, step: int, metrics: Mapping[str, float], batch: DataProto | None = None
+    ) -> dict[str, str]:
+        """The lines to show after this step, by the names of their rules."""
         watched = {n: v for n, v in metrics.items() if n in WATCHED or n.startswith("val-core/")}
         self.history.steps.append((step, watched))
         del self.history.steps[: -self._memory]
@@ -41,7 +48,7 @@ class HealthMonitor:
             from verl.observe.batch_health import batch_facts
 
             self.history.batch = batch_facts(batch)
-        lines = []
+        lines: dict[str, str] = {}
         for rule in STEP_RULES:
             name = rule.__name__
             if step - self._last_spoke.get(name, -self._quiet_steps) < self._quiet_steps:
@@ -49,7 +56,7 @@ class HealthMonitor:
             line = rule(self.history)
             if line is not None:
                 self._last_spoke[name] = step
-                lines.append(line)
+                lines[name] = line
         return lines
 
     def state_dict(self) -> dict[str, Any]:

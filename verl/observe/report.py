@@ -40,15 +40,16 @@ _CURVES = (
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1c2430 }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(20rem, 1fr)); gap: 1rem }
-figure { margin: 0; border: 1px solid #d8dee6; border-radius: 6px; padding: .6rem }
-figcaption { font-weight: 600; display: flex; justify-content: space-between }
-figcaption span { font-weight: 400; color: #57606a }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); gap: 1rem }
+figure { min-width: 0; margin: 0; border: 1px solid #d8dee6; border-radius: 6px; padding: .6rem }
+figcaption { font-weight: 600; display: flex; justify-content: space-between; gap: .6rem; overflow-wrap: anywhere }
+figcaption span { font-weight: 400; color: #57606a; white-space: nowrap }
 svg { width: 100%; height: auto } polyline { fill: none; stroke: #2563eb; stroke-width: 1.5 }
 circle { fill: #2563eb } text { font-size: 9px; fill: #57606a }
 .sample { border-left: 3px solid #d8dee6; padding: .2rem 0 .2rem .8rem; margin: 1rem 0 }
 .sample dt { color: #57606a; font-size: .85rem }
 .sample dd { margin: 0 0 .4rem; white-space: pre-wrap; overflow-wrap: anywhere }
+li { overflow-wrap: anywhere }
 pre { background: #f5f7f9; padding: .8rem; overflow-x: auto; font-size: .85rem }
 """
 
@@ -80,6 +81,7 @@ def write_report(folder: Path | str, title: str | None = None, samples: int = 6)
     crash = folder / "crash.txt"
     if crash.is_file():
         parts.append(Markup("<h2>Crash</h2><pre>{}</pre>").format(_text(crash)))
+    parts.append(_health(folder))
     figures = _joined(curve_svg(name, points) for name, points in _curves(rows))
     parts.append(
         Markup("<h2>Curves</h2><div class='curves'>{}</div>").format(figures or "No step has finished yet.")
@@ -132,13 +134,19 @@ def curve_svg(name: str, points: Sequence[tuple[float, float]]) -> Markup:
 def _curves(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[float, float]]]]:
     measured = {name for row in rows for name in row}
     validation = sorted(name for name in measured if name.startswith("val-core/"))
-    found = []
+    found: dict[str, list[tuple[float, float]]] = {}
     for name in [*validation, *(name for name in _CURVES if name in measured)]:
         pairs = [(_number(row.get("step")), _number(row.get(name))) for row in rows]
         points = [(step, value) for step, value in pairs if step is not None and value is not None]
-        if points:
-            found.append((name, points))
-    return found
+        # With one response per prompt the mean, the best and the majority are one curve.
+        if points and points not in [known for other, known in found.items() if _same_data(other, name)]:
+            found[name] = points
+    return list(found.items())
+
+
+def _same_data(name: str, other: str) -> bool:
+    """Whether two metrics of validation are statistics of the same scores."""
+    return name.startswith("val-core/") and name.rpartition("/")[0] == other.rpartition("/")[0]
 
 
 def _number(value: Any) -> float | None:
@@ -160,6 +168,18 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> Markup:
     if rewards:
         text += Markup("; reward {:.3f} &rarr; {:.3f}").format(rewards[0], rewards[-1])
     return Markup("<p>{}.</p>").format(text)
+
+
+def _health(folder: Path) -> Markup:
+    """What the health rules found while the run ran, newest first."""
+    from verl.observe.view_files import is_run, open_run
+    from verl.observe.view_state import notices
+
+    found = notices(open_run(folder)) if is_run(folder) else []
+    items = _joined(
+        Markup("<li><strong>{}</strong> {}</li>").format(notice.when, notice.line) for notice in found
+    )
+    return Markup("<h2>Health</h2><ul>{}</ul>").format(items) if items else Markup("")
 
 
 def _samples(heading: str, folder: Path, count: int) -> Markup:

@@ -56,6 +56,8 @@ class MetricsLog:
         self.rows: list[dict[str, Any]] = []
         """The newest rows: numbers by name. One that was not finite is NaN."""
         self.series: dict[str, Series] = {}
+        self.health: list[tuple[int, dict[str, str]]] = []
+        """What the health rules said to a step, by rule."""
         self.steps = 0
         """Rows read."""
         self.damaged = 0
@@ -96,6 +98,7 @@ class MetricsLog:
     def _start_over(self, inode: int) -> None:
         self._inode, self._offset = inode, 0
         self.rows, self.series, self.steps, self.damaged, self.cut = [], {}, 0, 0, False
+        self.health = []
 
     def _skip_to_tail(self, file: Any, size: int) -> None:
         if size > self._tail_bytes:
@@ -123,6 +126,9 @@ class MetricsLog:
                 del row[name]  # not a metric
             elif name != "step":
                 self.series.setdefault(name, Series()).add(step, float(value))
+        said = row.get("health")
+        if isinstance(said, dict):
+            self.health.append((step, {str(rule): str(line) for rule, line in said.items()}))
         self.rows.append(row)
         self.steps += 1
         if len(self.rows) > 2 * KEPT_ROWS:

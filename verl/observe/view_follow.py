@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.observe.console import step_line
 from verl.observe.view_files import Run
-from verl.observe.view_state import State, notices, state_of, total_steps
+from verl.observe.view_state import State, state_of, total_steps
 from verl.observe.view_text import styled, write
 
 if TYPE_CHECKING:
@@ -58,16 +58,13 @@ def _live(
 
 
 def _lines(run: Run, console: Console, pause: Callable[[float], None]) -> State:
-    said: set[str] = set()
-
     def show(new: list[dict[str, Any]]) -> None:
         for row in new:
-            metrics = {name: value for name, value in row.items() if name != "step"}
+            metrics = {name: value for name, value in row.items() if name not in ("step", "health")}
             write(console, styled(step_line(row["step"], metrics, total_steps(run))))
-        for notice in notices(run) if new else []:
-            if notice.now and notice.line not in said:
-                said.add(notice.line)
-                write(console, styled(notice.line))
+            said = row.get("health")
+            for line in said.values() if isinstance(said, dict) else ():
+                write(console, styled(str(line)))
 
     show(run.log.rows[-5:])
     state = _until_over(run, show, pause)

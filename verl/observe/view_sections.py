@@ -227,7 +227,7 @@ def grid(figures: list[list[str]], across: int) -> RenderableType:
 
 
 def health(run: Run) -> RenderableType:
-    """What the rules noticed; what holds now first."""
+    """What the rules noticed while the run ran; what is recent first."""
     from rich.console import Group
 
     found = notices(run)
@@ -238,8 +238,8 @@ def health(run: Run) -> RenderableType:
     for notice in found[:8]:
         lines.append(
             styled(
-                f"{'now' if notice.now else 'earlier'}, {notice.when}: {notice.line}",
-                "yellow" if notice.now else "dim",
+                f"{notice.when}: {notice.line}",
+                "yellow" if notice.recent else "dim",
             )
         )
     if len(found) > 8:

@@ -13,7 +13,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +21,6 @@ from typing import Any
 from verl.json_input import open_regular
 from verl.observe.console import validation_summary
 from verl.observe.view_files import Run, changed, checkpoint_steps
-
-_JUDGED_ROWS = 1000
-"""The health rules look at so many of the newest steps, and remember half as many at a time, as a run does."""
-_REMEMBERED_ROWS = 500
 
 
 @dataclass(frozen=True)
@@ -215,41 +210,32 @@ class Notice:
     first: int
     last: int
     times: int = 1
-    now: bool = False
-    """Whether it holds at the newest step."""
+    recent: bool = False
+    """Whether it spoke so lately that it would not have been repeated since."""
 
     @property
     def when(self) -> str:
+        if not self.last:
+            return "at start"
         if self.times == 1:
             return f"step {self.last}"
         return f"steps {self.first}-{self.last}, {self.times} times"
 
 
 def notices(run: Run) -> list[Notice]:
-    """What the health rules say to the metrics, and to the samples of the newest step; what holds now first."""
-    from verl.observe.health import STEP_RULES, History
-    from verl.observe.health_rules import WATCHED
+    """What the health rules said while the run ran, as its metrics.jsonl has it; what is recent first."""
+    from verl.observe.health import QUIET_STEPS, HealthMonitor
 
-    rows = run.log.rows[-_JUDGED_ROWS:]
-    if not rows or run.is_sft:
+    if run.is_sft or not run.config:
         return []
-    history = History(_settings(run))
-    found: dict[str, Notice] = {}
-    for row in rows:
-        step = row["step"]
-        watched = {n: float(v) for n, v in row.items() if n in WATCHED or n.startswith("val-core/")}
-        history.steps.append((step, watched))
-        del history.steps[:-_REMEMBERED_ROWS]
-        newest = row is rows[-1]
-        history.batch = _facts(run, step) if newest else None
-        for rule in STEP_RULES:
-            line = rule(history)
-            if line is None:
-                continue
-            before = found.get(rule.__name__)
+    found = {line: Notice(line, 0, 0, recent=True) for line in HealthMonitor(_settings(run)).at_start()}
+    newest = last_step(run) or 0
+    for step, said in run.log.health:
+        for rule, line in said.items():
+            before = found.get(rule)
             first, times = (before.first, before.times + 1) if before else (step, 1)
-            found[rule.__name__] = Notice(line, first, step, times, newest)
-    return sorted(found.values(), key=lambda notice: (not notice.now, -notice.last))
+            found[rule] = Notice(line, first, step, times, newest - step < QUIET_STEPS)
+    return sorted(found.values(), key=lambda notice: (not notice.recent, -notice.last))
 
 
 def _settings(run: Run) -> Any:
@@ -258,39 +244,10 @@ def _settings(run: Run) -> Any:
     try:
         return HealthSettings.from_config(_attributes(run.config))
     except (AttributeError, TypeError):
-        return HealthSettings()  # an older run, or no config: the bounds are the defaults
+        return HealthSettings()  # an older run: its start is not judged
 
 
 def _attributes(value: Any) -> Any:
     if isinstance(value, dict):
         return SimpleNamespace(**{str(name): _attributes(each) for name, each in value.items()})
     return value
-
-
-def _facts(run: Run, step: int) -> Any:
-    """What `verl.observe.batch_health` finds in a batch, as far as the samples tell it, and without torch."""
-    count = empty = 0
-    groups: dict[str, list[float]] = {}
-    for row in _some(run.rollouts.rows(step), 20_000):
-        count += 1
-        length, score = row.get("length"), row.get("score")
-        empty += isinstance(length, int) and length <= 1
-        if isinstance(score, (int, float)):
-            groups.setdefault(str(row.get("uid")), []).append(float(score))
-    if not count:
-        return None
-    several = [scores for scores in groups.values() if len(scores) > 1]
-    return SimpleNamespace(
-        sequences=count,
-        scores_not_finite=0,
-        outliers=0,
-        groups=len(several),
-        constant_groups=sum(min(scores) == max(scores) for scores in several),
-        empty_share=empty / count,
-        repetitive_share=0.0,
-    )
-
-
-def _some(rows: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
-    for _, row in zip(range(limit), rows, strict=False):
-        yield row

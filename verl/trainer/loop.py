@@ -100,8 +100,8 @@ class RLLoop:
             stopping = self.stop_requested
             if self.due(trainer.save_freq) or ending or stopping:
                 last |= self.save(last)
-            self.tracker.log(self.step_number, last)
-            for line in noticed:
+            self.tracker.log(self.step_number, last, noticed)
+            for line in noticed.values():
                 self.tracker.note(line)
         if self.checkpoints.wait() is not None:
             self.saved_step = self.step_number
