@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM
 
 from verl import GRPOTrainer, PPOTrainer
+from verl.config.disk import checkpoint_bytes
+from verl.config.model_shape import shape_of
 from verl.config.sections.data import DataConfig
 from verl.errors import ConfigError, DataError, ModelError, RewardError, VerlError
 from verl.models import given
@@ -274,9 +276,18 @@ def test_rows_of_a_dataloader_train(tiny_model_dir: Path, tiny_tokenizer: Any, t
         seen.append((ground_truth, extra_info["index"]))
         return 0.0
 
-    trainer = GRPOTrainer(load(tiny_model_dir), tiny_tokenizer, settings(tmp_path), reward_function=score)
-    assert trainer.train(DataLoader(ROWS, batch_size=3)).steps == 1
-    assert set(seen) == {("1", 0), ("2", 1), ("3", 2)}
+    model = load(tiny_model_dir)
+    trainer = GRPOTrainer(model, tiny_tokenizer, settings(tmp_path), reward_function=score)
+    result = trainer.train(DataLoader(ROWS, batch_size=3))
+    assert result.steps == 1 and set(seen) == {("1", 0), ("2", 1), ("3", 2)}
+    files = {
+        file.stat().st_ino: file.stat().st_size
+        for file in result.folder.glob("global_step_1/**/*.safetensors")
+    }
+    estimated = checkpoint_bytes(trainer.run_config(), shape_of(model.config.to_dict()), None, "cpu")
+    assert estimated <= sum(files.values()) <= 1.1 * estimated, (
+        "what was counted on before is what was written"
+    )
 
 
 @pytest.mark.parametrize(

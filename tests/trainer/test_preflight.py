@@ -15,7 +15,7 @@ from verl.config.load import from_dict
 from verl.config.packages import missing_packages, needed
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ConfigError
-from verl.trainer.preflight import preflight
+from verl.trainer.preflight import preflight, require_disk
 
 
 def ppo(model: Path | str, data: Path | str, **more: Any) -> PPOConfig:
@@ -63,6 +63,40 @@ def test_a_cached_model_is_taken_without_asking_the_hub_again(
     (snapshot / "config.json").write_text("{}")
     preflight(ppo("some/model", digits_data / "train.jsonl"))
     assert os.environ["HF_HUB_OFFLINE"] == "1" and "models are taken from the cache" in caplog.text
+
+
+def test_a_disk_too_small_for_one_checkpoint_is_refused_before_training(
+    tiny_model_dir: Path, digits_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.trainer.preflight.free_bytes", lambda folder: 600_000)
+    data = digits_data / "train.jsonl"
+    with pytest.raises(
+        ConfigError, match=r"trainer.default_local_dir=.*a checkpoint takes about .* are free"
+    ):
+        preflight(ppo(tiny_model_dir, data))
+    sft = {"model.path": str(tiny_model_dir), "data.train_files": str(data)}
+    with pytest.raises(ConfigError, match=r"checkpoint.save_contents"):
+        preflight(from_dict(SFTConfig, sft))
+    preflight(ppo(tiny_model_dir, data, trainer__val_only=True, data__val_files=str(data)))
+
+
+def test_a_disk_too_small_for_what_is_planned_is_warned_of(
+    tiny_model_dir: Path,
+    digits_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("verl.trainer.preflight.free_bytes", lambda folder: 5_000_000)
+    cfg = ppo(tiny_model_dir, digits_data / "train.jsonl", trainer__save_freq=1)
+    require_disk(cfg, tmp_path, 100)
+    assert "100 checkpoints of about" in caplog.text and "trainer.max_actor_ckpt_to_keep=" in caplog.text
+    monkeypatch.setattr("verl.trainer.preflight.free_bytes", lambda folder: 600_000)
+    given = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with pytest.raises(ConfigError, match="trainer.default_local_dir"):
+        require_disk(ppo("SomeModel", "o/d"), tmp_path, 1, given)
 
 
 def test_everything_that_is_missing_is_said_at_once(

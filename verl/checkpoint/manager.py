@@ -34,11 +34,10 @@ from verl.checkpoint.resume import RANDOM_STATE, TRAINER_STATE, Found, Resuming,
 from verl.checkpoint.retention import Limits, apply
 from verl.checkpoint.staging import Staging, free_memory
 from verl.checkpoint.steps import list_steps, recover, set_aside, step_name, work_folder, write_tracker
+from verl.config.disk import HF_BY_DEFAULT_BELOW
 from verl.engines.base import TrainEngine
 
 logger = logging.getLogger(__name__)
-
-HF_BY_DEFAULT_BELOW = 10_000_000_000
 
 
 @dataclass(frozen=True)

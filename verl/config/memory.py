@@ -17,6 +17,11 @@ _CHUNK = {"cuda": 640 << 20, "cpu": 32 << 20}
 """Bytes of one chunk of logits; forward and backward hold up to two."""
 
 
+def gib(size: int) -> str:
+    """Bytes in words."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
+
+
 def bytes_per_element(dtype: str, kind: str) -> int:
     """Of parameters in `dtype` on a device of this kind."""
     if dtype == "auto":

@@ -16,8 +16,10 @@ from verl.config.available import unavailable
 from verl.config.batch_math import BatchPlan, batch_plan, text_table
 from verl.config.batch_math import rows as batch_rows
 from verl.config.device import Device, device_at_hand
+from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.keys import get, put
 from verl.config.machine import beyond_machine
+from verl.config.memory import gib
 from verl.config.model_shape import ModelShape, read_shape
 from verl.config.packages import missing_packages
 from verl.config.phases import Estimate, estimate
@@ -56,17 +58,30 @@ def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
         result.warnings.append(
             f"model_type '{shape.model_type}' is not one this estimate knows; it is counted as if built like Llama"
         )
-    critic_shape = _critic_shape(config, shape)
+    critic_shape = critic_shape_of(config, shape)
     if isinstance(config, PPOConfig) and config.critic.enable and critic_shape is None:
         result.warnings.append(
             f"the critic is not in the estimate: no config.json of '{config.critic.model.path}'"
         )
     result.memory = estimate(config, shape, critic_shape, device)
     result.warnings += _too_large(config, result, critic_shape)
+    result.warnings += _disk(config, shape, critic_shape, device.kind)
     return result
 
 
-def _critic_shape(config: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShape | None:
+def _disk(
+    config: PPOConfig | SFTConfig, shape: ModelShape, critic_shape: ModelShape | None, kind: str
+) -> list[str]:
+    """What does not fit on the disk of the run folder."""
+    free = free_bytes(config.trainer.default_local_dir)
+    if free is None:
+        return []
+    found = disk_verdict(config, checkpoint_bytes(config, shape, critic_shape, kind), free)
+    return [line for line in (found.error, found.warning) if line]
+
+
+def critic_shape_of(config: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShape | None:
+    """The sizes of the critic's model; None where there is no critic, or nothing is known of it."""
     if not isinstance(config, PPOConfig) or not config.critic.enable:
         return None
     model = config.critic.model
@@ -145,11 +160,6 @@ def _remedies(config: PPOConfig | SFTConfig, kind: str) -> Iterator[tuple[str, A
     if rollout and get(config, rollout).gpu_memory_utilization > 0.2:
         yield f"{rollout}.gpu_memory_utilization", round(get(config, rollout).gpu_memory_utilization / 2, 2)
     yield "trainer.n_gpus_per_node", 2 * config.trainer.n_gpus_per_node
-
-
-def gib(size: int) -> str:
-    """Bytes in words."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
 
 
 def render(result: Plan) -> str:

@@ -71,9 +71,11 @@ def run(
 def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, live: bool) -> RunResult:
     """One start of a run, from its last checkpoint (or afresh) to its end."""
     from verl.trainer.assembly import build_loop, open_run
+    from verl.trainer.preflight import require_disk
     from verl.trainer.setup import leave_report, require_saved
 
     with open_run(cfg, **given) as parts:
+        require_disk(cfg, parts.folder.path, parts.total_steps, model)
         loop = build_loop(cfg, parts, model=model, live=live)
         try:
             with stop_on_signal(loop):

@@ -10,16 +10,19 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from verl.config.available import unavailable
+from verl.config.disk import DiskVerdict, checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.hub import answer, endpoint, offline
-from verl.config.machine import beyond_machine
+from verl.config.machine import beyond_machine, on_cpu
 from verl.config.model_folder import context_length, folder_problem
-from verl.config.model_shape import cached_config
+from verl.config.model_shape import ModelShape, cached_config, read_shape, shape_of
 from verl.config.packages import missing_packages
+from verl.config.plan import critic_shape_of
 from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
 from verl.data.files import absent
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +33,58 @@ def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_da
     problems += _absent_files(cfg, given_data)
     if not given_model:
         problems += _model_problems(cfg) or hub_problems(_models(cfg))
+        problems += [] if problems else _disk_error(cfg)
     if problems:
         raise ConfigError("\n".join(problems))
     if not given_model:
         _warn_of_length(cfg)
+
+
+def _disk_error(cfg: PPOConfig | SFTConfig) -> list[str]:
+    model = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model
+    shape = _shape_or_none(model.path, model.override_config)
+    verdict = _on_disk(cfg, shape)
+    return [verdict.error] if verdict.error else []
+
+
+def require_disk(cfg: PPOConfig | SFTConfig, folder: Path, total_steps: int, model: Any = None) -> None:
+    """Refuse a run whose checkpoints have no room, and warn of one that has not room for all of them. `model`: one
+    that was given as an object."""
+    section = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model
+    if model is not None:
+        shape = _shape_of_given(model)
+    else:
+        shape = _shape_or_none(section.path, section.override_config)
+    present = len(list(folder.glob("global_step_*")))
+    verdict = _on_disk(cfg, shape, total_steps=total_steps, present=present)
+    if verdict.error:
+        raise ConfigError(verdict.error)
+    if verdict.warning:
+        logger.warning("%s", verdict.warning)
+
+
+def _on_disk(cfg: PPOConfig | SFTConfig, shape: ModelShape | None, **more: int) -> DiskVerdict:
+    """Nothing is said where nothing can be saved anyway, or the model's sizes are not known for certain."""
+    free = free_bytes(cfg.trainer.default_local_dir)
+    only_looks = isinstance(cfg, PPOConfig) and cfg.trainer.val_only
+    if shape is None or not shape.exact or free is None or only_looks:
+        return DiskVerdict()
+    kind = "cpu" if on_cpu(cfg) else "cuda"
+    return disk_verdict(cfg, checkpoint_bytes(cfg, shape, critic_shape_of(cfg, shape), kind), free, **more)
+
+
+def _shape_or_none(path: str, override: Mapping[str, Any]) -> ModelShape | None:
+    try:
+        return read_shape(path, override)
+    except ModelError:  # said by those who load it
+        return None
+
+
+def _shape_of_given(model: Any) -> ModelShape | None:
+    try:
+        return shape_of(model.config.get_text_config().to_dict())
+    except (AttributeError, ModelError):
+        return None
 
 
 def _absent_files(cfg: PPOConfig | SFTConfig, given_data: bool) -> list[str]:

@@ -77,6 +77,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     from verl.data.sft_dataset import sft_loader
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
+    from verl.trainer.preflight import require_disk
     from verl.trainer.setup import (
         fit_to,
         leave_report,
@@ -100,6 +101,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     total = trainer.total_training_steps or len(train_loader) * trainer.total_epochs
     with open_run_folder(trainer) as folder:
         record_config(cfg, folder)
+        require_disk(cfg, folder.path, total)
         logger.info("%s", render(batch_plan(cfg, total_steps=total)))
         try:
             with (
