@@ -47,7 +47,7 @@ def main() -> None:
         output_dir=args.out,
     )
     trainer = GRPOTrainer(model, tokenizer, config, reward_function=compute_reward)
-    train_dataloader = DataLoader(rows(args.prompts), batch_size=16, shuffle=True, collate_fn=list)
+    train_dataloader = DataLoader(rows(args.prompts), batch_size=16, shuffle=True)
     result = trainer.train(train_dataloader)
     print(
         f"reward {result.metrics['reward/mean']:.2f} after {result.steps} steps; everything is in {result.folder}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.config.load import from_dict
+from verl.config.machine import on_cpu
 from verl.config.schema import PPOConfig
 from verl.errors import ConfigError
 from verl.trainer.preflight import preflight
@@ -130,16 +131,17 @@ class PPOTrainer:
 
     def train(self, train_dataloader: Iterable[Any]) -> RunResult:
         """Train on the dataloader's prompts; the model given is the one that learns, in place."""
+        from torch import device
+
         from verl.models.given import avoid_slow_bf16, unwrapped
         from verl.trainer.given_batches import GivenLoader
         from verl.trainer.main_ppo import run
-        from verl.workers.local import choose_device
 
         cfg = self.run_config(quiet=True)
         loader = GivenLoader(train_dataloader, cfg.data, self.tokenizer)
         with unwrapped(self.model) as model, handed_back(model):
             if cfg.actor_rollout_ref.model.dtype == "auto":
-                avoid_slow_bf16(model, choose_device(cfg.trainer.device))
+                avoid_slow_bf16(model, device("cpu" if on_cpu(cfg) else "cuda"))
             return run(
                 cfg,
                 reward_function=self.reward_function,

@@ -33,9 +33,11 @@ class HealthConfig:
 class BaseTrainerConfig:
     """What reinforcement learning and supervised fine-tuning share."""
 
-    n_gpus_per_node: int = key(1, "GPUs (on CPU: processes) per node", ge=1)
+    n_gpus_per_node: int = key(1, "GPUs per node (with device=cpu: processes)", ge=1)
     nnodes: int = key(1, "nodes", ge=1)
-    device: str = key("auto", "auto takes a GPU when there is one", known=known.DEVICES)
+    device: str = key(
+        "auto", "auto takes a GPU when there is one; several processes are on GPUs unless cpu", known=known.DEVICES
+    )
     seed: int = key(1, "seed of everything random")
     total_epochs: int = key(1, "passes over the training data", ge=1)
     total_training_steps: int | None = key(None, "stop after so many steps; default: all epochs", ge=1)
