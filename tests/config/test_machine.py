@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,13 @@ def test_more_nodes_than_this_one_need_a_cluster(tmp_path: Path, monkeypatch: py
     cfg = ppo(trainer__nnodes=4, trainer__n_gpus_per_node=8)
     (line,) = beyond_machine(cfg, FOUR)
     assert "'trainer.nnodes' is 4" in line and "RAY_ADDRESS" in line and "trainer.nnodes=1" in line
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Ray is installed
     (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:6379")
-    assert beyond_machine(cfg, FOUR) == []  # `ray start` was here: the cluster says what it has
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert beyond_machine(cfg, FOUR) == []  # `ray start` was here: the cluster says what it has
+    assert beyond_machine(cfg, FOUR), "and has ended"
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert beyond_machine(cfg, FOUR)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import socket
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,8 +70,20 @@ def joins_cluster() -> bool:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return True
+    if importlib.util.find_spec("ray") is None:
+        return False
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    return (Path(temporary) / "ray" / "ray_current_cluster").exists()  # written by `ray start`
+    return _answers(Path(temporary) / "ray" / "ray_current_cluster")
+
+
+def _answers(file: Path) -> bool:
+    """Whether the cluster whose address `ray start` left in a file is still there."""
+    try:
+        host, _, port = file.read_text(encoding="utf-8").strip().rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def started_by_torchrun() -> bool:

@@ -36,7 +36,9 @@ class BaseTrainerConfig:
     n_gpus_per_node: int = key(1, "GPUs per node (with device=cpu: processes)", ge=1)
     nnodes: int = key(1, "nodes", ge=1)
     device: str = key(
-        "auto", "auto takes a GPU when there is one; several processes are on GPUs unless cpu", known=known.DEVICES
+        "auto",
+        "auto takes a GPU when there is one; several processes are on GPUs unless cpu",
+        known=known.DEVICES,
     )
     seed: int = key(1, "seed of everything random")
     total_epochs: int = key(1, "passes over the training data", ge=1)
