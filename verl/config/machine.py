@@ -115,7 +115,7 @@ def beyond_machine(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device
     asked = " and ".join(pool.asked for pool in wanted)
     if not there:
         return [
-            f"{asked}: {gpus} GPUs are asked for, but there is no GPU on this machine (nvidia-smi and torch see none). "
+            f"{asked}: {gpus} GPUs are asked for, but there is no GPU on this machine. "
             "For as many CPU processes set trainer.device=cpu; for one process trainer.n_gpus_per_node=1"
         ]
     return [
