@@ -174,3 +174,16 @@ def test_a_failed_atomic_write_leaves_the_old_text_and_no_litter(tmp_path: Path)
         write_atomically(file, "\ud800")
     assert file.read_text() == "old"
     assert os.listdir(tmp_path) == ["x.txt"]
+
+
+def test_notices_go_with_the_steps_they_belong_to(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        for step in (1, 2, 3):
+            folder.append_metrics(step, {"a": 1.0})
+            folder.append_health(step, {"rule": f"line {step}"} if step != 2 else {})
+        folder.rewind(2)
+        assert folder.health_file.read_text() == '{"step": 1, "rule": "rule", "line": "line 1"}\n'
+        folder.health_file.write_text("no json\n")
+        folder.rewind(2)
+        folder.restart()
+        assert not folder.health_file.exists()

@@ -250,7 +250,8 @@ def long_run(folder: Path) -> Path:
         run.write_config({"actor_rollout_ref": {}})
         for step in (1, 2):
             scores = {f"{LONG}/mean@1": step / 10, f"{LONG}/pass@1": step / 10, f"{LONG}/best@4": step / 5}
-            run.append_metrics(step, {**scores, "reward/mean": 0.1, "health": {"rule": "<b>cut</b> at 4"}})
+            run.append_metrics(step, {**scores, "reward/mean": 0.1})
+            run.append_health(step, {"rule": "<b>cut</b> at 4"})
     return write_report(folder)
 
 

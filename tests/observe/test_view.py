@@ -357,9 +357,11 @@ def test_what_the_rules_said_is_shown_with_its_steps(
 ) -> None:
     folder = copied()
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "health": {"kl_too_large": "actor/kl is 7.5"}}\n')
-        file.write('{"step": 25, "health": {"kl_too_large": "actor/kl is 8.5"}}\n')
-        file.write('{"step": 44, "reward/mean": 0.1}\n{"step": 45, "health": {"not_finite": "a is nan"}}\n')
+        file.write('{"step": 45, "reward/mean": 0.1}\n')
+    with open(folder / "health.jsonl", "a") as file:
+        file.write('{"step": 5, "rule": "kl_too_large", "line": "actor/kl is 7.5"}\n')
+        file.write('{"step": 25, "rule": "kl_too_large", "line": "actor/kl is 8.5"}\nno json\n')
+        file.write('{"step": 45, "rule": "not_finite", "line": "a is nan"}\n{"step": 46, "rule"')
     found = notices(open_run(folder))
     kl = next(notice for notice in found if notice.line.startswith("actor/kl"))
     assert (kl.line, kl.first, kl.last, kl.times, kl.recent) == ("actor/kl is 8.5", 5, 25, 2, False)

@@ -2,13 +2,15 @@
 
     config.yaml              the resolved configuration
     metrics.jsonl            one line per step: {"step": N, name: number, ...}
+    health.jsonl             what the health rules found: {"step": N, "rule": name, "line": text}
     rollouts/{step}.jsonl    samples of training
     validation/{step}.jsonl  samples of validation
     crash.txt                cause and fix, when a run ended badly
     metrics.previous.jsonl   of an earlier run, where a new one began in its folder
 
-One process at a time uses a folder. Every file written whole is replaced atomically. Lines of `metrics.jsonl` that a
-full disk or a kill cut short are left out by whoever reads it and removed by the run that goes on.
+One process at a time uses a folder. Every file written whole is replaced atomically. Lines of `metrics.jsonl` and
+`health.jsonl` that a full disk or a kill cut short are left out by whoever reads them and removed by the run that
+goes on.
 """
 
 from __future__ import annotations
@@ -63,13 +65,18 @@ class RunFolder:
         self._crash_file = self.path / "crash.txt"
         if self._crash_file.exists():
             _put_aside(self._crash_file, "crash.previous.txt")
-        if self.metrics_file.exists() and not self.metrics_file.is_file():
-            aside = _put_aside(self.metrics_file, "metrics.jsonl.unusable")
-            logger.warning("%s was no regular file and is kept as %s", self.metrics_file, aside.name)
+        for file in (self.metrics_file, self.health_file):
+            if file.exists() and not file.is_file():
+                aside = _put_aside(file, f"{file.name}.unusable")
+                logger.warning("%s was no regular file and is kept as %s", file, aside.name)
 
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def health_file(self) -> Path:
+        return self.path / "health.jsonl"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """The resolved configuration, so that `--config-path` with this file repeats the run."""
@@ -92,6 +99,14 @@ class RunFolder:
 
     def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         append_line(self.metrics_file, dumps({"step": step, **metrics}))
+
+    def append_health(self, step: int, notices: Mapping[str, str]) -> None:
+        """What the rules, by name, found in a step; a full disk costs the record of it, not the run."""
+        try:
+            for rule, line in notices.items():
+                append_line(self.health_file, dumps({"step": step, "rule": rule, "line": line}))
+        except OSError as error:
+            logger.warning("%s could not be written: %s. The run goes on", self.health_file, error)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.metrics_file)
@@ -117,6 +132,10 @@ class RunFolder:
             text, changed = kept_lines(self.metrics_file, keep)
             if changed:
                 write_atomically(self.metrics_file, text)
+        if self.health_file.exists():
+            text, changed = kept_lines(self.health_file, lambda row: row["step"] <= step)
+            if changed:
+                write_atomically(self.health_file, text)
         for folder in (self.rollout_dir, self.validation_dir):
             for file in _sample_files(folder):
                 if int(file.stem) > step:
@@ -128,6 +147,7 @@ class RunFolder:
         samples go, so that nothing of both stands side by side."""
         if self.metrics_file.exists() and self.metrics_file.stat().st_size:
             _put_aside(self.metrics_file, "metrics.previous.jsonl")
+        self.health_file.unlink(missing_ok=True)
         for folder in (self.rollout_dir, self.validation_dir):
             if folder.parent != self.path:
                 continue  # a folder the user chose may be others' as well

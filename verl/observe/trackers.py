@@ -108,11 +108,7 @@ class FanOut:
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self.trackers = dict(trackers)
 
-    def log(self, step: int, metrics: Mapping[str, Any], notices: Mapping[str, str] | None = None) -> None:
-        """The metrics of a step; `notices` are what the health rules said to it, kept with them in the run folder."""
-        file = self.trackers.get("file")
-        if notices and isinstance(file, FileTracker):
-            file.notices = dict(notices)
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._each("log", step, metrics)
 
     def log_samples(self, step: int, rows: list[Any]) -> None:
@@ -152,12 +148,9 @@ class FileTracker:
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
-        self.notices: dict[str, str] = {}
-        """What the health rules said to the step that is logged next."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        notices, self.notices = self.notices, {}
-        self._run_folder.append_metrics(step, {**metrics, "health": notices} if notices else metrics)
+        self._run_folder.append_metrics(step, metrics)
 
     def log_samples(self, step: int, rows: list[Any]) -> None:
         return None

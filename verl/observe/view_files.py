@@ -56,8 +56,6 @@ class MetricsLog:
         self.rows: list[dict[str, Any]] = []
         """The newest rows: numbers by name. One that was not finite is NaN."""
         self.series: dict[str, Series] = {}
-        self.health: list[tuple[int, dict[str, str]]] = []
-        """What the health rules said to a step, by rule."""
         self.steps = 0
         """Rows read."""
         self.damaged = 0
@@ -98,7 +96,6 @@ class MetricsLog:
     def _start_over(self, inode: int) -> None:
         self._inode, self._offset = inode, 0
         self.rows, self.series, self.steps, self.damaged, self.cut = [], {}, 0, 0, False
-        self.health = []
 
     def _skip_to_tail(self, file: Any, size: int) -> None:
         if size > self._tail_bytes:
@@ -126,9 +123,6 @@ class MetricsLog:
                 del row[name]  # not a metric
             elif name != "step":
                 self.series.setdefault(name, Series()).add(step, float(value))
-        said = row.get("health")
-        if isinstance(said, dict):
-            self.health.append((step, {str(rule): str(line) for rule, line in said.items()}))
         self.rows.append(row)
         self.steps += 1
         if len(self.rows) > 2 * KEPT_ROWS:
@@ -191,6 +185,16 @@ class Run:
     @property
     def is_sft(self) -> bool:
         return "actor_rollout_ref" not in self.config and ("optim" in self.config or "model" in self.config)
+
+
+def health_rows(run: Run) -> Iterator[tuple[int, str, str]]:
+    """(step, rule, line): what the health rules found while the run ran, oldest first."""
+    try:
+        with open_regular(run.path / "health.jsonl") as file:
+            for row in filter(None, map(parse_metrics, whole_lines(file))):
+                yield row["step"], str(row.get("rule")), str(row.get("line"))
+    except (OSError, ValueError):
+        return
 
 
 def open_run(path: Path) -> Run:

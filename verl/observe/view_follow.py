@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl.observe.console import step_line
-from verl.observe.view_files import Run
+from verl.observe.view_files import Run, health_rows
 from verl.observe.view_state import State, state_of, total_steps
 from verl.observe.view_text import styled, write
 
@@ -59,12 +59,12 @@ def _live(
 
 def _lines(run: Run, console: Console, pause: Callable[[float], None]) -> State:
     def show(new: list[dict[str, Any]]) -> None:
+        said = list(health_rows(run)) if new else []
         for row in new:
-            metrics = {name: value for name, value in row.items() if name not in ("step", "health")}
+            metrics = {name: value for name, value in row.items() if name != "step"}
             write(console, styled(step_line(row["step"], metrics, total_steps(run))))
-            said = row.get("health")
-            for line in said.values() if isinstance(said, dict) else ():
-                write(console, styled(str(line)))
+            for line in (line for step, _, line in said if step == row["step"]):
+                write(console, styled(line))
 
     show(run.log.rows[-5:])
     state = _until_over(run, show, pause)

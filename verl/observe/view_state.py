@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.json_input import open_regular
 from verl.observe.console import validation_summary
-from verl.observe.view_files import Run, changed, checkpoint_steps
+from verl.observe.view_files import Run, changed, checkpoint_steps, health_rows
 
 
 @dataclass(frozen=True)
@@ -223,18 +223,17 @@ class Notice:
 
 
 def notices(run: Run) -> list[Notice]:
-    """What the health rules said while the run ran, as its metrics.jsonl has it; what is recent first."""
+    """What the health rules said while the run ran, as its health.jsonl has it; what is recent first."""
     from verl.observe.health import QUIET_STEPS, HealthMonitor
 
     if run.is_sft or not run.config:
         return []
     found = {line: Notice(line, 0, 0, recent=True) for line in HealthMonitor(_settings(run)).at_start()}
     newest = last_step(run) or 0
-    for step, said in run.log.health:
-        for rule, line in said.items():
-            before = found.get(rule)
-            first, times = (before.first, before.times + 1) if before else (step, 1)
-            found[rule] = Notice(line, first, step, times, newest - step < QUIET_STEPS)
+    for step, rule, line in health_rows(run):
+        before = found.get(rule)
+        first, times = (before.first, before.times + 1) if before else (step, 1)
+        found[rule] = Notice(line, first, step, times, newest - step < QUIET_STEPS)
     return sorted(found.values(), key=lambda notice: (not notice.recent, -notice.last))
 
 

@@ -100,7 +100,8 @@ class RLLoop:
             stopping = self.stop_requested
             if self.due(trainer.save_freq) or ending or stopping:
                 last |= self.save(last)
-            self.tracker.log(self.step_number, last, noticed)
+            self.run_folder.append_health(self.step_number, noticed)
+            self.tracker.log(self.step_number, last)
             for line in noticed.values():
                 self.tracker.note(line)
         if self.checkpoints.wait() is not None:
