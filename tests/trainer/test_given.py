@@ -86,6 +86,7 @@ def ddp(model: Any) -> Any:
     return torch.nn.parallel.DistributedDataParallel(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "wrap"),
     [
@@ -120,6 +121,20 @@ def test_tied_weights_stay_tied_outside_fsdp(group: None, tiny_model_dir: Path) 
     with given.unwrapped(fsdp2(model)) as plain:
         assert plain.lm_head.weight is plain.model.embed_tokens.weight
         assert not any(value.is_meta for value in [*plain.parameters(), *plain.buffers()])
+
+
+@pytest.mark.parametrize("wrap", [fsdp1, fsdp2])
+def test_a_sharded_model_is_copied_out_and_gets_its_weights_back(
+    wrap: Any, group: None, tiny_model_dir: Path
+) -> None:
+    wrapped, before = wrap(load(tiny_model_dir)), load(tiny_model_dir).state_dict()
+    with given.unwrapped(wrapped) as plain:
+        assert type(plain).__name__ == "LlamaForCausalLM" and not given.is_sharded(plain)
+        assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
+        with torch.no_grad():
+            plain.lm_head.weight += 1.0
+    after = given.get_model_state_dict(wrapped, options=given.StateDictOptions(full_state_dict=True))
+    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"] + 1.0)
 
 
 def test_several_processes_of_the_users_own_are_refused(
