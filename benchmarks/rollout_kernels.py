@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from verl.rollout.native.kernels import attention, gated, linear, norm, rotary, sampling
+from verl.rollout.native.kernels import attention, gated, linear, norm, rotary, sampling, selection
 
 SHAPES = {
     "smollm2-135m": (576, 1536, 9, 3, 64, 49152),
@@ -153,6 +153,12 @@ def small_kernels(
     logits = torch.randn(rows, vocab, device="cuda")
     ones, zeros = torch.ones(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
     figures["sample"] = micros(lambda: sampling.sample_plain(logits, ones, zeros, zeros, zeros))
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    top_p, top_k = ones * 0.9, zeros + 50
+    figures["top-p by sort"] = micros(lambda: sorted_top_p(weights, top_p), repeat=2)
+    figures["top-p by selection"] = micros(lambda: selection.smallest_kept(weights, None, top_p), repeat=2)
+    figures["top-k by topk"] = micros(lambda: torch.topk(weights, 50, dim=-1), repeat=2)
+    figures["top-k by selection"] = micros(lambda: selection.smallest_kept(weights, top_k, None), repeat=2)
     head = torch.randn(vocab, hidden, **half)
     figures["head"] = micros(lambda: torch.mm(x, head.t(), out_dtype=torch.float32))
     figures["head bf16"] = micros(lambda: x @ head.t())
@@ -160,6 +166,14 @@ def small_kernels(
         f"{name} M={rows} (attention's memory floor {floor:.0f}): "
         + ", ".join(f"{k} {v:.1f}" for k, v in figures.items())
     )
+
+
+def sorted_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest weight of each row's nucleus by sorting the row, with float64 sums."""
+    ordered = weights.sort(dim=-1, descending=True).values
+    mass = ordered.double().cumsum(-1)
+    stays = mass - ordered < top_p[:, None] * mass[:, -1:]
+    return ordered.gather(1, stays.sum(-1, keepdim=True) - 1)
 
 
 def main() -> int:

@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.rollout.native.kernels import attention, fp8, gated, linear, norm, rotary, sampling
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sampling_checks import boundary_rows, kept_by_definition, key_of, selection_rows
+
+from verl.rollout.base import SamplingParams
+from verl.rollout.native.kernels import attention, fp8, gated, linear, norm, rotary, sampling, selection
 from verl.rollout.native.ops import TorchOps, TritonOps
 from verl.rollout.noise import sequence_key
+from verl.rollout.sampling import SamplingBatch, apply_filters
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 reference = TorchOps()
@@ -169,5 +177,69 @@ for vocab in (97, 5000):
         states.append(state)
     for name in states[0]:
         check(f"advance {name}", states[0][name], states[1][name], 0)
+
+logits, numbers, likely = (x.to(DEVICE) for x in boundary_rows(4500, sampling.CHUNK))
+rows = len(numbers)
+ones, zeros = torch.ones(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+keys = torch.tensor([key_of(number) for number in numbers.tolist()], device=DEVICE)
+tokens, log_probs = sampling.sample_plain(logits, ones, zeros, keys, zeros)
+check("only likely tokens at the ends of chunks", likely[tokens].float(), ones, 0)
+share = torch.softmax(logits[0].double(), -1).cumsum(-1)
+uniform = numbers.double() * 2.0**-32
+outside = torch.maximum(share[tokens - 1].where(tokens > 0, 0.0) - uniform, uniform - share[tokens])
+check("the drawn token covers the uniform number", outside.clamp(min=0), zeros, 1e-6)
+
+logits = randn(3, 4500, dtype=torch.float32)
+logits[0, : sampling.CHUNK] = logits[1, sampling.CHUNK : 2 * sampling.CHUNK] = float("-inf")
+logits[2, 5:] = float("-inf")
+args = (logits, ones[:3], zeros[:3], keys[:3], zeros[:3])
+ours, theirs = sampling.sample_plain(*args), reference.sample_plain(*args)
+check("tokens where a chunk has none", ours[0], theirs[0], 0)
+check("log-probs where a chunk has none", ours[1], theirs[1], 1e-4)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor any operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.bytes = max(self.bytes, made.numel() * made.element_size())
+        return made
+
+
+for vocab in (90, 2100):
+    weights = selection_rows(vocab)
+    top_k = torch.tensor([7, 20, 0, 5, 3, 9, 4, vocab + 5])
+    top_p = torch.tensor([0.5, 1.0, 0.9, 0.5, 0.01, 0.3, 0.999, 0.7])
+    with Largest() as largest:
+        floors = selection.smallest_kept(weights.to(DEVICE), top_k.to(DEVICE), top_p.to(DEVICE))
+    expected = torch.stack(
+        [kept_by_definition(row, int(k), float(p)) for row, k, p in zip(weights, top_k, top_p, strict=True)]
+    )
+    kept = weights >= floors.cpu()[:, None]
+    check(f"kept by top-k and top-p of {vocab}", kept.float(), expected.float(), 0)
+    room = torch.tensor(largest.bytes / weights.numel() / 4 - 1).clamp(min=0)
+    check(f"no temporary above rows x {vocab} x 4 bytes", room, torch.zeros(()), 0)
+
+if DEVICE.type == "cuda":  # as in a decode step: captured, so that nothing may wait for the device
+    params = [
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_k=50, top_p=0.7),
+        SamplingParams(top_k=20, min_p=0.01),
+    ]
+    weights = randn(63, 49152, dtype=torch.float32) * 2
+    weights = (weights - weights.amax(-1, keepdim=True)).exp()
+    batch = SamplingBatch.of(params * 21, list(range(63)), DEVICE)
+    apply_filters(weights, batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        filtered = apply_filters(weights, batch)
+    weights.copy_(weights.flip(0))
+    graph.replay()
+    theirs = apply_filters(weights.cpu(), SamplingBatch.of(params * 21, list(range(63))))
+    check("filters in a graph", filtered, theirs.to(DEVICE), 0)
 
 sys.exit(1 if failed else 0)

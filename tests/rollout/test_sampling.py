@@ -6,10 +6,18 @@ import math
 
 import pytest
 import torch
+from sampling_checks import boundary_rows, kept_by_definition, key_of, selection_rows
 
 from verl.rollout.base import SamplingParams
 from verl.rollout.noise import mix, sequence_key, uniform
-from verl.rollout.sampling import SamplingBatch, invert_cdf, penalise_repeats, sample, seen_tokens
+from verl.rollout.sampling import (
+    SamplingBatch,
+    apply_filters,
+    invert_cdf,
+    penalise_repeats,
+    sample,
+    seen_tokens,
+)
 
 VOCAB = 300
 DRAWS = 20_000
@@ -147,6 +155,52 @@ def test_extreme_uniforms_never_hit_a_zero_weight() -> None:
     for value in (0.0, 2.0**-32, 0.5, 1 - 2.0**-32):
         tokens = invert_cdf(weights, torch.full((4,), value, dtype=torch.float64))
         assert (weights.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_only_likely_tokens_are_drawn_where_blocks_end() -> None:
+    logits, numbers, likely = boundary_rows(2000, 256)
+    assert uniform(torch.tensor([key_of(77)]), torch.tensor([0])).item() == 77 * 2.0**-32
+    tokens = invert_cdf((logits - logits.amax()).exp(), numbers.double() * 2.0**-32)
+    assert likely[tokens].all()
+    share = torch.softmax(logits[0].double(), -1).cumsum(-1)
+    assert (share[tokens] - numbers.double() * 2.0**-32 > -1e-6).all()
+
+
+def test_a_number_between_two_sums_of_a_block_draws_no_unlikely_token() -> None:
+    """The sum of a block in float32 lies above its sum in float64; the last token has a billionth of the mass."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        weights = torch.rand(1, 256, generator=generator)
+        weights[0, 255] = 1e-7
+        coarse, fine = float(weights.sum(-1)), float(weights.double().sum(-1))
+        if coarse > fine * (1 + 2.0**-25):
+            break
+    else:
+        raise AssertionError("no block whose float32 sum is too large")
+    number = torch.tensor([(coarse + fine) / 2 / coarse], dtype=torch.float64)
+    assert invert_cdf(weights, number).item() == 254
+
+
+@pytest.mark.parametrize("vocab", [90, 2000])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(-1, 0.5), (-1, 1e-6), (-1, 0.9999999), (7, 1.0), (20, 0.4), (1, 0.9)]
+)
+def test_filters_keep_what_their_definition_keeps(vocab: int, top_k: int, top_p: float) -> None:
+    weights = selection_rows(vocab)
+    batch = SamplingBatch.of(
+        [SamplingParams(top_k=top_k, top_p=top_p)] * len(weights), list(range(len(weights)))
+    )
+    kept = apply_filters(weights.clone(), batch)
+    for row, found in zip(weights, kept, strict=True):
+        expected = torch.where(kept_by_definition(row, top_k, top_p), row, 0.0)
+        assert torch.equal(found, expected)
+        assert found.max() == row.max()
+
+
+def test_a_filter_is_not_switched_off_by_a_wider_one_in_the_same_batch() -> None:
+    weights = torch.rand(2, 50, generator=torch.Generator().manual_seed(1))
+    batch = SamplingBatch.of([SamplingParams(top_k=3), SamplingParams(top_k=500)], [1, 2])
+    assert (apply_filters(weights, batch) > 0).sum(-1).tolist() == [3, 50]
 
 
 def test_uniform_numbers_equal_the_integer_definition_and_depend_on_every_part_of_the_key() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from verl.models.kernels import triton_fault
 from verl.rollout import noise
 from verl.rollout.base import SamplingParams
 
@@ -126,67 +127,98 @@ def penalise_repeats(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty_B: 
     return torch.where(seen_BV & (penalty_B1 != 1), changed_BV, logits_BV)
 
 
-def _rows(mask_B: torch.Tensor) -> torch.Tensor | slice:
-    """The rows a filter is for. On a device all of them: finding out would wait for it."""
-    return mask_B.nonzero()[:, 0] if mask_B.device.type == "cpu" else slice(None)
+def _top_k_floor(weights_BV: torch.Tensor, top_k_B: torch.Tensor, largest: int) -> torch.Tensor:
+    """[B]: each row's `top_k`-th largest weight."""
+    best_BK = torch.topk(weights_BV, min(largest, weights_BV.shape[1]), dim=-1).values
+    return best_BK.gather(1, top_k_B.clamp(max=best_BK.shape[1])[:, None] - 1)[:, 0]
 
 
-def _keep_top_p(weights_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Zero what lies outside each row's nucleus: a token stays while the mass before it is below top_p."""
+def _top_p_floor(weights_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """[B]: the smallest weight above which less than `top_p` of the row's mass lies."""
     vocab = weights_BV.shape[1]
-    total_B1 = weights_BV.sum(-1, keepdim=True, dtype=torch.float64)
-    guess = min(_NUCLEUS_GUESS, vocab) if weights_BV.device.type == "cpu" else vocab
+    goal_B1 = top_p_B.double()[:, None] * _mass(weights_BV).sum(-1, keepdim=True).double()
+    guess = min(_NUCLEUS_GUESS, vocab)
     while True:
-        sorted_BK, index_BK = torch.topk(weights_BV, guess, dim=-1)
-        mass_BK = sorted_BK.double().cumsum(-1) / total_B1
-        if guess == vocab or bool((mass_BK[:, -1] >= top_p_B).all()):
-            break
+        sorted_BK = torch.topk(weights_BV, guess, dim=-1).values
+        mass_BK = _mass(sorted_BK)
+        stays_BK = (mass_BK.cumsum(-1) - mass_BK).double() < goal_B1
+        if guess == vocab or not bool(stays_BK[:, -1].any()):
+            return sorted_BK.gather(1, stays_BK.sum(-1, keepdim=True) - 1)[:, 0]
         guess = vocab
-    keep_BK = (mass_BK - sorted_BK.double() / total_B1) < top_p_B[:, None].double()
-    keep_BK[:, 0] = True
-    return torch.zeros_like(weights_BV).scatter_(1, index_BK, sorted_BK * keep_BK)
+
+
+def _mass(weights: torch.Tensor) -> torch.Tensor:
+    """Weights in units of 2^-44. Sums of integers are exact, whoever adds them up and in which order."""
+    return (weights * 2.0**44).to(torch.int64)
+
+
+def _smallest_kept(weights_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """[B]: what top-k and top-p remove is below; zero where a row has neither."""
+    kinds = batch.kinds
+    if weights_BV.is_cuda and triton_fault(weights_BV.device) is None:
+        from verl.rollout.native.kernels.selection import smallest_kept
+
+        return smallest_kept(
+            weights_BV, batch.top_k_B if kinds.top_k else None, batch.top_p_B if kinds.top_p else None
+        )
+    floor_B = torch.zeros(len(weights_BV), device=weights_BV.device)
+    if kinds.top_k:
+        rows = (batch.top_k_B > 0).nonzero()[:, 0]
+        floor_B[rows] = _top_k_floor(weights_BV[rows], batch.top_k_B[rows], kinds.top_k)
+    if kinds.top_p:
+        rows = (batch.top_p_B < 1).nonzero()[:, 0]
+        left_RV = torch.where(weights_BV[rows] >= floor_B[rows, None], weights_BV[rows], 0.0)
+        floor_B[rows] = _top_p_floor(left_RV, batch.top_p_B[rows])
+    return floor_B
 
 
 def apply_filters(weights_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Zero the weights (unnormalised probabilities) that top-k, top-p and min-p remove, in place; ties stay."""
-    vocab = weights_BV.shape[1]
-    if 0 < batch.kinds.top_k < vocab:
-        rows = _rows(batch.top_k_B > 0)
-        top_k_R = batch.top_k_B[rows]
-        best_RK = torch.topk(weights_BV[rows], batch.kinds.top_k, dim=-1).values
-        threshold_R1 = best_RK.gather(1, (top_k_R.clamp(1, batch.kinds.top_k) - 1)[:, None])
-        threshold_R1 = torch.where((top_k_R > 0)[:, None], threshold_R1, 0.0)
-        weights_BV[rows] = torch.where(weights_BV[rows] >= threshold_R1, weights_BV[rows], 0.0)
-    if batch.kinds.top_p:
-        rows = _rows(batch.top_p_B < 1)
-        # A row without the filter keeps everything, also what rounding puts beyond the mass of 1.
-        top_p_R = torch.where(batch.top_p_B[rows] < 1, batch.top_p_B[rows], 2.0)
-        weights_BV[rows] = _keep_top_p(weights_BV[rows], top_p_R)
+    """The weights (probabilities divided by the row's largest) with those zero that top-k, top-p and min-p remove.
+
+    Top-k keeps what is not below the k-th largest weight; of that, top-p keeps what has less than `top_p` of the mass
+    strictly above it; min-p what is not below `min_p`. Equal weights stay or go together."""
+    floor_B = torch.zeros(len(weights_BV), device=weights_BV.device)
+    if batch.kinds.top_k or batch.kinds.top_p:
+        floor_B = _smallest_kept(weights_BV, batch)
     if batch.kinds.min_p:
-        threshold_B1 = (batch.min_p_B * weights_BV.amax(-1))[:, None]
-        weights_BV = torch.where(weights_BV >= threshold_B1, weights_BV, 0.0)
-    return weights_BV
+        floor_B = torch.maximum(floor_B, batch.min_p_B * weights_BV.amax(-1))
+    return torch.where(weights_BV >= floor_B[:, None], weights_BV, 0.0)
+
+
+def _covering(weights_BN: torch.Tensor, share_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, 1]: the place whose weight covers `share` of the row's sum, and the share of that weight which lies before.
+
+    Weights (float64) below 2^-40 of the sum are never chosen. What any order of summation gets wrong is far below that,
+    so the running sum grows at every weight that counts."""
+    smallest_B1 = weights_BN.sum(-1, keepdim=True) * 2.0**-40
+    weights_BN = torch.where(weights_BN >= smallest_B1, weights_BN, 0.0)
+    running_BN = weights_BN.cumsum(-1)
+    counts_BN = weights_BN > 0
+    highest_B1 = torch.where(counts_BN, running_BN, 0.0).amax(-1, keepdim=True)
+    target_B1 = share_B1 * highest_B1
+    # A share that rounding brought to 1 belongs to the last weight.
+    covered_BN = counts_BN & ((running_BN > target_B1) | (running_BN == highest_B1))
+    place_B1 = covered_BN.to(torch.uint8).argmax(-1, keepdim=True)
+    here_B1 = weights_BN.gather(1, place_B1)
+    before_B1 = running_BN.gather(1, place_B1) - here_B1
+    return place_B1, (target_B1 - before_B1) / here_B1
 
 
 def invert_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative weight exceeds `uniform` times the row's total.
 
-    Two levels, blocks and then one block, so that the running sums are short and in float64.
+    Two levels, blocks and then one block, so that the running sums are short and in float64. The second level goes by
+    the share of the block and not by the mass: a block's float32 sum and its running sum differ in the last bits, and
+    what lies between the two must not fall to the last token of the block, however unlikely that is.
     """
     rows, vocab = weights_BV.shape
     pad = -vocab % _BLOCK
     if pad:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, pad))
     blocks_BNW = weights_BV.view(rows, -1, _BLOCK)
-    mass_BN = blocks_BNW.sum(-1).double().cumsum(-1)
-    target_B1 = uniform_B[:, None] * mass_BN[:, -1:]
-    block_B1 = torch.searchsorted(mass_BN, target_B1, right=True).clamp_(max=mass_BN.shape[1] - 1)
-    before_B1 = torch.where(block_B1 > 0, mass_BN.gather(1, (block_B1 - 1).clamp_(min=0)), 0.0)
+    block_B1, share_B1 = _covering(blocks_BNW.sum(-1).double(), uniform_B[:, None])
     index_B = torch.arange(rows, device=weights_BV.device)
-    inner_BW = blocks_BNW[index_B, block_B1[:, 0]].double().cumsum(-1)
-    # The block's own running sum may differ from its float32 sum in the last bits: stay below its end.
-    target_B1 = torch.minimum(target_B1 - before_B1, inner_BW[:, -1:] * (1 - 2.0**-40))
-    inside_B1 = torch.searchsorted(inner_BW, target_B1, right=True).clamp_(max=_BLOCK - 1)
+    inside_B1, _ = _covering(blocks_BNW[index_B, block_B1[:, 0]].double(), share_B1)
     return (block_B1 * _BLOCK + inside_B1)[:, 0].clamp_(max=vocab - 1)
 
 

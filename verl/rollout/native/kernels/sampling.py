@@ -4,6 +4,10 @@
 The first kernel leaves for every chunk of the vocabulary its peak, the mass below it and where the peak stands;
 the second picks the chunk in which the row's uniform number falls and inverts the distribution inside it. It
 covers temperature and greedy rows; filters and penalties go through `verl.rollout.sampling`, which this equals.
+
+Sums that decide between tokens are float64 over weights of at least 2^-40 of the total. What any order of summation
+gets wrong is far below that, so every weight that counts makes its running sum grow, and a token is drawn only where
+its own weight covers the uniform number.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import triton
 import triton.language as tl
 
 CHUNK = 2048
+SMALLEST = tl.constexpr(2.0**-40)
+"""Weights below this part of the total are never drawn."""
 
 
 @triton.jit
@@ -26,7 +32,8 @@ def _chunk_masses(
     values = tl.load(logits_ptr + row * stride + offsets, mask=inside, other=float("-inf")).to(tl.float32)
     values = values / tl.load(temperature_ptr + row)
     peak = tl.max(values, 0)
-    mass = tl.sum(tl.where(inside, tl.exp(values - peak), 0.0), 0)
+    # A chunk without any possible token has the peak -inf and the mass 0.
+    mass = tl.sum(tl.exp(values - tl.where(peak == float("-inf"), 0.0, peak)), 0)
     best = tl.min(tl.where(values == peak, offsets, vocab), 0)
     slot = row * chunks + chunk
     tl.store(peak_ptr + slot, peak)
@@ -36,12 +43,28 @@ def _chunk_masses(
 
 @triton.jit
 def _uniform(key, position):
-    """The same numbers as `verl.rollout.noise.uniform`, in float32."""
+    """The same numbers as `verl.rollout.noise.uniform`."""
     value = key + (position + 1) * -7046029254386353131
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     value = value ^ ((value >> 31) & 0x1FFFFFFFF)
-    return ((value >> 32) & 0xFFFFFFFF).to(tl.float32) * 2.3283064365386963e-10
+    return ((value >> 32) & 0xFFFFFFFF).to(tl.float64) * 2.3283064365386963e-10
+
+
+@triton.jit
+def _invert(weights, share, index, END: tl.constexpr):
+    """The place whose weight covers `share` of the weights' sum, and the share of that weight which lies before."""
+    weights = weights.to(tl.float64)
+    weights = tl.where(weights >= tl.sum(weights, 0) * SMALLEST, weights, 0.0)
+    running = tl.cumsum(weights, 0)
+    highest = tl.max(tl.where(weights > 0, running, 0.0), 0)
+    target = share * highest
+    # A share that rounding brought to 1 belongs to the last weight.
+    covered = (weights > 0) & ((running > target) | (running == highest))
+    place = tl.min(tl.where(covered, index, END), 0)
+    before = tl.sum(tl.where(index < place, weights, 0.0), 0)
+    here = tl.sum(tl.where(index == place, weights, 0.0), 0)
+    return place, (target - before) / here
 
 
 @triton.jit
@@ -70,21 +93,17 @@ def _pick(
     top = tl.max(peaks, 0)
     weights = tl.where(present, masses * tl.exp(peaks - top), 0.0)
     total = tl.sum(weights, 0)
-    running = tl.cumsum(weights, 0)
-    target = _uniform(tl.load(keys_ptr + row), tl.load(produced_ptr + row)) * total
-    last = tl.max(tl.where(weights > 0, index, 0), 0)
-    chunk = tl.minimum(tl.min(tl.where((running > target) & (weights > 0), index, CHUNKS_UP), 0), last)
-    before = tl.sum(tl.where(index < chunk, weights, 0.0), 0)
+    share = _uniform(tl.load(keys_ptr + row), tl.load(produced_ptr + row))
+    chunk, share = _invert(weights, share, index, CHUNKS_UP)
+    peak = tl.max(tl.where(index == chunk, peaks, float("-inf")), 0)
 
     temperature = tl.load(temperature_ptr + row)
-    offsets = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = offsets < vocab
-    values = tl.load(logits_ptr + row * stride + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-    inner = tl.where(inside, tl.exp(values / temperature - top), 0.0)
-    inner_running = tl.cumsum(inner, 0)
-    final = tl.max(tl.where(inner > 0, offsets, 0), 0)
-    found = tl.min(tl.where((inner_running > target - before) & (inner > 0), offsets, vocab), 0)
-    token = tl.minimum(found, final)
+    place = tl.arange(0, CHUNK)
+    offsets = chunk * CHUNK + place
+    values = tl.load(logits_ptr + row * stride + offsets, mask=offsets < vocab, other=float("-inf"))
+    inner = tl.exp(values.to(tl.float32) / temperature - peak)
+    token, _ = _invert(inner, share, place, CHUNK)
+    token += chunk * CHUNK
 
     bests = tl.load(best_ptr + row * chunks + index, mask=present, other=0)
     highest = tl.min(tl.where((peaks == top) & present, bests, vocab), 0)
