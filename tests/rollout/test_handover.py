@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RolloutError, TrainingHalted
-from verl.rollout.handover import Manifest, check_probe, compare, fingerprint, probe_prompt, trainer_log_probs
+from verl.rollout.handover import (
+    Manifest,
+    ProbeCheck,
+    compare,
+    fingerprint,
+    probe_request,
+    trainer_log_probs,
+)
 from verl.rollout.handover.buckets import cut, read_buckets, shared_folder, write_buckets
 from verl.rollout.handover.leftovers import remove
 from verl.rollout.handover.weights import TiedHead, base_weights, tied_head, weights_of, with_tied_head
@@ -141,19 +148,49 @@ def test_base_weights_leave_adapters_out_and_merged_ones_take_them_in(tiny: Call
 
 def test_the_probe_compares_with_the_trainers_log_probs(tiny: Callable[..., Any]) -> None:
     model = tiny("llama")
-    prompt = probe_prompt(97)
-    assert len(set(prompt)) > 8 and all(0 <= token < 97 for token in prompt)
-    tokens = [3, 50, 9]
+    prompt = list(probe_request(97, None).prompt_ids)
+    assert len(set(prompt)) > 8
+    tokens = [[3, 50, 9], [7, 7, 80]]
     with torch.no_grad():
-        rows = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].log_softmax(-1)
-    expected = [float(rows[len(prompt) - 1 + i, token]) for i, token in enumerate(tokens)]
+        found = model(torch.tensor([[*prompt, *row] for row in tokens]), use_cache=False).logits.log_softmax(
+            -1
+        )
+    expected = [
+        [float(found[i, len(prompt) - 1 + place, token]) for place, token in enumerate(row)]
+        for i, row in enumerate(tokens)
+    ]
     ours = trainer_log_probs(model, prompt, tokens)
-    assert ours == pytest.approx(expected, abs=1e-5)
-    assert check_probe(expected, ours, "float32", 1, "test") < 1e-4
-    wrong = [value + 0.01 for value in expected]
+    assert ours is not None
+    for rows in (ours.log_probs, ours.again):
+        assert rows[0] == pytest.approx(expected[0], abs=1e-5) and rows[1] == pytest.approx(
+            expected[1], abs=1e-5
+        )
+    assert ProbeCheck("test", "float32").add(1, expected, ours).gap < 1e-4
+    wrong = [[value + 0.01 for value in row] for row in expected]
     with pytest.raises(
         TrainingHalted, match=r"version 4: .* differ by 0.01 on average, 0.002 is what float32"
     ):
-        check_probe(wrong, ours, "float32", 4, "test")
-    check_probe(wrong, ours, "bfloat16", 4, "test")
+        ProbeCheck("test", "float32").add(4, wrong, ours)
+    ProbeCheck("test", "bfloat16").add(4, wrong, ours)
     assert trainer_log_probs([("w", torch.ones(1))], prompt, tokens) is None
+
+
+def test_a_training_engine_computes_the_rows_in_two_batches(tiny: Callable[..., Any]) -> None:
+    from verl.config.schema import ActorConfig, ModelConfig
+    from verl.engines import build_engine
+
+    model = tiny("llama")
+    prompt, tokens = list(probe_request(97, None).prompt_ids), [[3, 50, 9], [7, 7, 80]]
+    expected = trainer_log_probs(model, prompt, tokens)
+    engine = build_engine(
+        "actor", ModelConfig(dtype="float32"), ActorConfig(), model=model, device="cpu", total_steps=1
+    )
+    seen = []
+    compute = engine.log_probs
+    engine.log_probs = lambda batch, **options: (seen.append(len(batch)), compute(batch, **options))[1]  # type: ignore[method-assign,func-returns-value]
+    found = trainer_log_probs(engine, prompt, tokens)
+    assert found is not None and expected is not None
+    assert len(set(seen)) == 2, "batches of the same shape would show no rounding"
+    for rows in (found.log_probs, found.again):
+        for row, known in zip(rows, expected.log_probs, strict=True):
+            assert row == pytest.approx(known, abs=1e-5)

@@ -127,10 +127,11 @@ class Noting:
 
     def log_probs(self, batch: Any, temperature: float) -> dict[str, torch.Tensor]:
         self.asked.append("log-probs")
-        ids, tokens = batch.batch["input_ids"][0].tolist(), batch.batch["response_mask"].shape[1]
-        return {
-            "log_probs": torch.tensor([log_probs(self._model, ids[:-tokens], ids[-tokens:], temperature)])
-        }
+        tokens, found = batch.batch["response_mask"].shape[1], []
+        for row, seen in zip(batch.batch["input_ids"], batch.batch["attention_mask"], strict=True):
+            ids = row[seen.bool()].tolist()
+            found.append(log_probs(self._model, ids[:-tokens], ids[-tokens:], temperature))
+        return {"log_probs": torch.tensor(found)}
 
 
 def test_a_rank_that_shares_the_server_asks_the_trainer_for_what_its_host_asks(

@@ -25,7 +25,7 @@ from verl.rollout.handover.adapters import adapter_weights, read_adapter, write_
 from verl.rollout.handover.arriving import ArrivingWeights
 from verl.rollout.handover.collective import Link
 from verl.rollout.handover.fingerprint import Manifest, compare
-from verl.rollout.handover.probe import check_probe
+from verl.rollout.handover.probe import ProbeCheck
 from verl.rollout.handover.weights import base_weights
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.vllm.settings import read_model
@@ -101,7 +101,8 @@ class Pair:
         )
         compare(sent, arrival.received, version, "rollout rank 0")
         (ours,) = self.trainer.do_probe(arrival.prompt, [arrival.tokens])
-        return check_probe(arrival.log_probs, ours, arrival.precision, version, "rollout rank 0")
+        check = ProbeCheck("rollout rank 0", arrival.precision)
+        return check.add(version, arrival.log_probs, ours).gap
 
     def learn(self) -> None:
         """What an update does to the weights."""

@@ -25,7 +25,7 @@ from verl.rollout.handover.arriving import ArrivingWeights, probe
 from verl.rollout.handover.bystanders import Elsewhere, Follower
 from verl.rollout.handover.collective import Link
 from verl.rollout.handover.fingerprint import Manifest, compare
-from verl.rollout.handover.probe import check_probe, trainer_log_probs
+from verl.rollout.handover.probe import ProbeCheck, trainer_log_probs
 from verl.rollout.handover.receiving import load_into
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.vllm.settings import read_model
@@ -120,13 +120,14 @@ def test_a_module_takes_the_weights_and_shows_them_by_log_probs(llama: Callable[
 
     sent, arrival = linked([lambda link: link.send(trainer.state_dict().items()), receive])
     compare(sent, arrival.received, 4, "engine")
-    assert len(arrival.prompt) + len(arrival.tokens) <= 20, "within the engine's longest sequence"
+    assert len(arrival.prompt) + len(arrival.tokens[0]) <= 20, "within the engine's longest sequence"
     ours = trainer_log_probs(trainer, arrival.prompt, arrival.tokens)
-    assert ours is not None and check_probe(arrival.log_probs, ours, "float32", 4, "engine") < 1e-4
+    assert ours is not None
+    assert ProbeCheck("engine", "float32").add(4, arrival.log_probs, ours).gap < 1e-4
     others = trainer_log_probs(llama(3), arrival.prompt, arrival.tokens)
     assert others is not None
     with pytest.raises(TrainingHalted, match="rollout rank 1.*policy version 4.*and look at it"):
-        check_probe(arrival.log_probs, others, "float32", 4, "rollout rank 1", "look at it")
+        ProbeCheck("rollout rank 1", "float32", "look at it").add(4, arrival.log_probs, others)
 
 
 def test_what_is_fingerprinted_is_what_the_module_has(llama: Callable[..., Any]) -> None:
@@ -205,9 +206,9 @@ class Host(VLLMRollout):
         return MagicMock()
 
     def _run(self, samples: list[Any]) -> Any:
-        (sample,) = samples
-        sample.token_ids, sample.log_probs = [1] * 8, [0.0] * 8
-        yield sample.response("length", self.version)
+        for sample in samples:
+            sample.token_ids, sample.log_probs = [1] * 8, [0.0] * 8
+            yield sample.response("length", self.version)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -234,7 +235,7 @@ def test_a_follower_asks_the_trainer_for_what_the_host_asks(
         asked.append(source.asked)
     assert asked[0] == asked[1]
     after = [at for at, what in enumerate(asked[0]) if what == "generation"]
-    proven_late = [asked[0][at + 1 : at + 2] == ["log-probs of 1"] for at in after]
+    proven_late = [asked[0][at + 1 : at + 2] == ["log-probs of 4"] for at in after]
     assert proven_late == [sleeps, sleeps], "an engine that sleeps is compared when it wakes"
     assert ("model.norm.weight" in asked[0][after[0] :]) != lora, "with an adapter only that is gathered"
     with pytest.raises(RolloutError, match="requests go to that one"):

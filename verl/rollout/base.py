@@ -81,6 +81,10 @@ class RolloutEngine(ABC):
 
         Responses carry `version` from now on."""
 
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last update of the weights, for the run's metrics."""
+        return {}
+
     def sleep(self) -> None:  # noqa: B027 (most engines have nothing to do)
         """Give device memory back until `wake`."""
 

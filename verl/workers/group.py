@@ -57,6 +57,10 @@ class WorkerGroup(ABC):
     def publish_weights(self) -> None:
         """Let the rollout engine generate from the actor's current weights, as `policy_version`."""
 
+    def rollout_metrics(self) -> dict[str, float]:
+        """What the rollout engine reports about its weights; over several engines, the worst."""
+        return {}
+
     @abstractmethod
     def checkpoint_parts(self) -> dict[str, Any]:
         """The engines whose state a checkpoint holds, by name (actor, critic)."""
@@ -71,7 +75,7 @@ class WorkerGroup(ABC):
         metrics = self._update("actor", batch, size, actor.ppo_epochs)
         self.policy_version += 1
         self.publish_weights()
-        return metrics
+        return metrics | self.rollout_metrics()
 
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         critic = self.cfg.critic

@@ -152,6 +152,9 @@ class LocalGroup(WorkerGroup):
     def publish_weights(self) -> None:
         self.rollout.engine.update_weights(self.actor_engine, self.policy_version)
 
+    def rollout_metrics(self) -> dict[str, float]:
+        return self.rollout.engine.metrics()
+
     def model_size(self) -> ModelSize:
         module: Any
         with module_of(self.actor_engine) as module:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from verl.config.schema import PPOConfig
     from verl.data.proto import DataProto
+    from verl.rollout.handover.probe import TrainerLogProbs
     from verl.rollout.vllm.settings import ModelFacts
 
 
@@ -152,9 +153,10 @@ class RankWorker(CallServer):
                 plain.pop(f"{role}/{name}", None)
         return plain
 
-    def do_publish(self, version: int) -> None:
+    def do_publish(self, version: int) -> dict[str, float]:
         self.group.policy_version = version
         self.group.publish_weights()
+        return self.group.rollout_metrics()
 
     def do_model_size(self) -> Any:
         return self.group.model_size()
@@ -198,7 +200,9 @@ class RankWorker(CallServer):
                         pass
         return sent if self._link is not None else None
 
-    def do_probe(self, prompt: tuple[int, ...], answers: list[tuple[int, ...]]) -> list[list[float]]:
+    def do_probe(
+        self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
+    ) -> list[TrainerLogProbs | None]:
         return self.group.probe(prompt, answers)
 
     # -- checkpoints --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from verl.engines.export import whole_weights
 from verl.rollout import build_rollout
 from verl.rollout.handover.adapters import adapter_weights, carrier_weights
 from verl.rollout.handover.bystanders import Elsewhere, Follower
-from verl.rollout.handover.probe import trainer_log_probs
+from verl.rollout.handover.probe import TrainerLogProbs, trainer_log_probs
 from verl.rollout.handover.weights import Pairs, base_weights
 from verl.rollout.vllm.settings import ModelFacts, read_model
 from verl.workers.local import LocalGroup
@@ -162,10 +162,12 @@ class RankGroup(LocalGroup):
             else:
                 yield [whole_weights(engine.model, dtype) if own_names else engine.export_parameters()]
 
-    def probe(self, prompt: tuple[int, ...], answers: list[tuple[int, ...]]) -> list[list[float]]:
+    def probe(
+        self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
+    ) -> list[TrainerLogProbs | None]:
         """The trainer's own log-probs of what engines elsewhere drew after `prompt`."""
         with self._resident("actor", optimizer=False):
-            return [trainer_log_probs(self.actor_engine, prompt, tokens) or [] for tokens in answers]
+            return [trainer_log_probs(self.actor_engine, prompt, rows) for rows in answers]
 
 
 @contextmanager

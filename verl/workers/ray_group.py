@@ -21,6 +21,7 @@ from verl.config.pools import engine_size, rollout_pool
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
+from verl.rollout.handover.probe import worst
 from verl.workers.group import WorkerGroup
 from verl.workers.local import pad_id
 from verl.workers.needs import needs_critic
@@ -67,6 +68,7 @@ class RayGroup(WorkerGroup):
         self.pool = RolloutPool(cfg) if rollout_pool(cfg) else None
         self._stored: _Stored | None = None
         self._size: ModelSize
+        self._rollout_metrics: dict[str, float] = {}
         try:
             self.cluster.connect()
             self._place()
@@ -143,9 +145,13 @@ class RayGroup(WorkerGroup):
 
     def _publish(self, version: int) -> None:
         if self.pool is None:
-            self.calls.all("publish", version)
+            self._rollout_metrics = worst(self.calls.all("publish", version))
         else:
             self.pool.hand_over(version)
+            self._rollout_metrics = self.pool.metrics()
+
+    def rollout_metrics(self) -> dict[str, float]:
+        return self._rollout_metrics
 
     def model_size(self) -> ModelSize:
         return self._size

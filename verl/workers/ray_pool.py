@@ -14,7 +14,7 @@ import ray
 
 from verl.config.machine import ROLLOUT
 from verl.rollout.handover.fingerprint import compare
-from verl.rollout.handover.probe import check_probe
+from verl.rollout.handover.probe import ProbeCheck, worst
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_rollout import GeneratingActor
@@ -47,6 +47,7 @@ class RolloutPool:
     def __init__(self, cfg: PPOConfig) -> None:
         self.cluster = Cluster(cfg, ROLLOUT)
         self._watchdog_s = cfg.trainer.watchdog_s
+        self._probes: dict[str, ProbeCheck] = {}
         self.calls: RankCalls
         self._everyone: RankCalls
         self._trainer: RankCalls
@@ -87,8 +88,12 @@ class RolloutPool:
         prompt, answers = arrivals[0].prompt, list({arrival.tokens for arrival in arrivals})
         known = dict(zip(answers, self._trainer.all("probe", prompt, answers)[0], strict=True))
         for name, arrival in zip(self.calls.names, arrivals, strict=True):
-            ours = known[arrival.tokens]
-            check_probe(arrival.log_probs, ours, arrival.precision, version, name, _ADVICE)
+            check = self._probes.setdefault(name, ProbeCheck(name, arrival.precision, _ADVICE))
+            check.add(version, arrival.log_probs, known[arrival.tokens])
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last hand-over; of several processes, the worst."""
+        return worst([check.metrics() for check in self._probes.values()])
 
     def broken(self) -> bool:
         """Whether a call to these processes, alone or together with the trainer's, has failed."""

@@ -9,16 +9,16 @@ with both values in the message.
 """
 
 from verl.rollout.handover.fingerprint import Manifest, compare, fingerprint
-from verl.rollout.handover.probe import check_probe, probe_prompt, trainer_log_probs
+from verl.rollout.handover.probe import ProbeCheck, probe_request, trainer_log_probs
 from verl.rollout.handover.weights import base_weights, weights_of, with_tied_head
 
 __all__ = [
     "Manifest",
+    "ProbeCheck",
     "base_weights",
-    "check_probe",
     "compare",
     "fingerprint",
-    "probe_prompt",
+    "probe_request",
     "trainer_log_probs",
     "weights_of",
     "with_tied_head",

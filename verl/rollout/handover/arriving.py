@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from verl.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.rollout.base import RolloutEngine
 from verl.rollout.handover.adapters import NotYet, unless_empty
 from verl.rollout.handover.collective import Link
 from verl.rollout.handover.fingerprint import Manifest
-from verl.rollout.handover.probe import RESPONSE_TOKENS, probe_prompt
+from verl.rollout.handover.probe import probe_request
 from verl.rollout.handover.weights import Pairs
 
 
@@ -26,8 +26,8 @@ class Arrival:
 
     received: dict[str, str]
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    log_probs: tuple[tuple[float, ...], ...]
     precision: str
 
 
@@ -74,11 +74,8 @@ def probe(
     engine: RolloutEngine, received: Manifest, *, vocab_size: int, max_length: int | None, precision: str
 ) -> Arrival:
     """The arrival, proven by tokens the engine draws after a fixed prompt with what it now has."""
-    tokens = min(RESPONSE_TOKENS, (max_length or RESPONSE_TOKENS + 1) - 1)
-    prompt = probe_prompt(vocab_size)
-    prompt = prompt[: max_length - tokens] if max_length else prompt
-    request = Request("verl-probe", prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
-    (response,) = engine.generate([request])
-    return Arrival(
-        dict(received), tuple(prompt), tuple(response.token_ids), tuple(response.log_probs), precision
-    )
+    request = probe_request(vocab_size, max_length)
+    responses = list(engine.generate([request]))
+    tokens = tuple(tuple(response.token_ids) for response in responses)
+    log_probs = tuple(tuple(response.log_probs) for response in responses)
+    return Arrival(dict(received), tuple(request.prompt_ids), tokens, log_probs, precision)

@@ -13,7 +13,7 @@ from verl.errors import RolloutError
 from verl.rollout.base import Request, Response, RolloutEngine
 from verl.rollout.handover.adapters import adapter_of
 from verl.rollout.handover.copy_engine import CopyRollout, Sample
-from verl.rollout.handover.probe import RESPONSE_TOKENS, probe_prompt, trainer_log_probs
+from verl.rollout.handover.probe import probe_request, trainer_log_probs
 from verl.rollout.handover.weights import base_weights, weights_of
 
 
@@ -74,7 +74,8 @@ class Follower(CopyRollout):
     def prove(self) -> None:
         """The host compares log-probs; the trainer computes them on all ranks together."""
         self._unproven = False
-        trainer_log_probs(self.source, probe_prompt(self.vocab_size), [0] * RESPONSE_TOKENS)
+        request = probe_request(self.vocab_size, self.max_length)
+        trainer_log_probs(self.source, request.prompt_ids, [[0] * request.sampling.max_tokens] * request.n)
 
     def sleep(self) -> None:
         if self._can_sleep and not self.asleep:

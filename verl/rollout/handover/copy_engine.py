@@ -7,19 +7,16 @@ has proven, by log-probs, that it computes with them (an engine that sleeps prov
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import FinishReason, Request, Response, RolloutEngine, SamplingParams
-from verl.rollout.handover.probe import RESPONSE_TOKENS, check_probe, probe_prompt, trainer_log_probs
+from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
+from verl.rollout.handover.probe import ProbeCheck, probe_request, trainer_log_probs
 from verl.rollout.noise import mix, sequence_key
 from verl.rollout.requests import Stopper, check_finite, check_requests
-
-log = logging.getLogger(__name__)
 
 _SEEDS = (1 << 63) - 1
 
@@ -97,6 +94,7 @@ class CopyRollout(RolloutEngine):
         self._aborted: set[str] = set()
         self._abort_all = False
         self._unproven = False
+        self._probes: ProbeCheck | None = None
 
     # -- what an engine adds ------------------------------------------------------------------------------------
 
@@ -146,6 +144,11 @@ class CopyRollout(RolloutEngine):
         else:
             self._aborted.update(request_ids)
 
+    @property
+    def aborting(self) -> bool:
+        """Whether anything was called off since `generate` began."""
+        return self._abort_all or bool(self._aborted)
+
     def aborted(self, sample: Sample) -> bool:
         return self._abort_all or sample.request.request_id in self._aborted
 
@@ -173,17 +176,17 @@ class CopyRollout(RolloutEngine):
         self._unproven = False
         if getattr(self.source, "arrives_later", False):
             return
-        prompt = probe_prompt(self.vocab_size)
-        sampling = SamplingParams(max_tokens=RESPONSE_TOKENS, ignore_eos=True)
+        request = probe_request(self.vocab_size, self.max_length)
         self._aborted.clear()
         self._abort_all = False
-        (response,) = self._run([Sample(Request("verl-probe", prompt, sampling), 0)])
-        trainer = trainer_log_probs(self.source, prompt, response.token_ids)
+        responses = list(self._run([Sample(request, number) for number in range(request.n)]))
+        trainer = trainer_log_probs(self.source, request.prompt_ids, [r.token_ids for r in responses])
         if trainer is not None:
-            difference = check_probe(response.log_probs, trainer, self.precision, self.version, self.name)
-            log.debug(
-                "%s has policy version %d; log-probs differ by %.2g", self.name, self.version, difference
-            )
+            self._probes = self._probes or ProbeCheck(self.name, self.precision)
+            self._probes.add(self.version, [r.log_probs for r in responses], trainer)
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self._probes is None else self._probes.metrics()
 
     def wake(self) -> None:
         self.asleep = set()

@@ -1,72 +1,225 @@
 """A few log-probs of the engine beside the trainer's: the check that sees what happened after the weights arrived.
 
-A matrix that was received and then not used (a stale copy, a fused part left out) shows here and nowhere else.
+In float32 both sides agree to a few thousandths, and more ends the run. In narrower types no bound tells right from
+wrong: the rounding of every layer moves log-probs of right weights by 0.1 and more. There the gap is compared with what
+the run itself shows: how far the trainer's log-probs of the same rows move when they are computed in another batch, and
+the gaps of this run so far. A gap that stands out is a warning; it ends the run when it goes on for several versions,
+or when the two sides have nothing to do with each other.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from verl.data.proto import DataProto
 from verl.errors import TrainingHalted
+from verl.rollout.base import Request, SamplingParams
 from verl.rollout.source import generation_mode
+
+log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 16
 RESPONSE_TOKENS = 8
+SAMPLES = 4
 _STRIDE = 7919
+_FILLERS = (5, 11)
 
-TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1, "float16": 0.05, "fp8": 0.5}
-"""Largest mean difference of a log-prob that arithmetic of this type explains."""
+FLOAT32_GAP = 2e-3
+"""Largest mean difference of a log-prob that arithmetic in float32 explains."""
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "fp8": 2.0**-6}
+"""Relative error of one rounding; of the sums that eight-bit products are, not of one product."""
+ROUNDINGS = 4
+"""Roundings of a log-prob that need no explanation, whatever was measured; dozens lie between two of them."""
+CLEAR = 4
+"""A gap this many times what is explained stands out."""
+IN_A_ROW = 3
+"""So many versions one after the other with a gap that stands out are no accident."""
+BASELINE = 8
+"""Versions at the beginning of a run from which its usual gap is taken."""
+UNRELATED = 0.75
+"""Part of the difference between log-probs of different tokens from which on the two sides have nothing in common..."""
+UNRELATED_GAP = 0.5
+"""...unless that is less than this: log-probs of an untrained model are all alike."""
+
+Rows = Sequence[Sequence[float]]
+Verdict = Literal["explained", "stands out", "wrong"]
 
 
-def probe_prompt(vocab_size: int) -> list[int]:
-    """A fixed prompt with ids from all over the vocabulary."""
-    return [(_STRIDE * (place + 1)) % vocab_size for place in range(PROMPT_TOKENS)]
+@dataclass(frozen=True)
+class TrainerLogProbs:
+    """The trainer's log-probs of some rows, and once more in a batch of another shape."""
+
+    log_probs: Rows
+    again: Rows
 
 
-def trainer_log_probs(source: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[float] | None:
-    """Log-probs of `tokens` after `prompt` at temperature 1; None where the source cannot compute."""
-    ids = torch.tensor([[*prompt, *tokens]])
+@dataclass(frozen=True)
+class Probe:
+    """Mean differences of log-probs after one update of the weights."""
+
+    gap: float
+    """Between engine and trainer."""
+    noise: float
+    """Between the trainer's two computations of the same rows."""
+    spread: float
+    """Between the engine's log-prob of one token and the trainer's of another."""
+    stands_out: bool = False
+
+
+def probe_request(vocab_size: int, max_length: int | None) -> Request:
+    """A fixed prompt with ids from all over the vocabulary, and how many tokens to draw after it."""
+    tokens = min(RESPONSE_TOKENS, (max_length or RESPONSE_TOKENS + 1) - 1)
+    prompt = [(_STRIDE * (place + 1)) % vocab_size for place in range(PROMPT_TOKENS)]
+    prompt = prompt[: max_length - tokens] if max_length else prompt
+    return Request("verl-probe", prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), n=SAMPLES)
+
+
+def trainer_log_probs(
+    source: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]]
+) -> TrainerLogProbs | None:
+    """Log-probs of each row of tokens after `prompt` at temperature 1; None where the source cannot compute."""
     if hasattr(source, "log_probs"):
-        batch = DataProto.from_dict(
-            tensors={
-                "input_ids": ids,
-                "attention_mask": torch.ones_like(ids),
-                "response_mask": torch.ones(1, len(tokens), dtype=torch.int64),
-            }
+        sequences = [[*prompt, *row] for row in rows]
+        fillers = [[*prompt[:count], *rows[0]] for count in _FILLERS]
+        return TrainerLogProbs(
+            _engine_log_probs(source, sequences, len(rows[0])),
+            _engine_log_probs(source, [*sequences, *fillers], len(rows[0]))[: len(rows)],
         )
-        log_probs_BT: torch.Tensor = source.log_probs(batch, temperature=1.0)["log_probs"]
-        return [float(value) for value in log_probs_BT[0]]
     if isinstance(source, nn.Module):
         with torch.no_grad(), generation_mode(source, None) as model:
-            logits_BLV = model(ids.to(model.get_input_embeddings().weight.device), use_cache=False).logits
-        rows_TV = logits_BLV[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
-        return [float(row[token]) for row, token in zip(rows_TV, tokens, strict=True)]
+            together = _module_log_probs(model, prompt, rows)
+            alone = [_module_log_probs(model, prompt, [row])[0] for row in rows]
+        return TrainerLogProbs(together, alone)
     return None
 
 
-def check_probe(
-    engine: Sequence[float],
-    trainer: Sequence[float],
-    precision: str,
-    version: int,
-    name: str,
-    advice: str = "use actor_rollout_ref.rollout.name=native if it happens again",
-) -> float:
-    """The mean difference; TrainingHalted, with both sides, when arithmetic cannot explain it."""
-    pairs = list(zip(engine, trainer, strict=True))
-    difference = sum(abs(a - b) for a, b in pairs) / len(pairs)
-    allowed = TOLERANCE[precision]
-    if difference <= allowed:
-        return difference
-    shown = "  ".join(f"{a:.4f}/{b:.4f}" for a, b in pairs)
-    raise TrainingHalted(
-        f"{name} does not compute with the trainer's weights of policy version {version}: log-probs of a fixed "
-        f"prompt differ by {difference:.4g} on average, {allowed:g} is what {precision} explains "
-        f"({name}/trainer: {shown}). Going on would train on responses of another policy; restart from the last "
-        f"checkpoint, and {advice}"
+def _engine_log_probs(engine: Any, sequences: Sequence[Sequence[int]], response: int) -> list[list[float]]:
+    """Of the last `response` tokens of each sequence; shorter sequences are padded on the left."""
+    width = max(map(len, sequences))
+    ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in sequences])
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in sequences])
+    batch = DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": mask,
+            "response_mask": torch.ones(len(sequences), response, dtype=torch.int64),
+        }
     )
+    log_probs_BT: torch.Tensor = engine.log_probs(batch, temperature=1.0)["log_probs"]
+    return log_probs_BT.tolist()
+
+
+def _module_log_probs(model: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    ids = torch.tensor([[*prompt, *row] for row in rows], device=model.get_input_embeddings().weight.device)
+    logits_BTV = model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].float()
+    return logits_BTV.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])[..., 0].tolist()
+
+
+def measure(engine: Rows, trainer: TrainerLogProbs) -> Probe:
+    """Compare the log-probs of both sides, row by row."""
+    ours = torch.tensor([list(row) for row in engine], dtype=torch.float64).flatten()
+    theirs = torch.tensor([list(row) for row in trainer.log_probs], dtype=torch.float64).flatten()
+    again = torch.tensor([list(row) for row in trainer.again], dtype=torch.float64).flatten()
+    others = ~torch.eye(len(ours), dtype=torch.bool)
+    return Probe(
+        gap=float((ours - theirs).abs().mean()),
+        noise=float((theirs - again).abs().mean()),
+        spread=float((ours[:, None] - theirs)[others].abs().mean()),
+    )
+
+
+def usual_gap(history: Sequence[Probe], new: Probe) -> float:
+    """The gap between right weights that this run's own figures let expect."""
+    usual = [probe for probe in history if not probe.stands_out][:BASELINE]
+    expected = median(probe.gap for probe in usual) if usual else 0.0
+    recent = [*history[1 - BASELINE :], new]
+    if usual and median(probe.spread for probe in usual) > 0:
+        # A policy that has become surer since the beginning has larger logits, and larger roundings of them.
+        grown = median(probe.spread for probe in recent) / median(probe.spread for probe in usual)
+        expected *= max(1.0, grown)
+    return max(expected, new.noise)
+
+
+def judge(history: Sequence[Probe], new: Probe, precision: str) -> Verdict:
+    """What the newest probe of a run says after those before it."""
+    if not new.gap < float("inf"):
+        return "wrong"
+    if precision not in ROUNDING:
+        return "explained" if new.gap <= FLOAT32_GAP else "wrong"
+    usual = usual_gap(history, new)
+    if new.gap > max(CLEAR * usual, UNRELATED * new.spread, UNRELATED_GAP):
+        return "wrong"
+    # The first gap is what later ones are compared with.
+    if not history or new.gap <= CLEAR * max(usual, ROUNDINGS * ROUNDING[precision] * new.spread):
+        return "explained"
+    before = history[-(IN_A_ROW - 1) :]
+    going_on = len(before) == IN_A_ROW - 1 and all(probe.stands_out for probe in before)
+    return "wrong" if going_on else "stands out"
+
+
+class ProbeCheck:
+    """The probes of one engine in this run."""
+
+    def __init__(
+        self,
+        name: str,
+        precision: str,
+        advice: str = "use actor_rollout_ref.rollout.name=native if it happens again",
+    ) -> None:
+        self.name, self.precision, self.advice = name, precision, advice
+        self.history: list[Probe] = []
+
+    def add(self, version: int, engine: Rows, trainer: TrainerLogProbs) -> Probe:
+        """The newest probe; TrainingHalted, with both sides, when the weights in use are not the trainer's."""
+        new = measure(engine, trainer)
+        verdict = judge(self.history, new, self.precision)
+        if verdict == "wrong":
+            raise TrainingHalted(self._wrong(version, new, engine, trainer))
+        if verdict == "stands out":
+            if not any(probe.stands_out for probe in self.history):
+                log.warning("%s", self._stands_out(version, new))
+            new = replace(new, stands_out=True)
+        self.history.append(new)
+        return new
+
+    def metrics(self) -> dict[str, float]:
+        if not self.history:
+            return {}
+        return {"rollout/probe_gap": self.history[-1].gap, "rollout/probe_noise": self.history[-1].noise}
+
+    def _figures(self, new: Probe) -> str:
+        if self.precision not in ROUNDING:
+            return f"{FLOAT32_GAP:g} is what {self.precision} explains"
+        earlier = ", ".join(f"{probe.gap:.3g}" for probe in self.history[-BASELINE:]) or "none"
+        return (
+            f"the trainer's own differ by {new.noise:.2g} between two batches, those of different tokens by "
+            f"{new.spread:.2g}; earlier gaps of this run: {earlier}"
+        )
+
+    def _stands_out(self, version: int, new: Probe) -> str:
+        return (
+            f"{self.name}: log-probs of a fixed prompt under policy version {version} differ from the trainer's by "
+            f"{new.gap:.3g} on average ({self._figures(new)}). The run goes on; {IN_A_ROW} versions like this in a "
+            "row end it. Watch training/rollout_probs_diff_mean"
+        )
+
+    def _wrong(self, version: int, new: Probe, engine: Rows, trainer: TrainerLogProbs) -> str:
+        shown = "  ".join(f"{a:.4f}/{b:.4f}" for a, b in zip(engine[0], trainer.log_probs[0], strict=True))
+        return (
+            f"{self.name} does not compute with the trainer's weights of policy version {version}: log-probs of a "
+            f"fixed prompt differ by {new.gap:.4g} on average, {self._figures(new)} ({self.name}/trainer: {shown}). "
+            f"Going on would train on responses of another policy; restart from the last checkpoint, and {self.advice}"
+        )
+
+
+def worst(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest of each figure."""
+    names = {name for found in metrics for name in found}
+    return {name: max(found[name] for found in metrics if name in found) for name in sorted(names)}
