@@ -1,7 +1,7 @@
 """Fingerprints of tensors: integer arithmetic over their bits, equal on every device and in every process.
 
-A fingerprint is taken of what is sent and of what arrived. What an engine does with it afterwards (fusing,
-repacking, quantising) is checked by comparing log-probs (`probe`).
+A fingerprint is taken of what is sent, of what arrived, and of what the engine then holds, where it holds it in the
+form it came in (`verl.rollout.vllm.held`). Other forms (repacked, quantised) are checked by log-probs (`probe`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ def fingerprint(tensor: torch.Tensor) -> str:
     places = torch.arange(1, 2 * some.numel(), 2, device=some.device)
     whole, placed = torch.stack([bits.sum(dtype=torch.int64), (some * places).sum()]).tolist()
     return f"{str(tensor.dtype).removeprefix('torch.')}:{tuple(tensor.shape)}:{whole:x}:{placed:x}"
+
+
+def same_values(one: str, other: str) -> bool:
+    """Whether two fingerprints are of the same values, in any order."""
+    return one.rpartition(":")[0] == other.rpartition(":")[0]
 
 
 class Manifest(dict[str, str]):

@@ -1,7 +1,7 @@
 """The part that runs inside vLLM's workers (`worker_extension_cls`): takes weights and says what it took.
 
-What always holds: the answer names every tensor received with its fingerprint, and every parameter of the model
-that no tensor reached.
+The answer names every tensor received with its fingerprint, every parameter that no tensor reached, every tensor that
+is held otherwise than it arrived, and every parameter that moved away from where captured graphs read it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.rollout.handover.buckets import read_buckets
-from verl.rollout.handover.fingerprint import Manifest
 from verl.rollout.handover.weights import Pairs
+from verl.rollout.vllm.held import EXACT, Arriving, HeldCheck, HeldWeights, without_lora_layers
 from verl.rollout.vllm.lifeline import end_with_host
 
 # vLLM imports this file in each of its workers before anything else of ours runs there.
@@ -26,6 +26,7 @@ class WeightReceiver:
     """Methods vLLM adds to its worker class; called through `collective_rpc`."""
 
     rank: int
+    vllm_config: Any
     model_runner: Any
     reload_weights: Any
 
@@ -42,14 +43,29 @@ class WeightReceiver:
         return self._verl_load(read_buckets(Path(folder), self.rank, float(timeout_s)))
 
     def _verl_load(self, pairs: Pairs) -> str:
-        manifest = Manifest()
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
         model = self.model_runner.get_model()
-        expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-        with _watched_loading(model) as loaded:
-            self.reload_weights(weights_iterator=manifest.watch(pairs))
-        # A loader that does not say what it loaded cannot be checked this way; the log-probs still are.
-        missing = sorted(expected - set(loaded)) if loaded else []
-        return json.dumps({"received": manifest, "missing": [n for n in missing if "lora_" not in n]})
+        held: HeldCheck = self.__dict__.setdefault("verl_held", HeldCheck())
+        first = not held.forms
+        with without_lora_layers(model):
+            weights = HeldWeights(
+                model, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            )
+            arriving = Arriving(pairs, weights)
+            expected = {name for name, _ in model.named_parameters()}
+            with _watched_loading(model) as loaded:
+                self.reload_weights(weights_iterator=iter(arriving))
+            report = {
+                "received": arriving.received,
+                # A loader that does not say what it loaded cannot be checked this way; the log-probs still are.
+                "missing": sorted(expected - set(loaded)) if loaded else [],
+                "wrong": held.wrong(arriving),
+                "moved": [] if self.vllm_config.model_config.enforce_eager else held.moved(model),
+                "first": first,
+                "inexact": {name: form for name, form in held.forms.items() if form != EXACT},
+            }
+        return json.dumps(report)
 
 
 @contextmanager
