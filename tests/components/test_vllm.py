@@ -121,7 +121,9 @@ def test_a_resumed_sample_goes_on_after_what_it_has(engine: Any, model: Any, ref
         )
 
 
-def test_abort_ends_what_runs_and_keeps_what_is_there(engine: Any) -> None:
+def test_abort_ends_what_runs_and_keeps_what_is_there(
+    engine: Any, model: Any, reference: Callable[..., list[float]]
+) -> None:
     sampling = {"max_tokens": 100, "ignore_eos": True}
     short = Request("short", [4], SamplingParams(max_tokens=3, ignore_eos=True))
     long = [Request(f"long{i}", prompt, SamplingParams(**sampling)) for i, prompt in enumerate(PROMPTS)]
@@ -134,7 +136,43 @@ def test_abort_ends_what_runs_and_keeps_what_is_there(engine: Any) -> None:
             engine.abort()
     assert {r.finish_reason for r in answers.values()} == {"length", "abort"}
     assert len(answers) == 5 and all(0 < len(answers[r.request_id].token_ids) < 100 for r in long)
+    for request in long:
+        response = answers[request.request_id]
+        expected = reference(model, list(request.prompt_ids), response.token_ids)
+        assert response.log_probs == pytest.approx(expected, abs=2e-4)
     assert len(ask(engine, *requests())) == len(PROMPTS), "the engine works on afterwards"
+
+
+def test_samples_are_told_once_at_their_end_unless_stop_strings_are_looked_for(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    step = engine.llm.llm_engine.step
+
+    def counting() -> Any:
+        outputs = step()
+        told.extend(output.request_id for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(engine.llm.llm_engine, "step", counting)
+    whole = ask(engine, *requests(ignore_eos=True))
+    assert sorted(told) == sorted(f"r{i}/0" for i in range(len(PROMPTS)))
+    told.clear()
+    pieces = ask(engine, *requests(ignore_eos=True, stop=("never",)))
+    assert len(told) == 12 * len(PROMPTS)
+    for place, response in whole.items():
+        assert response.token_ids == pieces[place].token_ids and len(response.token_ids) == 12
+        assert response.log_probs == pytest.approx(pieces[place].log_probs, abs=1e-5)
+
+
+def test_without_seeds_of_their_own_samples_still_differ(
+    engine: Any, model: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_seeds", False)
+    answers = ask(engine, Request("r", PROMPTS[0], SamplingParams(max_tokens=12, ignore_eos=True), n=4))
+    assert len({tuple(response.token_ids) for response in answers.values()}) > 1
+    for response in answers.values():
+        assert response.log_probs == pytest.approx(reference(model, PROMPTS[0], response.token_ids), abs=2e-4)
 
 
 def test_a_loop_left_early_leaves_nothing_running(engine: Any) -> None:

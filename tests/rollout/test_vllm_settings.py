@@ -19,6 +19,7 @@ from verl.rollout.vllm.settings import (
     engine_arguments,
     log_probs_mode,
     own_devices,
+    per_request_seed,
     read_model,
     sampling_arguments,
     set_environment,
@@ -121,6 +122,12 @@ def test_end_tokens_are_stop_tokens_unless_ignored() -> None:
     assert given["top_k"] == 0
     ignoring = SamplingParams(stop_token_ids=(9,), ignore_eos=True)
     assert sampling_arguments(ignoring, frozenset({2}), 0, 0)["stop_token_ids"] == [9]
+
+
+def test_samples_have_seeds_of_their_own_unless_the_key_says_otherwise() -> None:
+    assert per_request_seed(None) and per_request_seed(section())
+    assert not per_request_seed(section(per_request_seed=False))
+    assert sampling_arguments(SamplingParams(), frozenset(), None, 0)["seed"] is None
 
 
 def test_a_server_with_gpus_of_its_own_sees_those_after_the_trainers(

@@ -113,7 +113,11 @@ GENERATION_RULES: tuple[Rule, ...] = (
         lambda c: _engine_is(c, *OWN_COPY),
         "rollout.name native and hf generate in this process (or in each of several), one whole copy each",
     ),
-    Rule(("rollout.engine_kwargs.vllm",), lambda c: _engine_is(c, "vllm"), "rollout.name is not vllm"),
+    Rule(
+        ("rollout.engine_kwargs.vllm", "rollout.per_request_seed"),
+        lambda c: _engine_is(c, "vllm"),
+        "rollout.name is not vllm",
+    ),
     Rule(("rollout.engine_kwargs.sglang",), lambda c: _engine_is(c, "sglang"), "rollout.name is not sglang"),
     Rule(
         tuple(

@@ -365,7 +365,11 @@ PPO_RULES: tuple[Rule, ...] = (
         _engine_is("vllm", "sglang"),
         f"{_ROLLOUT}.name native and hf generate in the trainer's process, one whole copy per rank",
     ),
-    Rule(_under(_ROLLOUT, "engine_kwargs.vllm"), _engine_is("vllm"), f"{_ROLLOUT}.name is not vllm"),
+    Rule(
+        _under(_ROLLOUT, "engine_kwargs.vllm", "per_request_seed"),
+        _engine_is("vllm"),
+        f"{_ROLLOUT}.name is not vllm",
+    ),
     Rule(_under(_ROLLOUT, "engine_kwargs.sglang"), _engine_is("sglang"), f"{_ROLLOUT}.name is not sglang"),
     Rule(
         _under(

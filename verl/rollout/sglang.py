@@ -183,6 +183,7 @@ class SGLangRollout(ServerRollout):
         if not new_source:
             return
         if "weights" in self.asleep:
+            self.make_room()
             self.client.call("POST", "/resume_memory_occupation", {"tags": ["weights"]})
             self.asleep.discard("weights")
         folder = shared_folder()
@@ -242,6 +243,7 @@ class SGLangRollout(ServerRollout):
 
     def wake(self) -> None:
         if self.asleep:
+            self.make_room()
             tags = sorted(self.asleep, reverse=True)
             self.client.call("POST", "/resume_memory_occupation", {"tags": tags})
         super().wake()

@@ -89,6 +89,7 @@ class GenerationRolloutConfig:
     ignore_eos: bool = shared(RolloutConfig, "ignore_eos")
     raw_log_probs: bool = shared(RolloutConfig, "raw_log_probs")
     seed: int = shared(RolloutConfig, "seed")
+    per_request_seed: bool = shared(RolloutConfig, "per_request_seed")
     dtype: str = shared(RolloutConfig, "dtype", "of the weights; auto: bfloat16 on GPU, float32 on CPU")
     tensor_model_parallel_size: int = shared(RolloutConfig, "tensor_model_parallel_size")
     gpu_memory_utilization: float = shared(RolloutConfig, "gpu_memory_utilization")

@@ -65,6 +65,9 @@ class RolloutConfig:
     ignore_eos: bool = key(False, "go on after the end token, up to the longest response")
     raw_log_probs: bool = key(False, "log-probs at temperature 1 instead of those sampled from")
     seed: int = key(1, "seed of every draw; default: trainer.seed", follows="trainer.seed")
+    per_request_seed: bool = key(
+        True, "vllm: every sample has a seed of its own; False: vLLM draws for all of a batch at once"
+    )
     calculate_log_probs: bool = key(
         True, "keep the engine's log-probs and report how far the trainer's are from them"
     )

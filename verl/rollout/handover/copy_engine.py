@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from verl.errors import RolloutError
 from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
 from verl.rollout.handover.probe import ProbeCheck, probe_request, trainer_log_probs
@@ -187,6 +189,11 @@ class CopyRollout(RolloutEngine):
 
     def metrics(self) -> dict[str, float]:
         return {} if self._probes is None else self._probes.metrics()
+
+    def make_room(self) -> None:
+        """Give back what torch keeps for the trainer: an engine that wakes takes its memory from the device itself."""
+        if self.asleep and torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def wake(self) -> None:
         self.asleep = set()

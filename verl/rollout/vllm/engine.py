@@ -9,7 +9,7 @@ leaves callers waiting for ever when its engine core is killed, so every call to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from verl.errors import RESUME, EngineLost, RolloutError
 from verl.rollout import WATCHDOG_S
-from verl.rollout.base import Response
+from verl.rollout.base import FinishReason, Response
 from verl.rollout.handover import base_weights, weights_of
 from verl.rollout.handover.copy_engine import CopyRollout, Sample
 from verl.rollout.handover.guard import Guard
@@ -30,6 +30,7 @@ from verl.rollout.vllm.sending import by_buckets, hand_over, reader_patience
 from verl.rollout.vllm.settings import (
     engine_arguments,
     max_length,
+    per_request_seed,
     precision,
     read_model,
     sampling_arguments,
@@ -62,6 +63,9 @@ class VLLMRollout(CopyRollout):
         arguments = engine_arguments(config, self.facts)
         self.workers = int(arguments["tensor_parallel_size"])
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
+        self._seeds = per_request_seed(config)
+        self._ids: dict[str, str] = {}
+        """vLLM's own names of the running requests."""
         self._had_group = dist.is_initialized()
         alone = not self._had_group or dist.get_world_size() == 1
         self.by_reference = self.workers == 1 and alone
@@ -119,6 +123,7 @@ class VLLMRollout(CopyRollout):
         if len(running) != len(samples):
             raise RolloutError("two samples share an id; request ids of one call must differ")
         version = self.version
+        self._ids.clear()
         try:
             for sample in samples:
                 self._submit(engine, sample)
@@ -129,7 +134,8 @@ class VLLMRollout(CopyRollout):
                     if response is not None:
                         del running[output.request_id]
                         yield response
-                for sample in [sample for sample in running.values() if self.aborted(sample)]:
+                for sample in self._called_off(running.values()):
+                    self._take_unfinished(engine, sample)
                     self._ask("abort", engine.abort_request, [sample.key])
                     del running[sample.key]
                     yield sample.response("abort", version)
@@ -140,22 +146,41 @@ class VLLMRollout(CopyRollout):
             if running:
                 self._ask("abort", engine.abort_request, list(running))
 
+    def _called_off(self, samples: Iterable[Sample]) -> list[Sample]:
+        return [sample for sample in samples if self.aborted(sample)] if self.aborting else []
+
     def _submit(self, engine: Any, sample: Sample) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        arguments = sampling_arguments(
-            sample.request.sampling, self.eos_ids, sample.seed, len(sample.resumed)
-        )
-        params = SamplingParams(**arguments, detokenize=False, output_kind=RequestOutputKind.DELTA)
+        sampling = sample.request.sampling
+        seed = sample.seed if self._seeds else None
+        arguments = sampling_arguments(sampling, self.eos_ids, seed, len(sample.resumed))
+        # Only stop strings are looked for here; vLLM knows every other end itself.
+        kind = RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**arguments, detokenize=False, output_kind=kind)
         lora = self.adapters.current if self.adapters else None
         prompt = {"prompt_token_ids": sample.prompt}
-        self._ask("generate", engine.add_request, sample.key, prompt, params, lora_request=lora)
+        self._ids[sample.key] = self._ask(
+            "generate", engine.add_request, sample.key, prompt, params, lora_request=lora
+        )
+
+    def _accept(self, sample: Sample, new: Any) -> FinishReason | None:
+        log_probs = [row[token].logprob for token, row in zip(new.token_ids, new.logprobs or [], strict=True)]
+        return self.accept(sample, new.token_ids, log_probs)
+
+    def _take_unfinished(self, engine: Any, sample: Sample) -> None:
+        """The tokens of a sample that is about to be aborted, where vLLM would tell them only at its end."""
+        from vllm.v1.engine import FinishReason as Ended
+
+        state = engine.output_processor.request_states.get(self._ids[sample.key])
+        if state is not None and not sample.request.sampling.stop:
+            output = state.make_request_output([], None, Ended.ABORT, None)
+            self._accept(sample, output.outputs[0])
 
     def _take(self, engine: Any, sample: Sample, output: Any, version: int) -> Response | None:
         new = output.outputs[0]
-        log_probs = [row[token].logprob for token, row in zip(new.token_ids, new.logprobs or [], strict=True)]
-        reason = self.accept(sample, new.token_ids, log_probs)
+        reason = self._accept(sample, new)
         if reason is None and output.finished:
             reason = "length" if new.finish_reason == "length" else "abort"
         if reason is None:
@@ -168,7 +193,7 @@ class VLLMRollout(CopyRollout):
 
     def _take_weights(self, new_source: bool) -> None:
         if "weights" in self.asleep:
-            self._ask("wake", self.llm.wake_up, tags=["weights"])
+            self._wake(["weights"])
             self.asleep.discard("weights")
         if self.adapters is not None:
             self.adapters.take(self.source, self.version)
@@ -189,7 +214,14 @@ class VLLMRollout(CopyRollout):
         return by_buckets(pairs, self.workers, receive, self.guard)
 
     def _forget_prefixes(self) -> None:
-        self._ask("the hand-over", self.llm.reset_prefix_cache)
+        reset = self.llm.reset_prefix_cache
+        # It refuses while blocks are in use: then whatever still runs is to be computed anew.
+        done = self._ask("the hand-over", reset) or self._ask("the hand-over", reset, True)
+        if not done:
+            raise RolloutError(
+                f"vLLM did not empty its prefix cache for policy version {self.version}; what it holds was computed "
+                "with old weights. Set actor_rollout_ref.rollout.engine_kwargs.vllm.enable_prefix_caching=False"
+            )
 
     def _load_adapter(self, name: str, number: int, folder: str) -> Any:
         from vllm.lora.request import LoRARequest
@@ -214,8 +246,12 @@ class VLLMRollout(CopyRollout):
 
     def wake(self) -> None:
         if self.asleep:
-            self._ask("wake", self.llm.wake_up, tags=sorted(self.asleep, reverse=True))
+            self._wake(sorted(self.asleep, reverse=True))
         super().wake()
+
+    def _wake(self, tags: list[str]) -> None:
+        self.make_room()
+        self._ask("wake", self.llm.wake_up, tags=tags)
 
     def close(self) -> None:
         if self.llm is None:

@@ -86,7 +86,10 @@ class HeldWeights:
             for leaf, parameter in module._parameters.items()
             if parameter is not None and not _packed_beside(module)
         }
-        joined = get_packed_modules_mapping(model)
+        try:
+            joined = get_packed_modules_mapping(model)
+        except ValueError:  # parts of the model join other tensors under the same name
+            joined = {}
         self._joined = {part: (name, at) for name, parts in joined.items() for at, part in enumerate(parts)}
 
     def find(self, name: str, tensor: torch.Tensor) -> Place | None:

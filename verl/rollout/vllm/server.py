@@ -26,6 +26,7 @@ from verl.rollout.vllm.settings import (
     engine_arguments,
     max_length,
     own_devices,
+    per_request_seed,
     precision,
     read_model,
     sampling_arguments,
@@ -60,6 +61,7 @@ class VLLMServerRollout(ServerRollout):
         self.workers = int(arguments["tensor_parallel_size"])
         self.connections = int(arguments["max_num_seqs"])
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
+        self._seeds = per_request_seed(config)
         address = str(self.facts.folder / "socket")
         # The module and not the `vllm` command: the builds for CPU have another package name, which that looks up.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(arguments)]
@@ -87,7 +89,8 @@ class VLLMServerRollout(ServerRollout):
             raise
 
     def _stream(self, sample: Sample) -> Iterator[Chunk]:
-        body = sampling_arguments(sample.request.sampling, self.eos_ids, sample.seed, len(sample.resumed))
+        seed = sample.seed if self._seeds else None
+        body = sampling_arguments(sample.request.sampling, self.eos_ids, seed, len(sample.resumed))
         body.update(
             model=self.adapters.current if self.adapters else _MODEL,
             prompt=sample.prompt,
@@ -105,6 +108,7 @@ class VLLMServerRollout(ServerRollout):
 
     def _take_weights(self, new_source: bool) -> None:
         if "weights" in self.asleep:
+            self.make_room()
             self.client.call("POST", "/wake_up?tags=weights")
             self.asleep.discard("weights")
         if self.adapters is not None:
@@ -137,6 +141,7 @@ class VLLMServerRollout(ServerRollout):
             self.asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
+        self.make_room()
         for tag in sorted(self.asleep, reverse=True):
             self.client.call("POST", f"/wake_up?tags={tag}")
         super().wake()

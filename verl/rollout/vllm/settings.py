@@ -221,8 +221,13 @@ def _extra(config: Any) -> dict[str, Any]:
     return extra
 
 
+def per_request_seed(config: Any) -> bool:
+    """Whether every sample is drawn with a seed of its own (`rollout.per_request_seed`)."""
+    return bool(getattr(config, "per_request_seed", True))
+
+
 def sampling_arguments(
-    sampling: SamplingParams, eos_ids: frozenset[int], seed: int, done: int
+    sampling: SamplingParams, eos_ids: frozenset[int], seed: int | None, done: int
 ) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams for one sample that already has `done` tokens."""
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_ids))
