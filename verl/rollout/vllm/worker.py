@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,12 @@ class WeightReceiver:
                 model, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             )
             arriving = Arriving(pairs, weights)
-            expected = {name for name, _ in model.named_parameters()}
-            with _watched_loading(model) as loaded:
+            with _watched_loading(model) as loading:
                 self.reload_weights(weights_iterator=iter(arriving))
             report = {
                 "received": arriving.received,
                 # A loader that does not say what it loaded cannot be checked this way; the log-probs still are.
-                "missing": sorted(expected - set(loaded)) if loaded else [],
+                "missing": sorted(loading.expected - loading.loaded) if loading.loaded else [],
                 "wrong": held.wrong(arriving),
                 "moved": [] if self.vllm_config.model_config.enforce_eager else held.moved(model),
                 "first": first,
@@ -68,19 +68,28 @@ class WeightReceiver:
         return json.dumps(report)
 
 
+@dataclass
+class _Loading:
+    """Parameters by name: those to be loaded, and those the model's own loader says it loaded."""
+
+    expected: set[str]
+    loaded: set[str] = field(default_factory=set)
+
+
 @contextmanager
-def _watched_loading(model: Any) -> Iterator[list[str]]:
-    """Collects what the model's own loader says it loaded."""
-    loaded: list[str] = []
+def _watched_loading(model: Any) -> Iterator[_Loading]:
+    loading = _Loading({name for name, _ in model.named_parameters()})
     original = model.load_weights
 
     def load_weights(weights: Any) -> Any:
+        # While it loads, the model has the parameters of its files: the scales of quantised ones are not among them.
+        loading.expected &= {name for name, _ in model.named_parameters()}
         result = original(weights)
-        loaded.extend(result or ())
+        loading.loaded.update(result or ())
         return result
 
     model.load_weights = load_weights
     try:
-        yield loaded
+        yield loading
     finally:
         del model.load_weights
