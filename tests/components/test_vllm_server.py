@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -199,10 +200,14 @@ def test_two_tensor_parallel_workers(
     small_model: Callable[..., Any],
     rollout_section: Callable[..., Any],
     reference: Callable[..., list[float]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = small_model(num_key_value_heads=2)
-    engine = build_rollout("vllm", model, None, rollout_section(tensor_model_parallel_size=2))
+    with caplog.at_level(logging.INFO, "verl.rollout.vllm.sending"):
+        engine = build_rollout("vllm", model, None, rollout_section(tensor_model_parallel_size=2))
     try:
+        # The embeddings, of which each worker has a part, and five norms; linear weights are packed on CPUs.
+        assert "6 of 21 tensors are held, and compared, bit for bit" in caplog.text
         assert not engine.by_reference
         agree(engine, model, reference, temperature=1.0)
         shake(model)

@@ -207,7 +207,7 @@ class Host(VLLMRollout):
 
     def _run(self, samples: list[Any]) -> Any:
         for sample in samples:
-            sample.token_ids, sample.log_probs = [1] * 8, [0.0] * 8
+            self.accept(sample, [1] * 8, [0.0] * 8)
             yield sample.response("length", self.version)
 
 
