@@ -143,23 +143,23 @@ def test_abort_ends_what_runs_and_keeps_what_is_there(
     assert len(ask(engine, *requests())) == len(PROMPTS), "the engine works on afterwards"
 
 
-def test_samples_are_told_once_at_their_end_unless_stop_strings_are_looked_for(
+def test_samples_are_reported_once_at_their_end_unless_stop_strings_are_looked_for(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     step = engine.llm.llm_engine.step
 
     def counting() -> Any:
         outputs = step()
-        told.extend(output.request_id for output in outputs)
+        reported.extend(output.request_id for output in outputs)
         return outputs
 
     monkeypatch.setattr(engine.llm.llm_engine, "step", counting)
     whole = ask(engine, *requests(ignore_eos=True))
-    assert sorted(told) == sorted(f"r{i}/0" for i in range(len(PROMPTS)))
-    told.clear()
+    assert sorted(reported) == sorted(f"r{i}/0" for i in range(len(PROMPTS)))
+    reported.clear()
     pieces = ask(engine, *requests(ignore_eos=True, stop=("never",)))
-    assert len(told) == 12 * len(PROMPTS)
+    assert len(reported) == 12 * len(PROMPTS)
     for place, response in whole.items():
         assert response.token_ids == pieces[place].token_ids and len(response.token_ids) == 12
         assert response.log_probs == pytest.approx(pieces[place].log_probs, abs=1e-5)

@@ -143,6 +143,75 @@ def test_a_stale_output_matrix_is_caught_by_log_probs(
     engine.update_weights(model, 22)
 
 
+class Part(torch.nn.Module):
+    """A layer of one tensor-parallel worker."""
+
+    def __init__(self, weight: torch.Tensor, **attributes: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_worker_finds_its_own_part_of_a_tensor(size: int) -> None:
+    """Eight heads of queries and two of keys and values, which four workers hold twice; 100 tokens, padded."""
+    from types import SimpleNamespace
+
+    from verl.rollout.vllm.held import HeldPlaces
+
+    def whole(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
+
+    sent = {
+        "model.embed_tokens.weight": whole(100, 24),
+        "model.self_attn.q_proj.weight": whole(32, 24),
+        "model.self_attn.k_proj.weight": whole(8, 24),
+        "model.self_attn.v_proj.weight": whole(8, 24) + 1,
+        "model.self_attn.o_proj.weight": whole(24, 32),
+        "model.mlp.gate_proj.weight": whole(40, 24),
+        "model.mlp.up_proj.weight": whole(40, 24) + 1,
+        "model.norm.weight": torch.randn(24),
+        "lm_head.other": torch.randn(3),
+    }
+    q, k, v = (sent[f"model.self_attn.{name}_proj.weight"] for name in "qkv")
+    gate, up = (sent[f"model.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    heads = max(2 // size, 1)
+    for rank in range(size):
+        first = rank * 2 // size
+        own = [x[first * 4 : (first + heads) * 4] for x in (k, v)]
+        model = torch.nn.Module()
+        model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # type: ignore[assignment]
+        model.packed_modules_mapping["gate_up_proj"] = ["gate_proj", "up_proj"]  # type: ignore[index,operator]
+        model.model = torch.nn.Module()
+        model.model.self_attn, model.model.mlp = torch.nn.Module(), torch.nn.Module()
+        rows = 32 // size
+        sizes = [rows, heads * 4, heads * 4]
+        joined = torch.cat([q[rank * rows : (rank + 1) * rows], *own])
+        model.model.self_attn.qkv_proj = Part(joined, output_partition_sizes=sizes)
+        model.model.self_attn.o_proj = Part(
+            sent["model.self_attn.o_proj.weight"][:, rank * rows : (rank + 1) * rows].clone()
+        )
+        rows = 40 // size
+        joined = torch.cat([x[rank * rows : (rank + 1) * rows] for x in (gate, up)])
+        model.model.mlp.gate_up_proj = Part(joined, output_partition_sizes=[rows, rows])
+        rows = 128 // size
+        start, end = min(rank * rows, 100), min((rank + 1) * rows, 100)
+        padded = torch.zeros(rows, 24)
+        padded[: end - start] = sent["model.embed_tokens.weight"][start:end]
+        indices = SimpleNamespace(
+            org_vocab_start_index=start, org_vocab_end_index=end, num_org_elements=end - start
+        )
+        model.model.embed_tokens = Part(padded, shard_indices=indices)
+        model.model.norm = Part(sent["model.norm.weight"].clone())
+        places = HeldPlaces(model, rank, size)
+        found = {name: places.find(name, tensor) for name, tensor in sent.items()}
+        assert [name for name, place in found.items() if place is None] == ["lm_head.other"]
+        for name, place in found.items():
+            if place is not None:
+                assert torch.equal(place.part_of(sent[name]), place.held()), (name, rank)
+
+
 def by_name(self: Any, weights: Any) -> set[str]:
     """A loader that looks parameters up by name, as vLLM's own did up to 0.24."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader

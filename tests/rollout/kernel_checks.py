@@ -221,8 +221,8 @@ for vocab in (90, 2100):
     )
     kept = weights >= floors.cpu()[:, None]
     check(f"kept by top-k and top-p of {vocab}", kept.float(), expected.float(), 0)
-    room = torch.tensor(largest.bytes / weights.numel() / 4 - 1).clamp(min=0)
-    check(f"no temporary above rows x {vocab} x 4 bytes", room, torch.zeros(()), 0)
+    excess = torch.tensor(largest.bytes / weights.numel() / 4 - 1).clamp(min=0)
+    check(f"no temporary above rows x {vocab} x 4 bytes", excess, torch.zeros(()), 0)
 
 if DEVICE.type == "cuda":  # as in a decode step: captured, so that nothing may wait for the device
     params = [

@@ -92,7 +92,7 @@ class RolloutPool:
             check.add(version, arrival.log_probs, known[arrival.tokens])
 
     def metrics(self) -> dict[str, float]:
-        """Of the last hand-over; of several processes, the worst."""
+        """Of the last update of the weights; of several processes, the worst."""
         return worst([check.metrics() for check in self._probes.values()])
 
     def broken(self) -> bool:

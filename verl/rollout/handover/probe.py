@@ -148,7 +148,7 @@ def usual_gap(history: Sequence[Probe], new: Probe) -> float:
 
 
 def judge(history: Sequence[Probe], new: Probe, precision: str) -> Verdict:
-    """What the newest probe of a run says after those before it."""
+    """Verdict on the newest probe of a run, given those before it."""
     if not new.gap < float("inf"):
         return "wrong"
     if precision not in ROUNDING:

@@ -216,7 +216,7 @@ class VLLMRollout(CopyRollout):
     def _forget_prefixes(self) -> None:
         reset = self.llm.reset_prefix_cache
         # It refuses while blocks are in use: then whatever still runs is to be computed anew.
-        done = self._ask("the hand-over", reset) or self._ask("the hand-over", reset, True)
+        done = self._ask("reset_prefix_cache", reset) or self._ask("reset_prefix_cache", reset, True)
         if not done:
             raise RolloutError(
                 f"vLLM did not empty its prefix cache for policy version {self.version}; what it holds was computed "

@@ -71,7 +71,7 @@ class Place:
         return tensor.to(self.dtype)
 
 
-class HeldWeights:
+class HeldPlaces:
     """One worker's parameters before a load, under the names the trainer's tensors come with."""
 
     def __init__(self, model: nn.Module, rank: int, size: int) -> None:
@@ -149,7 +149,7 @@ def _packed_beside(module: nn.Module) -> bool:
 class Arriving:
     """Pairs on their way into vLLM's loader, fingerprinted whole and as this worker should hold them."""
 
-    def __init__(self, pairs: Pairs, weights: HeldWeights) -> None:
+    def __init__(self, pairs: Pairs, weights: HeldPlaces) -> None:
         self._pairs, self._weights = pairs, weights
         self.received = Manifest()
         self.places: dict[str, tuple[Place, str] | None] = {}

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.rollout.handover.buckets import read_buckets
 from verl.rollout.handover.weights import Pairs
-from verl.rollout.vllm.held import EXACT, Arriving, HeldCheck, HeldWeights, without_lora_layers
+from verl.rollout.vllm.held import EXACT, Arriving, HeldCheck, HeldPlaces, without_lora_layers
 from verl.rollout.vllm.lifeline import end_with_host
 
 # vLLM imports this file in each of its workers before anything else of ours runs there.
@@ -50,7 +50,7 @@ class WeightReceiver:
         held: HeldCheck = self.__dict__.setdefault("verl_held", HeldCheck())
         first = not held.forms
         with without_lora_layers(model):
-            weights = HeldWeights(
+            weights = HeldPlaces(
                 model, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             )
             arriving = Arriving(pairs, weights)

@@ -16,7 +16,7 @@ import triton.language as tl
 WAYS = 8
 PASSES = 10
 RANGE = WAYS**PASSES
-"""Bit patterns that are told apart: those of the floats below 2."""
+"""Bit patterns in the search: those of the floats below 2."""
 BLOCK = 1024
 _PROGRAMS = 1024
 
