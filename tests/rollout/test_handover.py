@@ -24,6 +24,8 @@ from verl.rollout.handover import (
 from verl.rollout.handover.buckets import cut, read_buckets, shared_folder, write_buckets
 from verl.rollout.handover.leftovers import remove
 from verl.rollout.handover.weights import TiedHead, base_weights, tied_head, weights_of, with_tied_head
+from verl.rollout.vllm.held import HeldCheck
+from verl.rollout.vllm.sending import check_report
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
@@ -194,3 +196,21 @@ def test_a_training_engine_computes_the_rows_in_two_batches(tiny: Callable[..., 
     for rows in (found.log_probs, found.again):
         for row, known in zip(rows, expected.log_probs, strict=True):
             assert row == pytest.approx(known, abs=1e-5)
+
+
+def test_a_parameter_that_the_first_load_moved_away_from_captured_graphs_stops_the_run() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    held = HeldCheck()
+    for _ in range(2):
+        held.remember_addresses(model)
+        with torch.no_grad():
+            model[0].weight.copy_(torch.ones(2, 2))
+        assert held.moved(model) == []
+    held = HeldCheck()
+    held.remember_addresses(model)
+    old = model[1].weight
+    model[1].weight = torch.nn.Parameter(old.detach().clone())
+    assert held.moved(model) == ["1.weight"]
+    report = {"missing": [], "wrong": {}, "moved": held.moved(model)}
+    with pytest.raises(TrainingHalted, match="enforce_eager=True"):
+        check_report(report, 0)

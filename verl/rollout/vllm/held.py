@@ -186,10 +186,15 @@ class HeldCheck:
                 found[name] = [expected[1], now]
         return found
 
+    def remember_addresses(self, model: nn.Module) -> None:
+        """Before the first load, which is after CUDA graphs were captured."""
+        self._addresses = self._addresses or _addresses(model)
+
     def moved(self, model: nn.Module) -> list[str]:
-        """Parameters on a GPU that are at another address than after the first load: captured graphs read the old."""
-        now = {
-            name: parameter.data_ptr() for name, parameter in model.named_parameters() if parameter.is_cuda
-        }
-        self._addresses = self._addresses or now
-        return [name for name, address in now.items() if self._addresses.get(name, address) != address]
+        """Parameters at another address than before the first load: captured graphs read the old one."""
+        before = self._addresses
+        return [name for name, now in _addresses(model).items() if before.get(name, now) != now]
+
+
+def _addresses(model: nn.Module) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

@@ -54,6 +54,7 @@ class WeightReceiver:
                 model, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             )
             arriving = Arriving(pairs, weights)
+            held.remember_addresses(model)
             with _watched_loading(model) as loading:
                 self.reload_weights(weights_iterator=iter(arriving))
             report = {
@@ -61,11 +62,16 @@ class WeightReceiver:
                 # A loader that does not say what it loaded cannot be checked this way; the log-probs still are.
                 "missing": sorted(loading.expected - loading.loaded) if loading.loaded else [],
                 "wrong": held.wrong(arriving),
-                "moved": [] if self.vllm_config.model_config.enforce_eager else held.moved(model),
+                "moved": held.moved(model) if self._verl_has_graphs() else [],
                 "first": first,
                 "inexact": {name: form for name, form in held.forms.items() if form != EXACT},
             }
         return json.dumps(report)
+
+    def _verl_has_graphs(self) -> bool:
+        return self.vllm_config.device_config.device_type == "cuda" and not (
+            self.vllm_config.model_config.enforce_eager
+        )
 
 
 @dataclass
