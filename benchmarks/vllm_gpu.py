@@ -3,9 +3,10 @@
     python benchmarks/vllm_gpu.py --model SMOLLM2_FOLDER --data GSM8K_FOLDER [--cases full-eager,lora-graphs]
 
 Every case is one run of the command, on prompts of GSM8K with a reward that every sample gets another amount of, so
-that the weights move at every step. For each it prints the exit status, the steps done, times, how vLLM holds the
-weights, and how far its log-probs are from the trainer's. Exits 1 unless every case ran through.
-The folders default to $VERL_SMOLLM2 and $VERL_SHARED/data/gsm8k; `--cpu` rehearses on a CPU.
+that the weights move at every step. For each it prints one line of JSON: the exit status, the steps done, times, how
+many tensors were compared bit for bit where vLLM holds them, and the gap and noise of the log-prob probe at every step.
+Exits 1 unless every case ran through. The folders default to $VERL_SMOLLM2 and $VERL_SHARED/data/gsm8k.
+Cases that share the GPU with each other, each started on its own, need `--shared-gpu`. `--cpu` rehearses on a CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,6 +28,24 @@ CASES = ("full-eager", "lora-eager", "full-graphs", "lora-graphs")
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return solution_str.count("e") / (1 + len(solution_str))
 """
+SHARED_GPU = """import runpy
+from vllm.v1.worker.gpu_worker import Worker
+
+whole_sleep = Worker.sleep
+
+def sleep(self, level=1):
+    # Its last statement compares the device's free memory with that of before: other processes change it too.
+    try:
+        whole_sleep(self, level)
+    except AssertionError as error:
+        if "Memory usage increased" not in str(error):
+            raise
+
+Worker.sleep = sleep
+runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
+"""
+COMPARED = re.compile(r"vllm: (\d+) of (\d+) tensors are held, and compared, bit for bit")
+FOUND = ("differ from the trainer", "Error", "TrainingHalted", "does not compute")
 
 
 def say(text: str) -> None:
@@ -58,7 +78,7 @@ def command(case: str, task: Path, run: Path, options: argparse.Namespace) -> li
         f"{rollout}.n": options.n,
         f"{rollout}.enforce_eager": mode == "eager",
         f"{rollout}.max_num_seqs": options.prompts * options.n,
-        f"{rollout}.gpu_memory_utilization": 0.2,
+        f"{rollout}.gpu_memory_utilization": options.memory,
         f"{rollout}.free_cache_engine": True,
         "algorithm.adv_estimator": "grpo",
         "reward.custom_reward_function.path": task / "reward.py",
@@ -72,12 +92,11 @@ def command(case: str, task: Path, run: Path, options: argparse.Namespace) -> li
         keys |= {"actor_rollout_ref.model.lora_rank": 16, "actor_rollout_ref.model.lora_alpha": 16}
     if options.cpu:
         keys["trainer.device"] = "cpu"
-    return [
-        sys.executable,
-        "-m",
-        "verl.trainer.main_ppo",
-        *(f"{name}={value}" for name, value in keys.items()),
-    ]
+    else:
+        # Left to itself vLLM measures the free memory of the device, which other runs change meanwhile.
+        keys[f"{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes"] = options.cache_gib << 30
+    start = ["-c", SHARED_GPU] if options.shared_gpu else ["-m", "verl.trainer.main_ppo"]
+    return [sys.executable, *start, *(f"{name}={value}" for name, value in keys.items())]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -91,27 +110,28 @@ def column(rows: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def report(case: str, code: int, seconds: float, rows: list[dict[str, Any]], log: str, steps: int) -> bool:
-    times = column(rows, "timing_s/step")
-    gaps, noise = column(rows, "rollout/probe_gap"), column(rows, "rollout/probe_noise")
-    norms, apart = column(rows, "actor/grad_norm"), column(rows, "training/rollout_probs_diff_mean")
-    good = code == 0 and len(rows) == steps and len(norms) == steps and min(norms) > 0
-    say(
-        f"{'ok  ' if good else 'FAIL'} {case}: exit {code}, {len(rows)} of {steps} steps, {seconds:.0f} s in all"
-    )
+    times, norms = column(rows, "timing_s/step"), column(rows, "actor/grad_norm")
+    good = code == 0 and len(norms) == steps and min(norms) > 0
+    compared = COMPARED.search(log)
+    found = [line.strip()[:300] for line in log.splitlines() if any(word in line for word in FOUND)]
+    figures: dict[str, Any] = {
+        "case": case,
+        "ok": good,
+        "exit": code,
+        "steps": len(rows),
+        "seconds": round(seconds, 1),
+        "tensors_compared": int(compared[1]) if compared else None,
+        "tensors": int(compared[2]) if compared else None,
+        "found": found[-6:],
+    }
     if times:
-        say(
-            f"     step {statistics.median(times):.2f} s (generation "
-            f"{statistics.median(column(rows, 'timing_s/gen')):.2f}), everything else {seconds - sum(times):.0f} s"
-        )
-    if gaps:
-        say(f"     probe gaps {' '.join(f'{gap:.2g}' for gap in gaps)}; noise at most {max(noise):.2g}")
-    if apart:
-        say(
-            f"     rollout_probs_diff_mean {max(apart):.4f} at most; gradient norm {min(norms):.2g} to {max(norms):.2g}"
-        )
-    wanted = ("bit for bit", "differ from the trainer", "Error", "TrainingHalted", "does not compute")
-    for line in [line for line in log.splitlines() if any(word in line for word in wanted)][-6:]:
-        say(f"     {line.strip()[:300]}")
+        figures["step_s"] = round(statistics.median(times), 3)
+        figures["gen_s"] = round(statistics.median(column(rows, "timing_s/gen")), 3)
+    for name in ("rollout/probe_gap", "rollout/probe_noise", "training/rollout_probs_diff_mean"):
+        figures[name] = [float(f"{value:.3g}") for value in column(rows, name)]
+    if norms:
+        figures["actor/grad_norm"] = [float(f"{value:.3g}") for value in (min(norms), max(norms))]
+    say(json.dumps(figures))
     return good
 
 
@@ -127,6 +147,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--memory", type=float, default=0.15, help="rollout.gpu_memory_utilization")
+    parser.add_argument("--cache-gib", type=int, default=2, help="GiB of vLLM's KV cache")
+    parser.add_argument("--shared-gpu", action="store_true", help="other runs use the GPU at the same time")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one case")
     parser.add_argument("--logs", type=Path, help="folder for the output of every run")
     parser.add_argument("--cpu", action="store_true")
