@@ -285,9 +285,9 @@ def test_own_task_can_be_registered():
         del tasks._tasks["parrot"]
 
 
-def test_missing_reasoning_gym_names_the_extra(monkeypatch):
+def test_missing_reasoning_gym_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(MissingPackage, match="verl\\[gym\\]"):
+    with pytest.raises(MissingPackage, match="pip install 'reasoning-gym>="):
         get_task("gym/no_such_dataset_yet")
 
 

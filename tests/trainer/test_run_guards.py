@@ -88,22 +88,22 @@ def test_who_asks_while_a_step_is_being_logged_gets_one_too(watch, monkeypatch):
 def test_a_run_ends_only_when_its_last_checkpoint_is_on_the_disk(watch, monkeypatch):
     """The background save is held back until the loop waits for it."""
     waited = threading.Event()
-    wait, start, write = CheckpointManager.wait, CheckpointManager._start, CheckpointManager._background
+    wait, open_files, write = CheckpointManager.wait, CheckpointManager._open, CheckpointManager._background
 
     def watched_wait(self):
         waited.set()
         return wait(self)
 
-    def watched_start(self, *arguments):
+    def watched_open(self, *arguments):
         waited.clear()
-        return start(self, *arguments)
+        return open_files(self, *arguments)
 
     def held_back(self, job):
         assert waited.wait(timeout=120)
         return write(self, job)
 
     monkeypatch.setattr(CheckpointManager, "wait", watched_wait)
-    monkeypatch.setattr(CheckpointManager, "_start", watched_start)
+    monkeypatch.setattr(CheckpointManager, "_open", watched_open)
     monkeypatch.setattr(CheckpointManager, "_background", held_back)
     try:
         seen = watch("actor_rollout_ref.actor.checkpoint.async_save=True")

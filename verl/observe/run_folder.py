@@ -147,7 +147,8 @@ class RunFolder:
         samples go, so that nothing of both stands side by side."""
         if self.metrics_file.exists() and self.metrics_file.stat().st_size:
             _put_aside(self.metrics_file, "metrics.previous.jsonl")
-        self.health_file.unlink(missing_ok=True)
+        if self.health_file.exists():
+            _remove(self.health_file)
         for folder in (self.rollout_dir, self.validation_dir):
             if folder.parent != self.path:
                 continue  # a folder the user chose may be others' as well
@@ -255,7 +256,7 @@ def _put_aside(path: Path, name: str) -> Path:
 
 
 def _remove(file: Path) -> None:
-    """Of samples, which are for people to look at."""
+    """Of samples and notices, which are for people to look at."""
     try:
         file.unlink()
     except OSError as error:
