@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 from verl.models import attention
-from verl.models.attention import PackedAttention
+from verl.models.attention import PackedAttention, choose_backend
 
 
 def dense(q, k, v, lengths, scaling=None, window=None, softcap=None):
@@ -105,5 +107,77 @@ def test_both_signatures_of_the_varlen_kernel_are_served(monkeypatch, kernel):
         if kernel is _newer:
             out = packed.attend(None, q, k, v, sliding_window=3)
             torch.testing.assert_close(out, dense(q, k, v, lengths, window=3))
+    finally:
+        attention.varlen_kernel.cache_clear()
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "uniform", "window", "softcap", "kernel"),
+    [
+        (BF16, (128, 128), True, None, None, "sdpa"),
+        (BF16, (128, 128), True, 4096, None, "varlen"),
+        (BF16, (128, 128), False, None, None, "varlen"),
+        (BF16, (128, 128), False, 4096, None, "varlen"),
+        (BF16, (192, 128), True, None, None, "varlen"),
+        (BF16, (128, 128), True, 4096, 50.0, "flex"),
+        (BF16, (512, 512), True, 4096, None, "sdpa"),
+        (FP32, (128, 128), True, 4096, None, "sdpa"),
+    ],
+)
+def test_on_a_gpu_a_window_never_asks_for_a_dense_mask_where_a_kernel_knows_windows(
+    dtype, sizes, uniform, window, softcap, kernel
+):
+    assert choose_backend(True, dtype, sizes, uniform, window, softcap) == kernel
+    assert choose_backend(False, dtype, sizes, uniform, window, softcap) == "sdpa"
+
+
+def test_the_compiled_kernel_is_left_out_inside_a_dispatch_mode():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    with TorchDispatchMode():
+        assert choose_backend(True, FP32, (64, 64), True, None, 50.0) == "sdpa"
+
+
+@pytest.mark.parametrize("window", [2, 5])
+def test_windows_are_served_block_by_block(monkeypatch, window):
+    monkeypatch.setattr(attention, "_FEWEST_QUERIES", 4)
+    asked = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def noting(q, k, v, attn_mask=None, **options):
+        asked.append(attn_mask.numel())
+        return plain(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", noting)
+    lengths = [40]
+    q, k, v = make(lengths)
+    out = PackedAttention.from_lengths(lengths, "cpu").attend(None, q, k, v, sliding_window=window)
+    torch.testing.assert_close(out, dense(q, k, v, lengths, window=window))
+    assert len(asked) >= 8
+    assert max(asked) <= 2 * max(window, 4) ** 2, "a mask as large as the square of the length"
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(8, 8), (12, 12), (24, 12), (10, 16)])
+@pytest.mark.parametrize("kernel", [_newer, _older])
+def test_head_sizes_the_flash_kernels_do_not_know_are_filled_up(monkeypatch, kernel, size, value_size):
+    import torch.nn.attention.varlen as module
+
+    def only_one_size(q, k, v, *args, **options):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+        return kernel(q, k, v, *args, **options)
+
+    only_one_size.__signature__ = inspect.signature(kernel)
+    monkeypatch.setattr(module, "varlen_attn", only_one_size)
+    attention.varlen_kernel.cache_clear()
+    try:
+        lengths = [5, 1, 6]
+        q, k, _ = make(lengths, size=size)
+        v = make(lengths, size=value_size, seed=1)[2]
+        packed = PackedAttention.from_lengths(lengths, "cpu", backend="varlen")
+        torch.testing.assert_close(packed.attend(None, q, k, v), dense(q, k, v, lengths))
+        torch.testing.assert_close(packed.attend(None, q, k, v, scaling=0.3), dense(q, k, v, lengths, 0.3))
     finally:
         attention.varlen_kernel.cache_clear()

@@ -22,10 +22,14 @@ from typing import Any, Literal, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 log = logging.getLogger(__name__)
 
 ATTENTION_NAME = "verl"
+_LARGEST_FLASH_HEAD = 256
+_FEWEST_QUERIES = 512
+"""Queries of a sliding window that are served at once."""
 Backend = Literal["auto", "sdpa", "varlen", "flex"]
 
 
@@ -131,26 +135,15 @@ class PackedAttention:
             )
         if sliding_window is not None and sliding_window >= max(self.lengths):
             sliding_window = None
-        backend = self._choose(q, softcap)
+        backend = self.backend
+        if backend == "auto":
+            sizes = (q.shape[-1], v.shape[-1])
+            backend = choose_backend(q.is_cuda, q.dtype, sizes, self._uniform(), sliding_window, softcap)
         if backend == "varlen":
             return self._varlen(q, k, v, scaling, sliding_window)
         if backend == "flex":
             return self._flex(q, k, v, scaling, sliding_window, softcap)
         return self._dense_runs(q, k, v, scaling, sliding_window, softcap)
-
-    def _choose(self, q: torch.Tensor, softcap: float | None) -> Backend:
-        """The varlen kernel is the fastest there is for a ragged pack in half precision; a pack of sequences of
-        one length is an ordinary batch, for which the dense kernels are at least as good. FlexAttention serves
-        soft-capping, which the flash kernels lack; float32 and large heads go by runs of one length."""
-        if self.backend != "auto":
-            return self.backend
-        if not q.is_cuda:
-            return "sdpa"
-        if softcap is not None:
-            return "flex"
-        if self._uniform() or q.dtype == torch.float32 or q.shape[-1] > 256:
-            return "sdpa"
-        return "varlen"
 
     def _uniform(self) -> bool:
         return len(set(self.lengths)) == 1
@@ -178,17 +171,8 @@ class PackedAttention:
     def _varlen(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
     ) -> torch.Tensor:
-        longest = max(self.lengths)
-        kernel = varlen_kernel()
-        out = kernel(
-            q[0].transpose(0, 1),
-            k[0].transpose(0, 1),
-            v[0].transpose(0, 1),
-            self.cu_seqlens,
-            longest,
-            scaling,
-            window,
-        )
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = varlen_kernel()(q, k, v, self.cu_seqlens, max(self.lengths), scaling, window)
         return out.unsqueeze(0)
 
     def _flex(
@@ -227,6 +211,31 @@ class PackedAttention:
         return self._flex_masks[window]
 
 
+def choose_backend(
+    on_cuda: bool,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    uniform: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Backend:
+    """The kernel for a pack with heads of `sizes` (keys, values); `uniform`: all its sequences have one length.
+
+    The varlen kernel is the fastest there is for a ragged pack in half precision, and the only one that knows a
+    sliding window without a mask of length times length. A pack of sequences of one length is an ordinary batch, for
+    which the dense kernels are at least as good. FlexAttention serves soft-capping, which the flash kernels lack;
+    float32 and large heads, which they lack too, go by runs of one length."""
+    if (
+        not on_cuda or is_in_torch_dispatch_mode()
+    ):  # FlexAttention cannot be compiled inside one (`float32_arithmetic`)
+        return "sdpa"
+    if softcap is not None:
+        return "flex"
+    if dtype not in (torch.bfloat16, torch.float16) or max(sizes) > _LARGEST_FLASH_HEAD:
+        return "sdpa"
+    return "sdpa" if uniform and window is None and sizes[0] == sizes[1] else "varlen"
+
+
 def _dense_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -237,19 +246,37 @@ def _dense_attention(
 ) -> torch.Tensor:
     """Causal attention of [rows, H, L, D] with as little masking as the case allows."""
     length = q.shape[2]
-    grouped = q.shape[1] != k.shape[1]
     if softcap is not None:
         return _softcapped_attention(q, k, v, scaling, window, softcap)
-    if grouped and q.is_cuda and q.dtype == torch.float32:
-        # The float32 kernel knows no groups, and the fallback would build the whole score matrix.
+    windowed = window is not None and window < length
+    grouped = q.shape[1] != k.shape[1]
+    flash = q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= _LARGEST_FLASH_HEAD and not windowed
+    if grouped and q.is_cuda and not flash:
+        # The memory-efficient kernel knows no groups, and the fallback would build the whole score matrix.
         groups = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
     if window is None or window >= length:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=length > 1, scale=scaling, enable_gqa=grouped
         )
-    mask = _band(length, window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+    parts = []
+    for start in range(0, length, step := max(window, _FEWEST_QUERIES)):
+        # These queries with the keys their windows reach: the mask grows with the length, not with its square.
+        stop, first = min(start + step, length), max(start - window + 1, 0)
+        behind = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(
+            first, stop, device=q.device
+        )
+        parts.append(
+            F.scaled_dot_product_attention(
+                q[:, :, start:stop],
+                k[:, :, first:stop],
+                v[:, :, first:stop],
+                attn_mask=(behind >= 0) & (behind < window),
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -303,6 +330,12 @@ def varlen_kernel() -> Callable[..., torch.Tensor]:
             raise RuntimeError(
                 "this torch has no sliding window in its varlen attention; use the flex backend"
             )
+        size, value_size = q.shape[-1], v.shape[-1]
+        # The flash kernels know one size for queries, keys and values, and only multiples of 8. Zeros change no score.
+        wide = -(-max(size, value_size) // 8) * 8
+        if wide != size and scaling is None:
+            scaling = size**-0.5
+        q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
         if scaling is not None and "scale" in known:
             options["scale"] = scaling
         elif scaling is not None:
@@ -311,7 +344,7 @@ def varlen_kernel() -> Callable[..., torch.Tensor]:
             options["enable_gqa"] = True  # earlier releases group heads without being told
         cu_keys, longest_keys = keys or (cu_seqlens, longest)
         out = varlen_attn(q, k, v, cu_seqlens, cu_keys, longest, longest_keys, **options)
-        return cast(torch.Tensor, out)
+        return cast(torch.Tensor, out)[..., :value_size]
 
     return kernel
 
