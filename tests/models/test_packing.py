@@ -54,6 +54,19 @@ def test_a_pack_holds_each_attended_token_once_with_its_position(batch):
     assert packed.attention.cu_seqlens.tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
+@given(batches())
+def test_padded_rows_begin_with_their_first_token(batch):
+    """Padding in front of a sequence would be counted or selected by some models."""
+    ids, attention, wanted = batch
+    padded = pad(ids, attention, wanted, CPU)
+    for row, length in enumerate(attention.sum(1).tolist()):
+        assert padded.input_ids[row, :length].tolist() == ids[row][attention[row].bool()].tolist()
+        assert padded.attention_mask[row].tolist() == [1] * length + [0] * (
+            padded.input_ids.shape[1] - length
+        )
+        assert padded.position_ids[row].tolist() == list(range(padded.input_ids.shape[1]))
+
+
 def test_a_row_without_any_token_takes_no_place():
     ids = torch.ones(2, 3, dtype=torch.long)
     attention = torch.tensor([[0, 0, 0], [1, 1, 1]])

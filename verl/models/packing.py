@@ -81,34 +81,30 @@ def _send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def pad(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor, device: torch.device
 ) -> Pack:
-    """The same description for a model whose attention cannot be packed; columns nobody attends to are cut off."""
-    used = attention_mask.bool().any(dim=0).nonzero()
-    start, stop = (int(used[0]), int(used[-1]) + 1) if used.numel() else (0, 1)
+    """The same description for a model whose attention cannot be packed. Rows are moved to the left: behind a sequence
+    padding changes nothing, while in front of it some models count or select it."""
     rows, length = input_ids.shape
     width = response_mask.shape[1]
-    place = torch.arange(rows)[:, None] * (stop - start) + torch.arange(length)[None, :] - start
-    wanted = response_mask.bool()
-    first = length - width
-    position = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    attended, wanted = attention_mask.bool(), response_mask.bool()
+    lengths = attended.sum(dim=1)
+    longest = max(int(lengths.max()), 1)
+    position = attended.long().cumsum(dim=1) - 1
+    row = torch.arange(rows)[:, None].expand(rows, length)
+    ids = input_ids.new_zeros(rows, longest)
+    ids[row[attended], position[attended]] = input_ids[attended]
+    places = torch.arange(longest)[None, :]
+    before = (row * longest + position - 1)[:, length - width :]
     return Pack(
-        input_ids=_send(input_ids[:, start:stop].contiguous(), device),
-        position_ids=_send(position[:, start:stop].contiguous(), device),
+        input_ids=_send(ids, device),
+        position_ids=_send(places.expand(rows, longest).contiguous(), device),
         attention=None,
-        source=_send(_previous(place, attention_mask.bool())[:, first:][wanted], device),
-        target=_send(input_ids[:, first:][wanted], device),
+        source=_send(before[wanted], device),
+        target=_send(input_ids[:, length - width :][wanted], device),
         slot=_send(wanted.flatten().nonzero().squeeze(1), device),
         rows=rows,
         width=width,
-        attention_mask=_send(attention_mask[:, start:stop].contiguous(), device),
+        attention_mask=_send((places < lengths[:, None]).to(attention_mask.dtype), device),
     )
-
-
-def _previous(place: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """For every column the place of the nearest attended token to its left."""
-    column = torch.arange(place.shape[1]).expand_as(place)
-    last = torch.where(attended, column, torch.full_like(column, -1)).cummax(dim=1).values
-    before = torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], dim=1).clamp(min=0)
-    return place.gather(1, before)
 
 
 def pack(
