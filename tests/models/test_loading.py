@@ -36,8 +36,17 @@ def test_overrides_change_the_configuration(folder):
     assert loaded.model.norm.variance_epsilon == 0.5
 
 
-def test_dropout_is_switched_off(tiny, tmp_path):
-    tiny(attention_dropout=0.4).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("architecture", "dropout"),
+    [
+        ("llama", {"attention_dropout": 0.4}),
+        ("opt", {"dropout": 0.4, "ffn_dim": 24, "word_embed_proj_dim": 16}),
+        ("seed_oss", {"residual_dropout": 0.4}),
+    ],
+)
+def test_dropout_is_switched_off(tiny, tmp_path, architecture, dropout):
+    """In modules, in attention, and where a layer calls the function with a share of its own."""
+    tiny(architecture, **dropout).save_pretrained(tmp_path)
     loaded = load_causal_lm(str(tmp_path), **CPU).train()
     ids = torch.arange(6)[None]
     assert torch.equal(loaded(ids).logits, loaded(ids).logits)

@@ -90,23 +90,35 @@ def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_rem
 
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout to 0, in modules and in the configuration."""
-    changed = []
-    for name, module in model.named_modules():
+    changed = 0
+    for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p:
-            changed.append(name)
+            changed += 1
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float) and module.attention_dropout:
-            changed.append(f"{name}.attention_dropout")
-            module.attention_dropout = 0.0
+        changed += _zero_dropout(module)
     config = getattr(model, "config", None)
-    for key in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
-        if getattr(config, key, 0.0):
-            setattr(config, key, 0.0)
+    for part in {id(x): x for x in (config, _text_config(config)) if x is not None}.values():
+        _zero_dropout(part)
     if changed:
         log.warning(
             "dropout is switched off for training: the policy's probabilities must not be random (%d modules)",
-            len(changed),
+            changed,
         )
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else None
+
+
+def _zero_dropout(holder: Any) -> int:
+    """Attributes such as `attention_dropout`, `resid_pdrop` and `layerdrop`, which functional
+    dropout reads; returns how many were not 0."""
+    found = [
+        name for name, value in vars(holder).items() if isinstance(value, float) and value and "drop" in name
+    ]
+    for name in found:
+        setattr(holder, name, 0.0)
+    return len(found)
 
 
 def load_causal_lm(
