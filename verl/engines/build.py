@@ -35,7 +35,7 @@ from verl.models.forward import attach
 from verl.models.fused_layers import fuse
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
-from verl.models.packability import head_fault, packing_fault
+from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
 from verl.models.sizes import token_weights
 from verl.models.skeleton import CannotStream, WeightSource, open_causal_lm, open_value_model
 from verl.models.value_model import ValueModel
@@ -245,11 +245,20 @@ def _find_out(module: Any, passes: Passes, stock_attention: str) -> None:
             passes.packed = False
             module.set_attn_implementation(stock_attention)
             _tell_padded(module, fault)
-    if not isinstance(module, ValueModel):
+            _forget_broken_pass(passes)
+    fault = None if passes.packed else padding_fault(module, passes.device)
+    fault = fault or randomness_fault(module, passes.device, passes.packed)
+    if not fault and not isinstance(module, ValueModel):
         fault = head_fault(module, passes.device, passes.packed, stock_attention)
-        if fault:
-            raise ModelError(f"{type(module).__name__} cannot be trained here: {fault}")
+    if fault:
+        raise ModelError(f"{type(module).__name__} cannot be trained here: {fault}")
     passes.release()
+
+
+def _forget_broken_pass(passes: Passes) -> None:
+    """A check that raised in the middle of a sharded pass leaves it unfinished."""
+    if passes.in_step is not None and passes.in_step.can_recover:
+        passes.in_step.forget()
 
 
 def _try_compiled(passes: Passes, layers: list[nn.Module]) -> None:

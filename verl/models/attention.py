@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, Protocol, cast
@@ -60,8 +62,12 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     verl_attn: AttentionContext | None = None,
-    **_: Any,
+    **other: Any,
 ) -> tuple[torch.Tensor, None]:
+    observer = _observer.get()
+    if observer is not None:
+        named = {**other, "sliding_window": sliding_window, "verl_attn": verl_attn}
+        return observer.attend(module, q, k, v, attention_mask, named), None
     if verl_attn is None:
         raise RuntimeError(
             "the attention implementation 'verl' was called without its context; call the model through a verl "
@@ -71,8 +77,37 @@ def _attention(
     return out, None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
+def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    observer = _observer.get()
+    return None if observer is None else observer.mask(kwargs["mask_function"], kwargs.get("device"))
+
+
+class AttentionObserver(Protocol):
+    """Gets every attention call in place of a context (`verl.models.attention_calls`)."""
+
+    def mask(self, function: Callable[..., torch.Tensor], device: torch.device | None) -> torch.Tensor: ...
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        named: dict[str, Any],
+    ) -> torch.Tensor: ...
+
+
+_observer: ContextVar[AttentionObserver | None] = ContextVar("attention_observer", default=None)
+
+
+@contextmanager
+def observe_attention(observer: AttentionObserver) -> Iterator[None]:
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 def register_attention(outside_graphs: bool = False) -> None:
@@ -335,7 +370,7 @@ def varlen_kernel() -> Callable[..., torch.Tensor]:
         wide = -(-max(size, value_size) // 8) * 8
         if wide != size and scaling is None:
             scaling = size**-0.5
-        q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+        q, k, v = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
         if scaling is not None and "scale" in known:
             options["scale"] = scaling
         elif scaling is not None:

@@ -7,6 +7,7 @@ hooks on the module see it (`attach`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -32,6 +33,20 @@ class OutputHead:
     scale: float
 
 
+def backbone_of(model: Any) -> Any:
+    """The layers without the output head: what answers with `last_hidden_state`."""
+    if isinstance(model, ValueModel):
+        return model.backbone
+    inner = model.base_model
+    if (
+        inner is model
+    ):  # the class names its backbone otherwise than `base_model_prefix` says (Llama-4's text model)
+        inner = getattr(model, "model", None)
+    if inner is None or inner is model:
+        raise ModelError(f"{type(model).__name__} has no backbone apart from its output head")
+    return inner
+
+
 def output_head(model: Any) -> OutputHead:
     """Read at every call: under sharding the weight is another tensor while the module runs."""
     layer = model.get_output_embeddings()
@@ -49,7 +64,6 @@ def output_head(model: Any) -> OutputHead:
 
 def hidden_states(model: Any, pack: Pack) -> torch.Tensor:
     """The backbone's last hidden states of the wanted places, [M, D]."""
-    backbone = model.backbone if isinstance(model, ValueModel) else model.base_model
     inputs: dict[str, Any] = {
         "input_ids": pack.input_ids,
         "position_ids": pack.position_ids,
@@ -62,7 +76,7 @@ def hidden_states(model: Any, pack: Pack) -> torch.Tensor:
         inputs["verl_attn"] = pack.attention
     else:
         inputs["attention_mask"] = pack.attention_mask
-    hidden = backbone(**inputs).last_hidden_state
+    hidden = backbone_of(model)(**inputs).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, pack.source)
 
 
@@ -87,12 +101,15 @@ def packed_values(model: ValueModel, pack: Pack) -> dict[str, torch.Tensor]:
     return {"values": values.sum(dim=-1)}  # not a view: the sharding hooks must survive operations in place
 
 
+Check = Callable[[Any], dict[str, torch.Tensor]]
+
+
 def _forward(
-    model: nn.Module, pack: Pack, options: HeadOptions | None, probe: bool = False
+    model: nn.Module, pack: Pack | None, options: HeadOptions | None, check: Check | None = None
 ) -> dict[str, torch.Tensor]:
-    if probe:
-        hidden = hidden_states(model, pack).float()
-        return {"probe": hidden @ torch.arange(hidden.shape[1], device=hidden.device).cos()}
+    if check is not None:
+        return check(model)
+    assert pack is not None
     if isinstance(model, ValueModel):
         return packed_values(model, pack)
     return packed_log_probs(model, pack, options or HeadOptions())
@@ -100,7 +117,7 @@ def _forward(
 
 def attach(model: nn.Module) -> None:
     """Give the module the method `verl_forward(pack, options)`; FSDP2 can then hook it like a forward. With
-    `probe` it answers with one number per place that depends on all of the backbone and on no head.
+    `check` it answers with what that makes of the module, whose root parameters are gathered by then.
 
     It answers with a dictionary of tensors, because the sharding hooks look for tensors in what it returns."""
     setattr(model, FORWARD_METHOD, MethodType(_forward, model))
