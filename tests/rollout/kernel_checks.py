@@ -142,6 +142,48 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
                     f"attention {kind} splits {splits} window {window} cap {softcap}", ours, theirs, tolerance
                 )
 
+# Head sizes that are no power of two (Phi-2, Phi-3, OpenLLaMA, Danube), values narrower than keys (latent attention).
+for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12), (192, 128)):
+    heads, kv_heads, block_size, kind = 4, 2, 8, f"{key_size}/{value_size}"
+    contexts = [1, 0, 9, 31]
+    table, positions, active = rows_of(contexts, block_size, 64)
+    caches = [
+        [
+            randn(64, kv_heads, block_size, size, dtype=torch.float32, seed=5)
+            for size in (key_size, value_size)
+        ]
+        for _ in range(2)
+    ]
+    slots = torch.tensor([3, 200, 17], device=DEVICE)
+    k, v = (randn(kv_heads, 3, size, dtype=torch.float32).transpose(0, 1) for size in (key_size, value_size))
+    rotary.write_cache(k, v, *caches[0], slots)
+    reference.write_cache(k, v, *caches[1], slots)
+    check(f"write keys {kind}", caches[0][0], caches[1][0], 0)
+    check(f"write values {kind}", caches[0][1], caches[1][1], 0)
+    q = randn(len(contexts), heads, key_size, dtype=torch.float32)
+    args = (q, *caches[0], table, positions, active, 0.1, None, None)
+    for splits in (1, 4):
+        ours, theirs = attention.decode_attention(*args, splits), reference.decode_attention(*args)
+        check(f"attention {kind} splits {splits}", ours, theirs, 2e-5)
+    if key_size == value_size:
+        qkv = randn(len(contexts), (heads + 2 * kv_heads) * key_size, dtype=torch.float32)
+        angle = randn(64, key_size // 2, dtype=torch.float32).repeat(1, 2)
+        weights = [randn(key_size, dtype=torch.float32, seed=s) for s in (1, 2)]
+        for norms in (None, (weights[0], weights[1], 1e-6)):
+            args = (angle.cos(), angle.sin(), positions, active, table, heads, norms)
+            ours = rotary.rotary_cache(qkv, *caches[0], *args)
+            theirs = reference.rotary_cache(qkv, *caches[1], *args)
+            check(f"rotary {kind}", ours, theirs, 2e-5)
+            check(f"rotary keys {kind}", caches[0][0][:-1], caches[1][0][:-1], 2e-5)
+            check(f"rotary values {kind}", caches[0][1][:-1], caches[1][1][:-1], 0)
+
+# A float32 input and half-precision weights: float32 throughout.
+x = randn(5, 72, dtype=torch.float32)
+weights = tuple(randn(width, 72, dtype=HALF, seed=width) for width in (48, 16, 40))
+check("joined mixed", linear.joined_linear(x, weights, None), x @ torch.cat(weights).float().t(), 2e-5)
+theirs = reference.silu_mul(x @ weights[0].float().t(), x @ weights[0].flip(0).float().t())
+check("gated linear mixed", linear.gated_linear(x, weights[0], weights[0].flip(0)), theirs, 2e-5)
+
 for vocab in (97, 5000):
     rows = 40
     logits = randn(rows, vocab, dtype=torch.float32) * 3

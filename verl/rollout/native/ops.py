@@ -221,7 +221,7 @@ class TorchOps:
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
         weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
         v = v.float().masked_fill(~seen[:, None, :, None], 0.0)
-        return (weights @ v).reshape(rows, heads, dim).to(q.dtype)
+        return (weights @ v).reshape(rows, heads, -1).to(q.dtype)
 
     def sample_plain(
         self,

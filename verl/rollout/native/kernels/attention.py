@@ -33,6 +33,8 @@ def _decode_attention(
     GROUP_UP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_UP: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_DIM_UP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -54,22 +56,23 @@ def _decode_attention(
 
     members = tl.arange(0, GROUP_UP)
     columns = tl.arange(0, DIM_UP)
+    v_columns = tl.arange(0, V_DIM_UP)
     q_mask = (members < GROUP)[:, None] & (columns < DIM)[None, :]
     q_places = (head * GROUP + members)[:, None] * DIM + columns[None, :]
     q = tl.load(q_ptr + row * q_stride + q_places, mask=q_mask, other=0.0)
 
     peak = tl.full([GROUP_UP], float("-inf"), tl.float32)
     mass = tl.zeros([GROUP_UP], tl.float32)
-    acc = tl.zeros([GROUP_UP, DIM_UP], tl.float32)
+    acc = tl.zeros([GROUP_UP, V_DIM_UP], tl.float32)
     for base in range(start, end, TILE):
         places = base + tl.arange(0, TILE)
         inside = places < end
         block = tl.load(table_ptr + row * table_stride + places // BLOCK_SIZE, mask=inside, other=0).to(
             tl.int64
         )
-        offsets = (block * KV + head) * (BLOCK_SIZE * DIM) + (places % BLOCK_SIZE) * DIM
-        kv_mask = inside[:, None] & (columns < DIM)[None, :]
-        k = tl.load(keys_ptr + offsets[:, None] + columns[None, :], mask=kv_mask, other=0.0)
+        offsets = (block * KV + head) * BLOCK_SIZE + places % BLOCK_SIZE
+        k_mask = inside[:, None] & (columns < DIM)[None, :]
+        k = tl.load(keys_ptr + offsets[:, None] * DIM + columns[None, :], mask=k_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFTCAP:
             scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
@@ -77,18 +80,21 @@ def _decode_attention(
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
-        v = tl.load(values_ptr + offsets[:, None] + columns[None, :], mask=kv_mask, other=0.0)
+        v_mask = inside[:, None] & (v_columns < V_DIM)[None, :]
+        v = tl.load(values_ptr + offsets[:, None] * V_DIM + v_columns[None, :], mask=v_mask, other=0.0)
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         mass = mass * decay + tl.sum(weights, 1)
         peak = new_peak
 
+    out_mask = (members < GROUP)[:, None] & (v_columns < V_DIM)[None, :]
     if SPLITS == 1:
         out = acc / tl.where(mass == 0, 1.0, mass)[:, None]
-        out_places = row * (KV * GROUP * DIM) + q_places
-        tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+        slot = row * (KV * GROUP) + head * GROUP + members
+        out_places = slot[:, None] * V_DIM + v_columns[None, :]
+        tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=out_mask)
     else:
         slot = (row * SPLITS + split) * (KV * GROUP) + head * GROUP + members
-        tl.store(part_ptr + slot[:, None] * DIM + columns[None, :], acc, mask=q_mask)
+        tl.store(part_ptr + slot[:, None] * V_DIM + v_columns[None, :], acc, mask=out_mask)
         tl.store(peak_ptr + slot, peak, mask=members < GROUP)
         tl.store(mass_ptr + slot, mass, mask=members < GROUP)
 
@@ -142,18 +148,20 @@ def decode_attention(
     softcap: float | None,
     splits: int,
 ) -> torch.Tensor:
-    """q [M, heads, dim] (unit strides within a row) against the blocks of each row; returns [M, heads, dim]."""
+    """q [M, heads, dim] (unit strides within a row) against the blocks of each row; returns [M, heads, value size]."""
     _, kv_heads, block_size, dim = keys.shape
+    value_dim = values.shape[3]
     rows, heads, _ = q.shape
     group = heads // kv_heads
-    out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
-    dim_up = triton.next_power_of_2(dim)
+    out = torch.empty(rows, heads, value_dim, dtype=q.dtype, device=q.device)
+    dim_up, value_dim_up = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     if splits > 1:
-        part = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=q.device)
+        part = torch.empty(rows, splits, heads, value_dim, dtype=torch.float32, device=q.device)
         peak = torch.empty(rows, splits, heads, dtype=torch.float32, device=q.device)
         mass = torch.empty_like(peak)
     else:
         part = peak = mass = out
+    tile, stages = tile_and_stages((dim_up + value_dim_up) * keys.element_size())
     _decode_attention[(rows, kv_heads, splits)](
         q,
         keys,
@@ -173,18 +181,38 @@ def decode_attention(
         GROUP=group,
         GROUP_UP=max(16, triton.next_power_of_2(group)),
         DIM=dim,
-        DIM_UP=max(16, dim_up),
+        DIM_UP=dim_up,
+        V_DIM=value_dim,
+        V_DIM_UP=value_dim_up,
         BLOCK_SIZE=block_size,
-        TILE=64 if dim_up <= 128 else 32,
+        TILE=tile,
         SPLITS=splits,
         WINDOW=int(window or 0),
         SOFTCAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=2 if dim_up <= 64 else 4,
-        num_stages=3,
+        num_stages=stages,
     )
     if splits > 1:
         _join_splits[(rows, heads)](
-            part, peak, mass, out, HEADS=heads, DIM=dim, DIM_UP=dim_up, SPLITS=splits, num_warps=1
+            part,
+            peak,
+            mass,
+            out,
+            HEADS=heads,
+            DIM=value_dim,
+            DIM_UP=value_dim_up,
+            SPLITS=splits,
+            num_warps=1,
         )
     return out
+
+
+def tile_and_stages(token_bytes: int) -> tuple[int, int]:
+    """Tokens of a tile and how many tiles are loaded ahead: a tile's keys and values, once for each stage, stay below
+    the shared memory of a multiprocessor (99 KB on consumer devices) whatever the head size and type."""
+    room = 96 << 10
+    tile = 64 if token_bytes <= 512 else 32
+    while tile > 16 and tile * token_bytes > room:
+        tile //= 2
+    return tile, max(1, min(3, room // (tile * token_bytes)))

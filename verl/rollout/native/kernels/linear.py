@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Small matrix products in one kernel instead of several: query/key/value, and gate/up with the activation.
 
-The weights stay where the module has them; a program finds out from its place which of them it reads. Worth it
+The weights stay where the module has them; a program finds out from its place which of them it reads. They may have
+another type than the input, which decides the precision (`verl.models.float32` widens inputs only). Worth it
 for small models, where a product takes little longer than its launch; large ones use the vendor's library.
 """
 
@@ -33,7 +34,7 @@ def _tile_product(
             mask=(columns < width_n)[None, :] & k_mask[:, None],
             other=0.0,
         )
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
     return acc
 
 
@@ -94,10 +95,10 @@ def _gated_linear(
         )
         places = columns[None, :] * inner + k[:, None]
         mask = (columns < width)[None, :] & k_mask[:, None]
-        gate_acc = tl.dot(
-            x, tl.load(gate_ptr + places, mask=mask, other=0.0), gate_acc, input_precision=PRECISION
-        )
-        up_acc = tl.dot(x, tl.load(up_ptr + places, mask=mask, other=0.0), up_acc, input_precision=PRECISION)
+        gate_weight = tl.load(gate_ptr + places, mask=mask, other=0.0).to(x.dtype)
+        up_weight = tl.load(up_ptr + places, mask=mask, other=0.0).to(x.dtype)
+        gate_acc = tl.dot(x, gate_weight, gate_acc, input_precision=PRECISION)
+        up_acc = tl.dot(x, up_weight, up_acc, input_precision=PRECISION)
     dtype = out_ptr.dtype.element_ty
     gate = gate_acc.to(dtype).to(tl.float32)
     act = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)

@@ -13,14 +13,19 @@ import triton.language as tl
 
 
 @triton.jit
-def _head_norm(first, second, weight_ptr, half, eps, dtype: tl.constexpr, HALF: tl.constexpr, width):
-    """RMSNorm of heads given as their two halves [heads, HALF]."""
-    columns = tl.arange(0, HALF)
+def _head_norm(
+    first, second, weight_ptr, eps, dtype: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr
+):
+    """RMSNorm of heads given as their two halves [heads, HALF_UP], 0 from column HALF on."""
+    columns = tl.arange(0, HALF_UP)
+    inside = columns < HALF
     first = first.to(tl.float32)
     second = second.to(tl.float32)
-    scale = (1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / width + eps))[:, None]
-    weight_first = tl.load(weight_ptr + columns).to(tl.float32)[None, :]
-    weight_second = tl.load(weight_ptr + half + columns).to(tl.float32)[None, :]
+    scale = (1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps))[
+        :, None
+    ]
+    weight_first = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    weight_second = tl.load(weight_ptr + HALF + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     first = (weight_first * (first * scale).to(dtype).to(tl.float32)).to(dtype)
     second = (weight_second * (second * scale).to(dtype).to(tl.float32)).to(dtype)
     return first, second
@@ -57,6 +62,7 @@ def _rotary_cache(
     KV: tl.constexpr,
     KV_UP: tl.constexpr,
     HALF: tl.constexpr,
+    HALF_UP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
@@ -64,19 +70,20 @@ def _rotary_cache(
     DIM: tl.constexpr = 2 * HALF
     active = tl.load(active_ptr + row) != 0
     position = tl.where(active, tl.load(positions_ptr + row), 0)
-    columns = tl.arange(0, HALF)
-    cos = tl.load(cos_ptr + position * DIM + columns).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + position * DIM + columns).to(tl.float32)[None, :]
+    columns = tl.arange(0, HALF_UP)
+    inside = columns < HALF
+    cos = tl.load(cos_ptr + position * DIM + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + position * DIM + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
 
     heads = tl.arange(0, HEADS_UP)
-    mask = (heads < HEADS)[:, None]
+    mask = (heads < HEADS)[:, None] & inside[None, :]
     places = heads[:, None] * DIM + columns[None, :]
     base = qkv_ptr + row * qkv_stride
     first = tl.load(base + places, mask=mask, other=0.0)
     second = tl.load(base + places + HALF, mask=mask, other=0.0)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     if NORM:
-        first, second = _head_norm(first, second, q_norm_ptr, HALF, eps, dtype, HALF, DIM)
+        first, second = _head_norm(first, second, q_norm_ptr, eps, dtype, HALF, HALF_UP)
     first, second = _rotate(first, second, cos, sin, dtype)
     out = q_out_ptr + row * HEADS * DIM
     tl.store(out + places, first, mask=mask)
@@ -85,7 +92,7 @@ def _rotary_cache(
     block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE)
     block = tl.where(active, block, trash).to(tl.int64)
     kv_heads = tl.arange(0, KV_UP)
-    mask = (kv_heads < KV)[:, None]
+    mask = (kv_heads < KV)[:, None] & inside[None, :]
     places = kv_heads[:, None] * DIM + columns[None, :]
     targets = (
         (block * KV + kv_heads[:, None]) * BLOCK_SIZE * DIM + (position % BLOCK_SIZE) * DIM + columns[None, :]
@@ -94,7 +101,7 @@ def _rotary_cache(
     first = tl.load(base + places, mask=mask, other=0.0)
     second = tl.load(base + places + HALF, mask=mask, other=0.0)
     if NORM:
-        first, second = _head_norm(first, second, k_norm_ptr, HALF, eps, dtype, HALF, DIM)
+        first, second = _head_norm(first, second, k_norm_ptr, eps, dtype, HALF, HALF_UP)
     first, second = _rotate(first, second, cos, sin, dtype)
     tl.store(keys_ptr + targets, first, mask=mask)
     tl.store(keys_ptr + targets + HALF, second, mask=mask)
@@ -141,6 +148,7 @@ def rotary_cache(
         KV=kv_heads,
         KV_UP=triton.next_power_of_2(kv_heads),
         HALF=dim // 2,
+        HALF_UP=triton.next_power_of_2(dim // 2),
         BLOCK_SIZE=block_size,
         NORM=norms is not None,
         num_warps=2 if heads * dim <= 1024 else 4,
@@ -151,38 +159,45 @@ def rotary_cache(
 
 
 @triton.jit
+def _write_rows(
+    source_ptr, cache_ptr, token, slot, token_stride, head_stride,
+    KV: tl.constexpr, KV_UP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):  # fmt: skip
+    heads = tl.arange(0, KV_UP)[:, None]
+    columns = tl.arange(0, DIM_UP)[None, :]
+    mask = (heads < KV) & (columns < DIM)
+    row = tl.load(source_ptr + token * token_stride + heads * head_stride + columns, mask=mask, other=0.0)
+    target = ((slot // BLOCK_SIZE) * KV + heads) * BLOCK_SIZE * DIM + (slot % BLOCK_SIZE) * DIM + columns
+    tl.store(cache_ptr + target, row, mask=mask)
+
+
+@triton.jit
 def _write_cache(
-    k_ptr,
-    v_ptr,
-    keys_ptr,
-    values_ptr,
-    slots_ptr,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    KV: tl.constexpr,
-    KV_UP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+    k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    KV: tl.constexpr, KV_UP: tl.constexpr, K_DIM: tl.constexpr, K_DIM_UP: tl.constexpr, V_DIM: tl.constexpr,
+    V_DIM_UP: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
-    heads = tl.arange(0, KV_UP)[:, None]
-    columns = tl.arange(0, DIM)[None, :]
-    mask = heads < KV
-    target = ((slot // BLOCK_SIZE) * KV + heads) * BLOCK_SIZE * DIM + (slot % BLOCK_SIZE) * DIM + columns
-    key = tl.load(k_ptr + token * k_token_stride + heads * k_head_stride + columns, mask=mask, other=0.0)
-    tl.store(keys_ptr + target, key, mask=mask)
-    value = tl.load(v_ptr + token * v_token_stride + heads * v_head_stride + columns, mask=mask, other=0.0)
-    tl.store(values_ptr + target, value, mask=mask)
+    _write_rows(
+        k_ptr, keys_ptr, token, slot, k_token_stride, k_head_stride, KV, KV_UP, K_DIM, K_DIM_UP, BLOCK_SIZE
+    )
+    _write_rows(
+        v_ptr, values_ptr, token, slot, v_token_stride, v_head_stride, KV, KV_UP, V_DIM, V_DIM_UP, BLOCK_SIZE
+    )
 
 
 def write_cache(
     k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """k and v [N, kv_heads, dim] (any strides, unit last) go to places `slots` [N] of the cache."""
-    _, kv_heads, block_size, dim = keys.shape
+    """k and v [N, kv_heads, size] (any strides, unit last) go to places `slots` [N] of the cache."""
+    _, kv_heads, block_size, key_size = keys.shape
+    value_size = values.shape[3]
+    if k.shape[1:] != (kv_heads, key_size) or v.shape[1:] != (kv_heads, value_size):
+        raise ValueError(
+            f"keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit a cache of {tuple(keys.shape)} and "
+            f"{tuple(values.shape)}"
+        )
     _write_cache[(k.shape[0],)](
         k,
         v,
@@ -195,7 +210,10 @@ def write_cache(
         v.stride(1),
         KV=kv_heads,
         KV_UP=triton.next_power_of_2(kv_heads),
-        DIM=dim,
+        K_DIM=key_size,
+        K_DIM_UP=triton.next_power_of_2(key_size),
+        V_DIM=value_size,
+        V_DIM_UP=triton.next_power_of_2(value_size),
         BLOCK_SIZE=block_size,
         num_warps=2,
     )
