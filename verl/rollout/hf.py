@@ -11,6 +11,8 @@ Shape suffixes: B rows, L padded length, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,7 @@ from verl.rollout.noise import sequence_key
 from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
 from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
 from verl.rollout.source import causal_lm, generation_mode, whole_module
+from verl.rollout.verify import verify
 
 DEFAULT_BATCH = 256
 """Padded caches are large: more rows than this at a time are not worth their memory."""
@@ -43,6 +46,45 @@ class _Row:
         return self.request.partial[self.sample] if self.request.partial else ()
 
 
+def _rows(requests: list[Request]) -> list[_Row]:
+    return [
+        _Row(request, index, [*request.prompt_ids, *(request.partial[index] if request.partial else ())])
+        for request in requests
+        for index in range(request.n)
+    ]
+
+
+def _empty_cache(model: Any) -> Any:
+    """transformers' cache: of the model's own kinds of layers where some keep more than keys and values, else plain (a
+    configuration may name a sliding window that its layers do not use)."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    cache = DynamicCache(config=model.config)
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return DynamicCache() if plain else cache
+
+
+class _StepCall:
+    """One forward pass with the arguments this model knows: some take no positions, some name their cache otherwise."""
+
+    def __init__(self, model: Any, cache: Any) -> None:
+        known = inspect.signature(model.forward).parameters
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        self.model = model
+        self.takes_positions = "position_ids" in known or anything
+        self.recurrent = "cache_params" in known
+        self.fixed = {"use_cache": True, "cache_params" if self.recurrent else "past_key_values": cache}
+        if "logits_to_keep" in known:
+            self.fixed["logits_to_keep"] = 1
+
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        places = {"position_ids": positions} if self.takes_positions else {}
+        if self.recurrent and mask is not None and mask.shape[1] > ids.shape[1]:
+            mask = None  # its mask is one of new tokens, and those of a decode step are never padding
+        logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, **places, **self.fixed).logits
+        return logits
+
+
 class HFRollout(RolloutEngine):
     """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model."""
 
@@ -53,6 +95,8 @@ class HFRollout(RolloutEngine):
         self.version = 0
         self._aborted: set[str] = set()
         self._abort_all = False
+        self._known: weakref.ref[Any] | None = None
+        """The model that was compared with its own forward."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
         requests = list(requests)
@@ -67,22 +111,24 @@ class HFRollout(RolloutEngine):
         return self._generate(requests, stopper)
 
     def _generate(self, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
-        rows = [
-            _Row(request, index, [*request.prompt_ids, *(request.partial[index] if request.partial else ())])
-            for request in requests
-            for index in range(request.n)
-        ]
+        rows = _rows(requests)
         # Rows of like length together: less padding. Noise is keyed, so the order changes no token.
         rows.sort(key=lambda row: len(row.known))
         for start in range(0, len(rows), self.batch_size):
             with whole_module(self.source) as module, generation_mode(module, None) as model:
+                self._require_equal(model)
                 finished = self._run_batch(model, rows[start : start + self.batch_size], stopper)
             yield from finished
 
+    def _require_equal(self, model: Any) -> None:
+        """Compare a model not met before with its own forward without a cache."""
+        if self._known is None or self._known() is not model:
+            stopper = Stopper(None, frozenset())
+            verify(model, "hf", lambda requests: self._run_batch(model, _rows(requests), stopper))
+            self._known = weakref.ref(model)
+
     @torch.no_grad()
     def _run_batch(self, model: Any, rows: list[_Row], stopper: Stopper) -> list[Response]:
-        from transformers import DynamicCache
-
         device = model.get_input_embeddings().weight.device
         width = max(len(row.known) for row in rows)
         input_ids_BL = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -99,19 +145,12 @@ class HFRollout(RolloutEngine):
             device,
         )
         produced_B = torch.tensor([len(row.resumed) for row in rows], device=device)
-        # Sliding windows must not shorten the cache: left padding would push real tokens out of the window.
-        cache = DynamicCache()
+        cache = _empty_cache(model)
+        call = _StepCall(model, cache)
         done: list[Response] = []
         alive: list[int | None] = list(range(len(rows)))
         while True:
-            logits_BLV = model(
-                input_ids=input_ids_BL,
-                attention_mask=mask_BL,
-                position_ids=positions_BL,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits
+            logits_BLV = call(input_ids_BL, mask_BL, positions_BL)
             seen_BV = seen_tokens(history_BL, logits_BLV.shape[-1]) if settings.kinds.penalty else None
             tokens_B, log_probs_B = sample(logits_BLV[:, -1], settings, produced_B, seen_BV)
             log_probs = log_probs_B.tolist()
@@ -127,7 +166,7 @@ class HFRollout(RolloutEngine):
             input_ids_BL = tokens_B[:, None]
             if len(kept) <= len(alive) // 2:
                 rows_B = torch.tensor(kept, device=device)
-                cache.batch_select_indices(rows_B)
+                cache.reorder_cache(rows_B)  # also of layers that know no `batch_select_indices`
                 settings, produced_B = settings.select(rows_B), produced_B[rows_B]
                 input_ids_BL, mask_BL = input_ids_BL[rows_B], mask_BL[rows_B]
                 positions_BL, history_BL = positions_BL[rows_B], history_BL[rows_B]

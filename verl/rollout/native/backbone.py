@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from verl.models.forward import OutputHead, output_head
+from verl.errors import RolloutError
+from verl.models.forward import OutputHead, backbone_of, output_head
 
 
 def head_logits(hidden: torch.Tensor, head: OutputHead) -> torch.Tensor:
@@ -28,12 +29,37 @@ def head_logits(hidden: torch.Tensor, head: OutputHead) -> torch.Tensor:
     return logits * head.scale if head.scale != 1.0 else logits
 
 
+def check_positions(model: Any, longest: int) -> None:
+    """RolloutError where sequences of `longest` tokens would change the rotary embedding of keys already in the cache.
+
+    "longrope" and "dynamic" exchange all frequencies once a sequence outgrows a limit; a forward over the whole
+    sequence, as in training, then gives other keys from the first token on."""
+    rotary: Any = getattr(backbone_of(model), "rotary_emb", None)
+    kinds = getattr(rotary, "rope_type", None)
+    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        if kind == "longrope":
+            parameters = rotary.config.rope_parameters
+            limit = (parameters if layer_type is None else parameters[layer_type])[
+                "original_max_position_embeddings"
+            ]
+        elif kind and "dynamic" in kind:
+            limit = rotary.original_max_seq_len
+        else:
+            continue
+        if longest > limit:
+            raise RolloutError(
+                f"a sequence may reach {longest} tokens, and beyond {limit} the rotary embedding of "
+                f"{type(model).__name__} ({kind}) changes for the tokens before; keep data.max_prompt_length + "
+                f"data.max_response_length within {limit}, or use rollout.name=vllm"
+            )
+
+
 class Backbone:
     """Calls the model's layers with an attention context of ours."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.backbone = model.base_model
+        self.backbone = backbone_of(model)
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Any) -> torch.Tensor:
         """Ids and positions [N] of the tokens of a step -> hidden states [N, D]."""

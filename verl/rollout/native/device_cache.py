@@ -1,4 +1,4 @@
-"""The KV cache on a device: all layers in one tensor, blocks of a few tokens, one block more that nobody owns.
+"""The KV cache on a device: all layers in one piece of memory, blocks of a few tokens, one block more that nobody owns.
 
 Rows that have ended keep running inside a captured graph until the next harvest; they write to that last block.
 
@@ -10,40 +10,43 @@ multiplied by zero (it may be NaN).
 from __future__ import annotations
 
 import logging
-import math
 
 import torch
 
 from verl.rollout.native.block_manager import Copy
+from verl.rollout.native.kv_cache import CacheLayout
 from verl.rollout.native.parkable import ParkableMemory, reserve
 
 log = logging.getLogger(__name__)
 
 
 class DeviceCache:
-    """[layers, 2, blocks + 1, kv_heads, block_size, head_dim]; `layers` are pairs of views of it."""
+    """For each layer a pair (keys, values) of [blocks + 1, kv_heads, block_size, size]: views of one memory."""
 
-    def __init__(
-        self,
-        layers: int,
-        blocks: int,
-        kv_heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layout: CacheLayout, blocks: int, block_size: int, device: torch.device) -> None:
         self.blocks = blocks
         self.block_size = block_size
-        shape = (layers, 2, blocks + 1, kv_heads, block_size, head_dim)
-        reserved = reserve(math.prod(shape) * dtype.itemsize, device)
+        sizes = [
+            ((blocks + 1) * layer.kv_heads * block_size * width, layer, width)
+            for layer in layout.layers
+            for width in (layer.key_size, layer.value_size)
+        ]
+        # Every tensor starts at a multiple of 16 bytes, as the kernels' loads want it.
+        strides = [-(-count * layer.dtype.itemsize // 16) * 16 for count, layer, _ in sizes]
+        total = max(sum(strides), 16)
+        reserved = reserve(total, device)
         self._memory: ParkableMemory | None = None
         if reserved is None:
-            self.tensor = torch.empty(shape, dtype=dtype, device=device)
+            self.tensor = torch.empty(total, dtype=torch.uint8, device=device)
         else:
-            self._memory, plain = reserved
-            self.tensor = plain.view(dtype).view(shape)
-        self.layers = [(pair[0], pair[1]) for pair in self.tensor]
+            self._memory, self.tensor = reserved
+        tensors = [
+            part[: count * layer.dtype.itemsize]
+            .view(layer.dtype)
+            .view(blocks + 1, layer.kv_heads, block_size, width)
+            for part, (count, layer, width) in zip(self.tensor.split(strides), sizes, strict=True)
+        ]
+        self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
 
     @property
     def bytes(self) -> int:
@@ -76,5 +79,6 @@ class DeviceCache:
         device = self.tensor.device
         source = torch.tensor([copy.source for copy in copies]).to(device, non_blocking=True)
         target = torch.tensor([copy.target for copy in copies]).to(device, non_blocking=True)
-        for layer in self.tensor:
-            layer.index_copy_(1, target, layer.index_select(1, source))
+        for layer in self.layers:
+            for tensor in layer:
+                tensor.index_copy_(0, target, tensor.index_select(0, source))

@@ -22,7 +22,7 @@ from verl.rollout.native.device_cache import DeviceCache
 from verl.rollout.native.device_runner import DeviceRunner, ladder_size
 from verl.rollout.native.device_state import DeviceState
 from verl.rollout.native.fp8 import require_fp8_device
-from verl.rollout.native.kv_cache import head_shape, token_bytes
+from verl.rollout.native.kv_cache import CacheLayout
 from verl.rollout.native.limits import Limits
 from verl.rollout.native.ops import Ops, TorchOps, TritonOps
 from verl.rollout.native.scheduler import Scheduler
@@ -91,7 +91,7 @@ class Sizes:
         )
 
 
-def memory_tokens(model: Any, limits: Limits, device: torch.device, dtype: torch.dtype, held: int) -> int:
+def memory_tokens(layout: CacheLayout, limits: Limits, device: torch.device, held: int) -> int:
     """Tokens the cache may hold; `held` bytes belong to a cache about to be given back."""
     if limits.cache_tokens is not None:
         return limits.cache_tokens
@@ -103,23 +103,28 @@ def memory_tokens(model: Any, limits: Limits, device: torch.device, dtype: torch
     room = total * limits.gpu_memory_utilization - (allocated - held) - others
     # Never more than is there: activations and graphs need some of it, too.
     room = min(room, (free + reserved - allocated + held) * 0.9)
-    return max(int(room), 0) // token_bytes(model.config, dtype)
+    return max(int(room), 0) // layout.token_bytes
 
 
 class DeviceSession:
     """Cache, state and runner for one shape of work on one device."""
 
     def __init__(
-        self, model: Any, sizes: Sizes, limits: Limits, stopper: Stopper, kinds: Kinds, block_size: int
+        self,
+        model: Any,
+        sizes: Sizes,
+        limits: Limits,
+        stopper: Stopper,
+        kinds: Kinds,
+        block_size: int,
+        layout: CacheLayout,
     ) -> None:
-        weight = model.get_input_embeddings().weight
-        device, dtype = weight.device, weight.dtype
+        device = model.get_input_embeddings().weight.device
         if limits.fp8:
             require_fp8_device(device)
         self.sizes = sizes
         self.signature = weight_signature(model)
-        layers, kv_heads, head_dim = head_shape(model.config)
-        self.cache = DeviceCache(layers, sizes.blocks, kv_heads, block_size, head_dim, dtype, device)
+        self.cache = DeviceCache(layout, sizes.blocks, block_size, device)
         table_width = -(-sizes.places // block_size) + 1
         state = DeviceState(sizes.rows, sizes.width, table_width, sizes.stops, device)
         ops: Ops = TritonOps(device) if device.type == "cuda" else TorchOps()
@@ -159,13 +164,14 @@ def open_session(
     limits: Limits,
     stopper: Stopper,
     kinds: Kinds,
+    layout: CacheLayout,
     block_size: int = BLOCK_SIZE,
 ) -> DeviceSession:
     """The last session when it still serves, else a new one sized for these requests."""
     sizes = Sizes.of(requests, limits, stopper, block_size)
     weight = model.get_input_embeddings().weight
     held = last.bytes if last is not None else 0
-    tokens = memory_tokens(model, limits, weight.device, weight.dtype, held)
+    tokens = memory_tokens(layout, limits, weight.device, held)
     longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
     if tokens < longest:
         raise RolloutError(
@@ -187,4 +193,4 @@ def open_session(
     if last is not None:
         last.release()  # the sizes above count on its memory
     log.debug("new session on %s: %s for %s", weight.device, grown, needed)
-    return DeviceSession(model, grown, limits, stopper, kinds, block_size)
+    return DeviceSession(model, grown, limits, stopper, kinds, block_size, layout)

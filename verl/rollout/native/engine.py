@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from verl.errors import RolloutError
 from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
+from verl.rollout.native.backbone import check_positions
 from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.device_session import LOOKAHEAD, DeviceSession, open_session
-from verl.rollout.native.kv_cache import PageCache, free_host_memory, token_bytes
+from verl.rollout.native.kv_cache import CacheLayout, PageCache, cache_layout, free_host_memory
 from verl.rollout.native.limits import Limits
 from verl.rollout.native.runner import CPURunner
 from verl.rollout.native.scheduler import Scheduler, Step
@@ -29,6 +31,7 @@ from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
 from verl.rollout.sampling import Kinds
 from verl.rollout.source import causal_lm, generation_mode, whole_module
+from verl.rollout.verify import verify
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +46,16 @@ wait for no more than these."""
 class NativeRollout(RolloutEngine):
     """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model.
 
-    `on_device` chooses the path for devices; None: where the weights are on one. (It also runs on the CPU.)"""
+    `on_device` chooses the path for devices; None: where the weights are on one. (It also runs on the CPU.) A model is
+    compared with its own forward before it generates for the first time, unless `verify` is False."""
 
     def __init__(
-        self, source: Any, tokenizer: Any | None, config: Any | None = None, on_device: bool | None = None
+        self,
+        source: Any,
+        tokenizer: Any | None,
+        config: Any | None = None,
+        on_device: bool | None = None,
+        verify: bool = True,
     ) -> None:
         self.source = source
         self.tokenizer = tokenizer
@@ -55,6 +64,9 @@ class NativeRollout(RolloutEngine):
         self.version = 0
         self.stats: dict[str, int] = {}
         """Of the last `generate`: preemptions."""
+        self._verify = verify
+        self._known: tuple[weakref.ref[Any], CacheLayout] | None = None
+        """The model that was looked at last, and what its cache looks like."""
         self._session: DeviceSession | None = None
         self._graphs_refused: tuple[int, str] | None = None
         """The version at which a decode step could not be captured last, and why."""
@@ -90,10 +102,21 @@ class NativeRollout(RolloutEngine):
                 on_device = self.on_device
                 if on_device is None:  # on the CPU only the device's path knows fp8, and emulates it
                     on_device = weight.device.type != "cpu" or self.limits.fp8
+                check_positions(model, max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests))
+                layout = self._layout(model, on_device)
                 run = self._run_on_device if on_device else self._run_on_cpu
-                yield from run(model, requests, stopper)
+                yield from run(model, layout, requests, stopper)
         finally:
             self._busy = False
+
+    def _layout(self, model: Any, on_device: bool) -> CacheLayout:
+        """The shape of the model's cache; a model not met before is compared with its own forward."""
+        if self._known is None or self._known[0]() is not model:
+            layout = cache_layout(model)
+            if self._verify:
+                verify(model, "native", lambda requests: _small_run(model, requests, on_device))
+            self._known = (weakref.ref(model), layout)
+        return self._known[1]
 
     def _queue(self, scheduler: Scheduler, requests: list[Request]) -> None:
         arrival = 0
@@ -103,8 +126,10 @@ class NativeRollout(RolloutEngine):
 
     # On the CPU
 
-    def _run_on_cpu(self, model: Any, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
-        scheduler, runner = self._build_for_cpu(model, requests)
+    def _run_on_cpu(
+        self, model: Any, layout: CacheLayout, requests: list[Request], stopper: Stopper
+    ) -> Iterator[Response]:
+        scheduler, runner = self._build_for_cpu(model, layout, requests)
         self._queue(scheduler, requests)
         while not scheduler.idle:
             if self._abort_all or self._aborted:
@@ -130,15 +155,16 @@ class NativeRollout(RolloutEngine):
             yield from finished
         self.stats = {"preemptions": scheduler.preemptions}
 
-    def _build_for_cpu(self, model: Any, requests: list[Request]) -> tuple[Scheduler, CPURunner]:
+    def _build_for_cpu(
+        self, model: Any, layout: CacheLayout, requests: list[Request]
+    ) -> tuple[Scheduler, CPURunner]:
         longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
         page_size = -(-longest // GRANULE) * GRANULE
         wanted = min(sum(r.n for r in requests) + 1, self.limits.max_num_seqs + 1)
-        dtype = model.get_input_embeddings().weight.dtype
         tokens = self.limits.cache_tokens
         if tokens is None:
             share = int(free_host_memory() * self.limits.gpu_memory_utilization)
-            tokens = share // token_bytes(model.config, dtype)
+            tokens = share // layout.token_bytes
         pages = min(wanted, tokens // page_size)
         if pages < 1:
             raise RolloutError(
@@ -156,13 +182,15 @@ class NativeRollout(RolloutEngine):
 
     # On a device
 
-    def _run_on_device(self, model: Any, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
+    def _run_on_device(
+        self, model: Any, layout: CacheLayout, requests: list[Request], stopper: Stopper
+    ) -> Iterator[Response]:
         kinds = Kinds.of([request.sampling for request in requests])
         limits = self.limits
         if self._graphs_refused is not None and self._graphs_refused[0] == self.version:
             limits = replace(limits, enforce_eager=True)
         last, self._session = self._session, None
-        session = open_session(last, model, requests, limits, stopper, kinds)
+        session = open_session(last, model, requests, limits, stopper, kinds, layout)
         yield from self._serve(session, requests)
         self._session = session
 
@@ -283,3 +311,10 @@ class NativeRollout(RolloutEngine):
 
     def close(self) -> None:
         self._session = None
+
+
+def _small_run(model: Any, requests: list[Request], on_device: bool) -> list[Response]:
+    """What a small engine generates: prompts in chunks and with a shared beginning, then decode steps."""
+    budget = max(len(request.prompt_ids) for request in requests) - 4
+    limits = Limits(max_num_batched_tokens=max(budget, 4), cache_tokens=1024, enforce_eager=True)
+    return list(NativeRollout(model, None, limits, on_device, verify=False).generate(requests))

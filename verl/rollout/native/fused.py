@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.models.classes import class_of
-from verl.models.forward import output_head
+from verl.models.forward import backbone_of, output_head
 from verl.rollout.native.backbone import head_logits
 from verl.rollout.native.fp8 import Fp8Products
 from verl.rollout.native.ops import Norms, Ops
@@ -99,18 +99,22 @@ class FusedDecoder:
         self.layers = layers
         self.heads = heads
         self.eps = eps
-        self.rotary = model.base_model.rotary_emb
+        self.backbone = backbone_of(model)
+        self.rotary = self.backbone.rotary_emb
         self.cos: torch.Tensor | None = None
         self.sin: torch.Tensor | None = None
 
     @staticmethod
     def match(model: Any, fp8: bool = False) -> FusedDecoder | None:
         """A fused decoder over this model's weights, or None where its layers are not exactly the known ones."""
-        backbone = model.base_model
+        backbone = backbone_of(model)
         config = model.config
         if not hasattr(backbone, "layers") or getattr(config, "hidden_act", None) != "silu":
             return None
-        if getattr(getattr(backbone, "rotary_emb", None), "rope_type", None) not in _STATIC_ROPE:
+        rope_type = getattr(getattr(backbone, "rotary_emb", None), "rope_type", None)
+        if (
+            not isinstance(rope_type, str) or rope_type not in _STATIC_ROPE
+        ):  # a dictionary: one for each kind of layer
             return None
         layers = [_match_layer(layer, fp8) for layer in backbone.layers]
         if any(layer is None for layer in layers):
@@ -153,7 +157,7 @@ class FusedDecoder:
             x = layer.products.o(ops, mixed.flatten(1))
             normed, residual = ops.add_rms_norm(x, residual, layer.output_norm, self.eps)
             x = layer.products.mlp(ops, normed)
-        return ops.add_rms_norm(x, residual, self.model.base_model.norm.weight, self.eps)[0]
+        return ops.add_rms_norm(x, residual, self.backbone.norm.weight, self.eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return head_logits(hidden, output_head(self.model))

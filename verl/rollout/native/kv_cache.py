@@ -10,27 +10,70 @@ What always holds: every layer has the same number of blocks; copying happens be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from verl.errors import RolloutError
+from verl.models.attention_calls import attention_calls, attention_fault
+from verl.models.float32 import FAULTS, first_line
+from verl.models.forward import backbone_of
 from verl.rollout.native.block_manager import Copy
+from verl.rollout.verify import cannot_generate
 
 
-def head_shape(config: Any) -> tuple[int, int, int]:
-    """(layers, key/value heads, head size) of a Hugging Face text config."""
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(config.num_hidden_layers), int(kv_heads), int(head_dim)
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer writes for each token. A layer without attention has no heads."""
+
+    kv_heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def bytes(self) -> int:
+        return self.kv_heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
 
-def token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token over all layers."""
-    layers, kv_heads, head_dim = head_shape(config)
-    return layers * 2 * kv_heads * head_dim * dtype.itemsize
+@dataclass(frozen=True)
+class CacheLayout:
+    """The shapes of all layers, by `layer_idx`."""
+
+    layers: tuple[LayerShape, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return sum(layer.bytes for layer in self.layers)
+
+
+def cache_layout(model: Any) -> CacheLayout:
+    """What the layers really write, found by running a few tokens: configurations name head sizes that differ from it
+    (multi-head latent attention) or from layer to layer. RolloutError where the cache cannot serve the model.
+
+    The model uses our attention."""
+    try:
+        calls = attention_calls(model, backbone_of(model))
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as error:
+        raise cannot_generate(model, f"its layers do not take our inputs ({first_line(error)})") from error
+    fault = attention_fault(calls, model.config.get_text_config())
+    by_layer = {call.layer: call for call in calls}
+    if fault is None and None in by_layer:
+        fault = "its attention layers have no layer_idx"
+    if fault is None and len(by_layer) < len(calls):
+        fault = "some of its layers call their attention more than once"
+    if fault is not None:
+        raise cannot_generate(model, fault)
+    shapes = {
+        index: LayerShape(call.kv_heads, call.key_size, call.value_size, call.dtype)
+        for index, call in by_layer.items()
+        if index is not None
+    }
+    return CacheLayout(tuple(shapes.get(index, LayerShape()) for index in range(max(shapes) + 1)))
 
 
 def free_host_memory() -> int:
