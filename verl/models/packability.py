@@ -33,7 +33,7 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _SPANS = ((0, 7), (3, 8))
 """First and last column of each row: one is padded on the right, the other on the left, as batches are."""
-_EXACT = 3e-4
+_EXACT = 1e-4
 _ROUGH = 0.02
 _NOISE = 8
 """How many times its own noise an answer in half precision may be off."""

@@ -20,7 +20,7 @@ from verl.rollout.base import Request, Response, SamplingParams
 from verl.rollout.source import generation_mode
 
 _NEW = 4
-_BOUND = 2e-3
+_BOUND = 5e-4
 """Of the largest difference of log-probs, with the temperature at which logits have unit variance."""
 _NOISE = 8
 
