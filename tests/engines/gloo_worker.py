@@ -105,8 +105,35 @@ def generate_and_resume(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return {**first, "logits": whole}
 
 
+def _sharp_model() -> Any:
+    """Rounding to bfloat16 grows from layer to layer beyond any bound, as in large models."""
+    model = conftest.make_model(num_hidden_layers=10)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight.mul_(4)
+    model.set_attn_implementation("eager")
+    return model
+
+
 def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Shards are float32 masters, the gathered copies bfloat16."""
+    """Shards are float32 masters, the gathered copies bfloat16. Whether they can be packed is decided in float32."""
+    from verl.models.loading import cast_parameters
+    from verl.models.packability import _Probe, _rows
+
+    sharp = conftest.make_engine(model=_sharp_model(), role=ROLE, dtype="bfloat16")
+    assert sharp.passes.packed
+    exact = _sharp_model()
+    for dtype in (torch.bfloat16, torch.float32):  # the values the other has
+        cast_parameters(exact, dtype)
+    conftest.make_engine(model=exact, role=ROLE)  # attached, and sharded like the other
+    rows = _rows(conftest.VOCAB, 11)
+    probes = [
+        _Probe(model, torch.device("cpu"), exact=True)(rows, packed=True) for model in (sharp.model, exact)
+    ]
+    torch.testing.assert_close(*probes, rtol=1e-3, atol=1e-2)
+    rounded = _Probe(sharp.model, torch.device("cpu"), exact=False)(rows, packed=True)
+    assert (rounded - probes[1]).abs().max() > 0.1, "bfloat16 rounds, or nothing was tested"
     engine = conftest.make_engine(model=conftest.make_model(), role=ROLE, dtype="bfloat16")
     masters = {str(master.dtype) for master in engine.optimizer.masters.values()}
     assert masters == {"torch.float32"}
