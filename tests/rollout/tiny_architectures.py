@@ -93,6 +93,7 @@ _GEMMA4 = {
     "global_head_dim": 32,
     "num_kv_shared_layers": 2,
 }
+_GEMMA4_UNIFIED = {"layer_types": _BOTH, "global_head_dim": 32}
 _NGRAMS = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -251,9 +252,24 @@ CHANGES: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
         "activation_sparsity_pattern": [0.0] * 4,
     },
+    "gemma4": {"text_config": {**COMMON, **_GEMMA4}},
     "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": {"layer_types": _BOTH, "global_head_dim": 32},
+    "gemma4_unified": {"text_config": {**COMMON, **_GEMMA4_UNIFIED}},
+    "gemma4_unified_text": _GEMMA4_UNIFIED,
     "git": {"vision_config": _VISION},
+    "got_ocr2": {
+        "text_config": {**COMMON, "model_type": "qwen2"},
+        "vision_config": {
+            "hidden_size": 32,
+            "output_channels": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "mlp_dim": 32,
+            "global_attn_indexes": [0],
+        },
+        "image_token_index": 120,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {**_SSM, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
@@ -290,6 +306,31 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "expand": 2, "n_groups": 2, "chunk_size": 16},
     "mimo_v2_flash": {"v_head_dim": 8},
     "minimax": {"layer_types": _LINEAR, "block_size": 8},
+    "mllama": {
+        "text_config": {**COMMON, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "intermediate_size": 32,
+            "image_size": 28,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+        },
+    },
+    "moss_transcribe_diarize": {
+        "text_config": {**COMMON, "model_type": "qwen3"},
+        "audio_config": {
+            "num_mel_bins": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "hidden_size": 32,
+            "max_source_positions": 16,
+        },
+        "audio_token_id": 120,
+    },
     "moshi": {
         "ffn_dim": 96,
         "num_codebooks": 2,
@@ -314,6 +355,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {**_DELTA, "num_key_value_heads": 4},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "phi4_multimodal": {
+        "vision_config": {**_VISION, "num_hidden_layers": 2, "crop_size": 28, "image_token_id": 120},
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_blocks": 2,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+            "audio_token_id": 121,
+        },
+    },
     "phimoe": {"router_jitter_noise": 0.4},
     "prophetnet": {
         "num_hidden_layers": None,
@@ -372,16 +426,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 NOT_TINY: dict[str, str] = {
     "blt": "a byte-level model of four networks with an own patcher; it takes no token ids alone",
     "gemma3n": "its vision tower needs the package timm (its text model is in the table)",
-    "gemma4": "image and audio towers around gemma4_text, which is in the table",
     "gemma4_assistant": "a draft model that reads the cache of another model",
-    "gemma4_unified": "image and audio towers around gemma4_unified_text, which is in the table",
     "gemma4_unified_assistant": "a draft model that reads the cache of another model",
-    "got_ocr2": "an image tower around qwen2, which is in the table",
-    "mllama": "cross-attention to images around llama, which is in the table",
-    "moss_transcribe_diarize": "an audio tower around qwen3, which is in the table",
     "musicgen": "transformers does not build its decoder from this configuration",
     "musicgen_melody": "transformers does not build its decoder from this configuration",
-    "phi4_multimodal": "image and audio towers around phi3, which is in the table",
     "reformer": "trains on lengths that are multiples of its chunks only",
     "xlm": "transformers implements its encoder only",
 }
