@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tiny_architectures import NotTiny, build_architecture
 from tiny_models import ARCHITECTURES, build_model
 
 from verl.errors import RolloutError
@@ -58,8 +59,8 @@ def answers(engine: Any, asked: list[Request]) -> dict[tuple[str, int], Any]:
     return {(r.request_id, r.sample): r for r in engine.generate(asked)}
 
 
-def native(model: Any, **limits: Any) -> NativeRollout:
-    return NativeRollout(model, None, Limits(**limits), on_device=True)
+def native(model: Any, verify: bool = True, **limits: Any) -> NativeRollout:
+    return NativeRollout(model, None, Limits(**limits), on_device=True, verify=verify)
 
 
 def compare(ours: dict[Any, Any], theirs: dict[Any, Any], tolerance: float) -> str:
@@ -427,7 +428,7 @@ def free_rows_are_filled_before_anything_decodes() -> str:
 
     DeviceRunner.decode = noting
     try:
-        answers(native(model, max_num_batched_tokens=128), asked)
+        answers(native(model, verify=False, max_num_batched_tokens=128), asked)
     finally:
         DeviceRunner.decode = decode
     if set(rows) != {16}:
@@ -520,8 +521,6 @@ HEAD_SIZES = (80, 96, 100, 120)
 def tiny_model(name: str | int) -> Any:
     """An architecture by its model type, or Llama with heads of a size; tiny and in float32."""
     if isinstance(name, str):
-        from tiny_architectures import build_architecture
-
         return build_architecture(name).to(DEVICE)
     return build_model("llama", head_dim=name).to(DEVICE)
 
@@ -553,7 +552,8 @@ def own_log_probs(model: Any, rows: list[tuple[list[int], list[int], list[float]
 
 
 def equal_or_refused(name: str | int) -> Callable[[], str]:
-    """On the device what docs/models.md says of the CPU; in bfloat16 within a few times the model's own rounding."""
+    """On the device at least what docs/models.md states (another version of transformers may allow more); in bfloat16
+    within a few times the model's own rounding."""
 
     def run() -> str:
         from model_table import PAGE, rows_on_page
@@ -564,7 +564,10 @@ def equal_or_refused(name: str | int) -> Callable[[], str]:
         page = rows_on_page(PAGE.read_text()).get(str(name))
         expected = {"native": page.native if page else "yes", "hf": page.hf if page else "yes"}
         said = []
-        model = tiny_model(name)
+        try:
+            model = tiny_model(name)
+        except NotTiny as error:
+            return f"skipped: {error}"
         for kind, make in (("native", lambda: native(model)), ("hf", lambda: HFRollout(model, None))):
             try:
                 rows = four_tokens(make())
@@ -573,8 +576,6 @@ def equal_or_refused(name: str | int) -> Callable[[], str]:
                     raise
                 said.append(f"{kind} refuses ({str(error).split(': ', 1)[-1][:60]})")
                 continue
-            if expected[kind] != "yes":
-                raise AssertionError(f"{kind} generates, the page says {expected[kind]}")
             ours = torch.tensor([value for *_, values in rows for value in values])
             gap = float((ours - own_log_probs(model, rows)).abs().max())
             if not gap <= 1e-3:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -204,14 +205,19 @@ themselves:
 """
 
 
-def page(rows: list[Row]) -> str:
-    import transformers
-
-    lines = [HEADER.format(version=transformers.__version__).rstrip("\n")]
+def page(rows: list[Row], version: str) -> str:
+    lines = [HEADER.format(version=version).rstrip("\n")]
     lines += [str(found) for found in sorted(rows, key=lambda r: (r.name.lower(), r.model_type))]
     lines.append(FOOTER.rstrip("\n"))
     lines += [f"| `{name}` | {why} |" for name, why in sorted(NOT_TINY.items())]
     return "\n".join(lines) + "\n"
+
+
+def version_on_page(text: str) -> str:
+    """The version of transformers that the page is about."""
+    found = re.search(r"of transformers (\S+) ", text)
+    assert found, "the page names no version of transformers"
+    return found[1]
 
 
 def rows_on_page(text: str) -> dict[str, Row]:
@@ -240,7 +246,7 @@ def main(write: Callable[[str], Any] = sys.stdout.write) -> int:
             wrong += 1
             write(f"WRONG {model_type}: {type(error).__name__}: {error}\n")
     if options.write and not wrong and not options.model_types:
-        PAGE.write_text(page(rows))
+        PAGE.write_text(page(rows, transformers.__version__))
     return 1 if wrong else 0
 
 

@@ -87,7 +87,7 @@ def test_a_small_cache_gives_what_the_reference_engine_gives(seed: int, tiny: An
 
 def test_an_aborted_sample_that_has_ended_says_how(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end was drawn on the device and no poll has told of it yet: it is finished, not cut off."""
-    engine = NativeRollout(tiny("llama"), None, Limits(), on_device=True)
+    engine = NativeRollout(tiny("llama"), None, Limits(), on_device=True, verify=False)
     harvest = DeviceRunner.harvest
 
     def then_abort(runner: DeviceRunner) -> Any:

@@ -112,7 +112,7 @@ def test_a_new_session_takes_its_memory_after_the_last_one_gave_it_back(
         made(self, *args, **kwargs)
 
     monkeypatch.setattr(DeviceCache, "__init__", noting)
-    engine = NativeRollout(tiny("llama"), None, Limits(dtype="fp8"), on_device=True)
+    engine = NativeRollout(tiny("llama"), None, Limits(dtype="fp8"), on_device=True, verify=False)
     list(engine.generate(asked()))
     session = engine._session
     assert session is not None and session.runner.fused is not None

@@ -169,6 +169,6 @@ def test_a_decode_step_computes_its_cache_slots_once(tiny: Any, monkeypatch: pyt
 
     monkeypatch.setattr(device_attention, "decode_slots", counting)
     monkeypatch.setattr(DecodeAttention, "attend", noting)
-    engine = NativeRollout(tiny("gemma"), None, Limits(), on_device=True)
+    engine = NativeRollout(tiny("gemma"), None, Limits(), on_device=True, verify=False)
     list(engine.generate([Request("a", [5, 6], SamplingParams(max_tokens=4, ignore_eos=True))]))
     assert len(made) == 3 and len(used) == 2 * len(made), "two layers, three decode steps"

@@ -436,10 +436,19 @@ NOT_TINY: dict[str, str] = {
 """Model types of the mapping that are not in the table, and why."""
 
 
-def model_types() -> list[str]:
+class NotTiny(Exception):
+    """A configuration that makes no tiny model."""
+
+
+def known_model_types() -> list[str]:
+    """Of the causal language models of the installed transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NOT_TINY)
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def model_types() -> list[str]:
+    return [name for name in known_model_types() if name not in NOT_TINY]
 
 
 def tiny_config(name: str) -> Any:
@@ -454,14 +463,26 @@ def tiny_config(name: str) -> Any:
     return kind(**{key: value for key, value in options.items() if value is not None})
 
 
+def _checked_config(name: str) -> Any:
+    """NotTiny where it makes no tiny model. Configurations of an unknown version may fail with anything."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = tiny_config(name)
+        with torch.device("meta"):
+            size = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
+    except Exception as error:
+        raise NotTiny(f"{name} cannot be built: {type(error).__name__}: {error}") from error
+    if size > LARGEST:
+        raise NotTiny(f"{name} has {size} parameters, more than {LARGEST}")
+    return config
+
+
 def build_architecture(name: str, seed: int = 0) -> Any:
     """In float32, with weights large enough that every part of the model shows in its log-probs."""
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(name)
-    with torch.device("meta"):
-        size = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
-    assert size <= LARGEST, f"{name} has {size} parameters"
+    config = _checked_config(name)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from verl.models.attention import PackedAttention, compiled_flex, softcap_mod, varlen_kernel
+from verl.models.attention import PackedAttention, choose_backend, compiled_flex, softcap_mod, varlen_kernel
 from verl.rollout.native.attention import dot_product_attention
 from verl.rollout.native.device_cache import DeviceCache
 from verl.rollout.native.fused import DecodeInputs
@@ -89,10 +89,11 @@ class ContinuedAttention:
     ) -> torch.Tensor:
         if sliding_window is not None and sliding_window >= self.lengths.max():
             sliding_window = None
-        if q.is_cuda and softcap is not None:
+        sizes = (q.shape[-1], v.shape[-1])
+        backend = choose_backend(q.is_cuda, q.dtype, sizes, False, sliding_window, softcap)
+        if backend == "flex":
             return self._flex(q, k, v, scaling, sliding_window, softcap)
-        size = q.shape[-1]
-        if q.is_cuda and q.dtype != torch.float32 and size == v.shape[-1] and size <= 256 and size % 8 == 0:
+        if backend == "varlen":
             return self._varlen(q, k, v, scaling, sliding_window)
         return self._padded(q, k, v, scaling, sliding_window, softcap)
 
@@ -116,7 +117,7 @@ class ContinuedAttention:
         v: torch.Tensor,
         scaling: float | None,
         window: int | None,
-        softcap: float,
+        softcap: float | None,
     ) -> torch.Tensor:
         """Capped scores, which the flash kernel lacks."""
         if window not in self._flex_masks:
@@ -125,7 +126,7 @@ class ContinuedAttention:
             q,
             k,
             v,
-            score_mod=softcap_mod(float(softcap)),
+            score_mod=softcap_mod(float(softcap)) if softcap is not None else None,
             block_mask=self._flex_masks[window],
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
