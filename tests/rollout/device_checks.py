@@ -8,6 +8,7 @@ prints one line per check and exits 1 if one fails. `--cpu` runs what can run wi
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -340,12 +341,8 @@ def eight_bit_weights_follow_the_trainers() -> str:
     return f"{name}: first token to {worst:.1e}, second to {second:.3f}, {same} of {len(plain)} start alike"
 
 
-def nearly_all_equal(ours: dict[Any, Any], theirs: dict[Any, Any], eos: set[int], longest: int) -> str:
-    """Every response ends where it may, and nearly all equal the reference's: of thousands of draws in float32 a few
-    lie so close to a boundary that the order of a sum decides them."""
-    if ours.keys() != theirs.keys():
-        raise AssertionError(f"{len(ours)} answers instead of {len(theirs)}")
-    for key, response in ours.items():
+def ending_is_right(responses: dict[Any, Any], eos: set[int], longest: int) -> None:
+    for key, response in responses.items():
         tokens, reason = response.token_ids, response.finish_reason
         if eos & set(tokens[:-1]) or len(tokens) > longest:
             raise AssertionError(f"{key} goes on behind its end: {tokens}")
@@ -353,6 +350,14 @@ def nearly_all_equal(ours: dict[Any, Any], theirs: dict[Any, Any], eos: set[int]
             len(tokens) == longest and tokens[-1] not in eos
         ):
             raise AssertionError(f"{key} ends by {reason!r}: {tokens}")
+
+
+def nearly_all_equal(ours: dict[Any, Any], theirs: dict[Any, Any], eos: set[int], longest: int) -> str:
+    """Every response ends where it may, and nearly all equal the reference's: of thousands of draws in float32 a few
+    lie so close to a boundary that the order of a sum decides them."""
+    if ours.keys() != theirs.keys():
+        raise AssertionError(f"{len(ours)} answers instead of {len(theirs)}")
+    ending_is_right(ours, eos, longest)
     wrong = [key for key in theirs if ours[key].token_ids != theirs[key].token_ids]
     if len(wrong) > len(theirs) // 100:
         raise AssertionError(f"{len(wrong)} of {len(theirs)} differ, first {wrong[0]}")
@@ -378,6 +383,42 @@ def no_prompt_length_stalls_the_scheduler() -> str:
         engine = native(model, max_num_batched_tokens=256, max_num_seqs=128)
         said = nearly_all_equal(answers(engine, asked), answers(HFRollout(model, None), asked), {2}, 8)
     return said
+
+
+@check
+def real_prompts_end_with_a_small_cache() -> str:
+    """The test questions of GSM8K, one sample each, through a cache for a fraction of them; bfloat16 weights."""
+    folder, shared = os.environ.get("VERL_SMOLLM2"), os.environ.get("VERL_SHARED")
+    questions = Path(shared or ".") / "data" / "gsm8k" / "test.jsonl"
+    if not folder or not questions.is_file():
+        return "skipped: VERL_SMOLLM2 must name the model, VERL_SHARED the folder of data/gsm8k"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE)
+    lines = questions.read_text(encoding="utf-8").splitlines()[: None if DEVICE == "cuda" else 12]
+    texts = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
+    ids = [
+        tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for t in texts
+    ]
+    longest = 96 if DEVICE == "cuda" else 12
+    asked = [
+        Request(str(i), prompt, SamplingParams(max_tokens=longest), seed=3) for i, prompt in enumerate(ids)
+    ]
+    said = []
+    for chunk in (256, 300):
+        engine = native(model, cache_tokens=16 * 600, max_num_seqs=128, max_num_batched_tokens=chunk)
+        found = answers(engine, asked)
+        ending_is_right(found, {tokenizer.eos_token_id}, longest)
+        if len(found) != len(asked):
+            raise AssertionError(f"{len(found)} of {len(asked)} prompts were answered")
+        stopped = sum(response.finish_reason == "stop" for response in found.values())
+        said.append(
+            f"chunks of {chunk}: {stopped} of {len(found)} stopped, {engine.stats['preemptions']} preemptions"
+        )
+    return "; ".join(said)
 
 
 @check
