@@ -149,12 +149,23 @@ def generate(rollout: Any) -> list[list[int]]:
 
 
 def unsharded_tokens(weights: dict[str, torch.Tensor], **limits: Any) -> list[list[int]]:
-    """What a plain model with these weights generates."""
+    """What a plain model with these weights generates, whose layers are fused as the engine fuses them."""
+    from verl.models.attention import use_verl_attention
+    from verl.models.fused_layers import fuse
+
     model = make_model().to(DEVICE).eval()
+    use_verl_attention(model)
+    fuse(model, DEVICE)
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(weights[name])
     return generate(make_rollout(model, **limits))
+
+
+def require_equal(ours: list[list[int]], theirs: list[list[int]], whose: str) -> None:
+    for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        place = next((i for i, pair in enumerate(zip(mine, other, strict=True)) if len(set(pair)) > 1), None)
+        require(place is None, f"tokens differ from those of {whose}: sequence {at}, token {place}")
 
 
 def sleep(rollout: Any) -> None:
@@ -179,9 +190,7 @@ def two_steps(engine: Any, **limits: Any) -> str:
             size = sum(param.nbytes for param in module.parameters())
             inside = free_bytes()
         released = free_bytes() - inside
-        require(
-            tokens == unsharded_tokens(weights, **limits), "tokens differ from those of an unsharded model"
-        )
+        require_equal(tokens, unsharded_tokens(weights, **limits), "an unsharded model")
         sleep(rollout)
         require(rollout._session.runner.fused is not None, "the fused decoder is not used")
         seen.append(tokens)
@@ -248,7 +257,7 @@ def offloaded_weights_come_back_to_captured_graphs() -> str:
             require(freed > 0.9 * size, f"{freed} bytes released of {size}")
         tokens = generate(rollout)
         weights = {name: param.detach().clone() for name, param in engine.model.named_parameters()}
-        require(tokens == unsharded_tokens(weights), "tokens differ from those of a model that stays")
+        require_equal(tokens, unsharded_tokens(weights), "a model that stays")
         del weights
         kept.append((rollout._session, graphs(rollout)))
         train(engine)
@@ -343,7 +352,7 @@ def rank_main(rank: int, meeting: str) -> None:
                 torch.equal(weights[name][start : start + len(own)], own), f"{name} is not gathered right"
             )
         if rank == 0:
-            require(tokens == unsharded_tokens(weights), "tokens differ from those of an unsharded model")
+            require_equal(tokens, unsharded_tokens(weights), "an unsharded model")
             sleep(rollout)
             sessions.append((rollout._session, graphs(rollout)))
             require(rollout._session.runner.fused is not None, "the fused decoder is not used")

@@ -100,13 +100,21 @@ def test_the_flash_kernel_is_given_queries_and_keys_of_their_own_lengths(
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_flex_attention_is_given_the_right_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    counts, lengths = [3, 1, 5], [9, 14, 5]
+def test_capped_scores_are_in_memory_for_some_chunks_at_a_time(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, lengths = [3, 4, 3, 4], [9, 14, 5, 20]
     q, k, v = tensors(counts, lengths)
-    monkeypatch.setattr(device_attention, "compiled_flex", lambda: flex_attention)
-    found = ContinuedAttention(counts, lengths, lambda x: x)._flex(q, k, v, 0.3, window, 2.0)
+    seen = []
+    whole = device_attention.dot_product_attention
+    monkeypatch.setattr(
+        device_attention, "dot_product_attention", lambda q, *more: (seen.append(len(q)), whole(q, *more))[1]
+    )
+    monkeypatch.setattr(device_attention, "_SCORES", 3 * HEADS * 4 * 20)
+    found = ContinuedAttention(counts, lengths, lambda x: x).attend(
+        None, q, k, v, scaling=0.3, sliding_window=window, softcap=2.0
+    )
+    assert seen == [3, 1]
     torch.testing.assert_close(found, by_definition(q, k, v, counts, lengths, 0.3, window, 2.0))
 
 

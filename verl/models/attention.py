@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 log = logging.getLogger(__name__)
 
 ATTENTION_NAME = "verl"
+_FEWEST_FLEX = 128
+"""Below it torch takes FlexAttention's kernel for decoding, which torch 2.11 cannot compile for changing lengths."""
 _LARGEST_FLASH_HEAD = 256
 _FEWEST_QUERIES = 512
 """Queries of a sliding window that are served at once."""
@@ -174,6 +176,8 @@ class PackedAttention:
         if backend == "auto":
             sizes = (q.shape[-1], v.shape[-1])
             backend = choose_backend(q.is_cuda, q.dtype, sizes, self._uniform(), sliding_window, softcap)
+            if backend == "flex" and q.shape[2] < _FEWEST_FLEX:
+                backend = "sdpa"
         if backend == "varlen":
             return self._varlen(q, k, v, scaling, sliding_window)
         if backend == "flex":

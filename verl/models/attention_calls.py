@@ -105,7 +105,7 @@ def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall
     device = model.get_input_embeddings().weight.device  # type: ignore[operator]
     ids = torch.arange(3, 3 + TOKENS, device=device)[None]
     with _noted() as notes:
-        backbone(input_ids=ids, use_cache=False, verl_attn="observed")
+        backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, verl_attn="observed")
     return notes.calls
 
 

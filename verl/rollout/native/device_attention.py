@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from verl.models.attention import PackedAttention, choose_backend, compiled_flex, softcap_mod, varlen_kernel
+from verl.models.attention import PackedAttention, choose_backend, varlen_kernel
 from verl.rollout.native.attention import dot_product_attention
 from verl.rollout.native.device_cache import DeviceCache
 from verl.rollout.native.fused import DecodeInputs
@@ -63,6 +62,10 @@ class PromptAttention:
         )
 
 
+_SCORES = 1 << 27
+"""Scores of attention that are in memory at once where no kernel avoids it."""
+
+
 class ContinuedAttention:
     """Attention of chunks whose sequences began earlier: the queries of chunk i are the last `counts[i]` of its
     `lengths[i]` tokens, its keys are all of them. What the layers share is made by the first that needs it."""
@@ -72,7 +75,6 @@ class ContinuedAttention:
         self._send = send
         self._ends_q, self._ends_k = self.counts.cumsum(), self.lengths.cumsum()
         self._bounds: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._flex_masks: dict[int | None, Any] = {}
         self._batches: list[_PaddedBatch] | None = None
         self._order_N: torch.Tensor | None = None
 
@@ -91,8 +93,6 @@ class ContinuedAttention:
             sliding_window = None
         sizes = (q.shape[-1], v.shape[-1])
         backend = choose_backend(q.is_cuda, q.dtype, sizes, False, sliding_window, softcap)
-        if backend == "flex":
-            return self._flex(q, k, v, scaling, sliding_window, softcap)
         if backend == "varlen":
             return self._varlen(q, k, v, scaling, sliding_window)
         return self._padded(q, k, v, scaling, sliding_window, softcap)
@@ -110,45 +110,6 @@ class ContinuedAttention:
         cu_q, cu_k = self._bounds
         return varlen_kernel()(q_NHD, k_TKD, v_TKD, cu_q, most_q, scaling, window, (cu_k, most_k))[None]
 
-    def _flex(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """Capped scores, which the flash kernel lacks."""
-        if window not in self._flex_masks:
-            self._flex_masks[window] = self._flex_mask(window, q.device)
-        out = compiled_flex()(
-            q,
-            k,
-            v,
-            score_mod=softcap_mod(float(softcap)) if softcap is not None else None,
-            block_mask=self._flex_masks[window],
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out.transpose(1, 2)
-
-    def _flex_mask(self, window: int | None, device: torch.device) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        # The first key of each query's sequence, and its own key.
-        first = np.repeat(self._ends_k - self.lengths, self.counts)
-        own = np.repeat(self._ends_k - self._ends_q, self.counts) + np.arange(self._ends_q[-1])
-        first_N, own_N = self._send(torch.from_numpy(np.stack([first, own])))
-
-        def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
-            seen = (j >= first_N[i]) & (j <= own_N[i])
-            return seen if window is None else seen & (own_N[i] - j < window)
-
-        return create_block_mask(
-            causal, None, None, int(self._ends_q[-1]), int(self._ends_k[-1]), device=device
-        )
-
     def _padded(
         self,
         q: torch.Tensor,
@@ -158,7 +119,8 @@ class ContinuedAttention:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Dense attention over padded batches, where the flash kernel cannot serve (float32, or no GPU)."""
+        """Dense attention over padded batches, where the flash kernel cannot serve: float32, capped scores (compiled
+        FlexAttention fails for short queries of changing lengths, torch 2.11), or no GPU."""
         if self._batches is None or self._order_N is None:
             self._batches, self._order_N = self._make_batches()
         parts = [batch.attend(q, k, v, scaling, window, softcap) for batch in self._batches]
@@ -214,8 +176,15 @@ class _PaddedBatch:
         groups = q.shape[1] // k.shape[1]
         q_PHAD = q[0][:, self.queries_PA].transpose(0, 1)
         k_PHBD, v_PHBD = (x[0][:, self.keys_PB].transpose(0, 1).repeat_interleave(groups, 1) for x in (k, v))
-        out = dot_product_attention(q_PHAD, k_PHBD, v_PHBD, self._masks[window], scaling, softcap)
-        return out.transpose(1, 2).flatten(0, 1)
+        # Capped scores are written to memory: so many chunks at a time that they stay small.
+        scores = q_PHAD[0, ..., 0].numel() * k_PHBD.shape[2]
+        step = len(q_PHAD) if softcap is None else max(_SCORES // scores, 1)
+        split = [x.split(step) for x in (q_PHAD, k_PHBD, v_PHBD, self._masks[window])]
+        parts = [
+            dot_product_attention(part_q, part_k, part_v, mask, scaling, softcap)
+            for part_q, part_k, part_v, mask in zip(*split, strict=True)
+        ]
+        return torch.cat(parts).transpose(1, 2).flatten(0, 1)
 
 
 @dataclass
