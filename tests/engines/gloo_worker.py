@@ -116,6 +116,25 @@ def _sharp_model() -> Any:
     return model
 
 
+def _float32_log_probs(engine: Any, exact: Any, rank: int, world: int) -> None:
+    """Log-probs of a bfloat16 engine in float32; and when one rank refuses, all go on without them."""
+    batch = conftest.make_batch()
+    expected, rounded = exact.log_probs(batch)["log_probs"], engine.log_probs(batch)["log_probs"]
+    if world > 1 and not engine.passes.in_step.can_recover:
+        assert engine.float32_log_probs(batch) is None
+        return
+    torch.testing.assert_close(engine.float32_log_probs(batch), expected, rtol=1e-3, atol=1e-3)
+    assert (rounded - expected).abs().mean() > 0.01, "bfloat16 rounds, or nothing was tested"
+
+    def refuse(module: Any, args: Any) -> None:
+        if rank == 0 and args[0].dtype == torch.float32:
+            raise RuntimeError("expected bfloat16")
+
+    engine.model.model.layers[3].mlp.register_forward_pre_hook(refuse)
+    assert [engine.float32_log_probs(batch) for _ in range(2)] == [None, None]
+    assert torch.equal(engine.log_probs(batch)["log_probs"], rounded)
+
+
 def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Shards are float32 masters, the gathered copies bfloat16. Whether they can be packed is decided in float32."""
     from verl.models.loading import cast_parameters
@@ -126,7 +145,7 @@ def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     exact = _sharp_model()
     for dtype in (torch.bfloat16, torch.float32):  # the values the other has
         cast_parameters(exact, dtype)
-    conftest.make_engine(model=exact, role=ROLE)  # attached, and sharded like the other
+    exactly = conftest.make_engine(model=exact, role=ROLE)  # attached, and sharded like the other
     rows = _rows(conftest.VOCAB, 11)
     probes = [
         _Probe(model, torch.device("cpu"), exact=True)(rows, packed=True) for model in (sharp.model, exact)
@@ -134,6 +153,7 @@ def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     torch.testing.assert_close(*probes, rtol=1e-3, atol=1e-2)
     rounded = _Probe(sharp.model, torch.device("cpu"), exact=False)(rows, packed=True)
     assert (rounded - probes[1]).abs().max() > 0.1, "bfloat16 rounds, or nothing was tested"
+    _float32_log_probs(sharp, exactly, rank, world)
     engine = conftest.make_engine(model=conftest.make_model(), role=ROLE, dtype="bfloat16")
     masters = {str(master.dtype) for master in engine.optimizer.masters.values()}
     assert masters == {"torch.float32"}

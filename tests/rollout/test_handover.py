@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from verl.rollout.handover import (
 )
 from verl.rollout.handover.buckets import cut, read_buckets, shared_folder, write_buckets
 from verl.rollout.handover.leftovers import remove
+from verl.rollout.handover.probe import measure
 from verl.rollout.handover.weights import TiedHead, base_weights, tied_head, weights_of, with_tied_head
 from verl.rollout.vllm.held import HeldCheck
 from verl.rollout.vllm.sending import check_report
@@ -163,7 +166,8 @@ def test_the_probe_compares_with_the_trainers_log_probs(tiny: Callable[..., Any]
     ]
     ours = trainer_log_probs(model, prompt, tokens)
     assert ours is not None
-    for rows in (ours.log_probs, ours.again):
+    assert ours.exact is not None
+    for rows in (ours.log_probs, ours.exact):
         assert rows[0] == pytest.approx(expected[0], abs=1e-5) and rows[1] == pytest.approx(
             expected[1], abs=1e-5
         )
@@ -177,25 +181,54 @@ def test_the_probe_compares_with_the_trainers_log_probs(tiny: Callable[..., Any]
     assert trainer_log_probs([("w", torch.ones(1))], prompt, tokens) is None
 
 
-def test_a_training_engine_computes_the_rows_in_two_batches(tiny: Callable[..., Any]) -> None:
+def training_engine(model: Any) -> Any:
     from verl.config.schema import ActorConfig, ModelConfig
     from verl.engines import build_engine
 
-    model = tiny("llama")
+    return build_engine("actor", ModelConfig(), ActorConfig(), model=model, device="cpu", total_steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("trainer", [training_engine, lambda model: model])
+def test_the_noise_is_what_rounding_to_bfloat16_changes(
+    tiny: Callable[..., Any], trainer: Callable[[Any], Any]
+) -> None:
+    """And not what a batch of another shape changes, which is nothing with the kernels for packs on a GPU."""
+    model = tiny("llama").bfloat16()
+    exact = copy.deepcopy(model).float()
     prompt, tokens = list(probe_request(97, None).prompt_ids), [[3, 50, 9], [7, 7, 80]]
-    expected = trainer_log_probs(model, prompt, tokens)
-    engine = build_engine(
-        "actor", ModelConfig(dtype="float32"), ActorConfig(), model=model, device="cpu", total_steps=1
-    )
-    seen = []
-    compute = engine.log_probs
-    engine.log_probs = lambda batch, **options: (seen.append(len(batch)), compute(batch, **options))[1]  # type: ignore[method-assign,func-returns-value]
-    found = trainer_log_probs(engine, prompt, tokens)
-    assert found is not None and expected is not None
-    assert len(set(seen)) == 2, "batches of the same shape would show no rounding"
-    for rows in (found.log_probs, found.again):
-        for row, known in zip(rows, expected.log_probs, strict=True):
-            assert row == pytest.approx(known, abs=1e-5)
+    rounded, expected = (trainer_log_probs(trainer(each), prompt, tokens) for each in (model, exact))
+    assert rounded is not None and expected is not None and rounded.exact is not None
+    for row, known in zip(rounded.exact, expected.log_probs, strict=True):
+        assert row == pytest.approx(known, abs=1e-5)
+    noise = measure(rounded.log_probs, rounded).noise
+    gap = measure(rounded.log_probs, expected).gap
+    assert noise == pytest.approx(gap, rel=0.01) and gap > 1e-4
+    assert measure(expected.log_probs, expected).noise == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_a_model_that_refuses_float32_is_probed_without_noise(
+    tiny: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = training_engine(tiny("llama").bfloat16())
+    refused = []
+
+    def refuse(module: Any, args: Any) -> None:
+        if args[0].dtype == torch.float32:
+            refused.append(module)
+            raise RuntimeError("expected bfloat16")
+
+    engine.model.model.layers[1].mlp.register_forward_pre_hook(refuse)
+    prompt, tokens = list(probe_request(97, None).prompt_ids), [[3, 50, 9], [7, 7, 80]]
+    with caplog.at_level(logging.WARNING):
+        first, second = (trainer_log_probs(engine, prompt, tokens) for _ in range(2))
+    assert first is not None and first == second and first.exact is None
+    assert len(refused) == len(caplog.records) == 1, "tried once"
+    assert "rounding noise of log-probs cannot be measured in float32: expected bfloat16" in caplog.text
+    check = ProbeCheck("test", "bfloat16")
+    check.add(1, first.log_probs, first)
+    assert check.metrics() == {"rollout/probe_gap": 0.0}
 
 
 def test_a_parameter_that_the_first_load_moved_away_from_captured_graphs_stops_the_run() -> None:

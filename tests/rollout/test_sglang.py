@@ -133,6 +133,9 @@ class Noting:
             found.append(log_probs(self._model, ids[:-tokens], ids[-tokens:], temperature))
         return {"log_probs": torch.tensor(found)}
 
+    def float32_log_probs(self, batch: Any, temperature: float) -> torch.Tensor:
+        return self.log_probs(batch, temperature)["log_probs"]
+
 
 def test_a_rank_that_shares_the_server_asks_the_trainer_for_what_its_host_asks(
     engine: Any, model: Any

@@ -190,6 +190,9 @@ class Recorded:
         self.asked.append(f"log-probs of {len(batch)}")
         return {"log_probs": torch.zeros(batch.batch["response_mask"].shape)}
 
+    def float32_log_probs(self, batch: Any, temperature: float) -> None:
+        self.asked.append(f"float32 log-probs of {len(batch)}")
+
 
 class Host(VLLMRollout):
     """vLLM's adapter as it is, without vLLM behind it."""

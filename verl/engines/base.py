@@ -59,6 +59,11 @@ class TrainEngine(ABC):
     ) -> dict[str, torch.Tensor]:
         """Without gradient: `log_probs` and, where asked, `entropy` and `sum_pi_squared`; each [B, T] on the CPU."""
 
+    def float32_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor | None:
+        """`log_probs` of a few short rows with float32 arithmetic, whatever the precision of the weights; None where
+        the engine cannot. With several ranks all of them call it."""
+        return None
+
     @abstractmethod
     def values(self, batch: DataProto) -> torch.Tensor:
         """Without gradient: the value head's output before each response token, [B, T] on the CPU."""

@@ -85,6 +85,14 @@ class FSDPEngine(TrainEngine):
         with self.ranks.watching():
             return self.passes.answers(batch, options)
 
+    def float32_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor | None:
+        if self.settings.dtype == torch.float32:
+            return self.log_probs(batch, temperature=temperature)["log_probs"]
+        self._need(policy=True)
+        self._bring("model")
+        with self.ranks.watching():
+            return self.passes.float32_log_probs(batch, temperature)
+
     def values(self, batch: DataProto) -> torch.Tensor:
         self._need(policy=False)
         self._bring("model")

@@ -24,7 +24,8 @@ from verl.engines.offload import ActivationOffload
 from verl.engines.ranks import Ranks
 from verl.engines.shortage import Shortage, batched_pairs, first_line, split_notice, too_long, unrecoverable
 from verl.errors import TrainingHalted
-from verl.models.forward import FORWARD_METHOD
+from verl.models.float32 import FAULTS, float32_arithmetic
+from verl.models.forward import FORWARD_METHOD, packed_log_probs
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
 from verl.models.packing import Pack, check_batch, pack, pad, sequence_lengths
 from verl.models.value_model import ValueModel
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
+_FLOAT32_COLUMNS = 16 * FEWEST_COLUMNS
+"""Rows of the output matrix that are widened to float32 at once."""
 
 
 class Passes:
@@ -66,6 +69,7 @@ class Passes:
         self.clear_gradients: Callable[[], None] = lambda: None
         self.in_step: InStep | None = None
         self._told = False
+        self._float32 = True
 
     # -- describing ---------------------------------------------------------------------------------------------
 
@@ -214,6 +218,40 @@ class Passes:
             if rows:
                 found[name][torch.tensor(rows, device=self.device)] = described.unpack(values)
 
+    @torch.no_grad()
+    def float32_log_probs(self, batch: DataProto, temperature: float) -> torch.Tensor | None:
+        """[B, T] on the host, in one pass with float32 arithmetic; None where that fails on any rank, from then on."""
+        if not self._float32:
+            return None
+        batch = self.checked(batch)
+        self.model.eval()
+        described = self.describe(batch)
+        options = HeadOptions(temperature=temperature, columns=_FLOAT32_COLUMNS)
+
+        def widened(model: Any) -> dict[str, torch.Tensor]:
+            with float32_arithmetic(model):
+                return packed_log_probs(model, described, options)
+
+        def act(rows: list[int]) -> dict[str, torch.Tensor]:
+            if not rows:
+                return self.run(self._nothing(), options)
+            return getattr(self.model, FORWARD_METHOD)(None, None, check=widened)  # type: ignore[no-any-return]
+
+        answers, cause = None, "this version of torch (before 2.13) cannot undo a sharded pass that fails"
+        if self.in_step is None or self.in_step.can_recover:
+            lengths = sequence_lengths(batch.batch["attention_mask"])
+            answers, fault = self._attempt(act, list(range(len(batch))), lengths, FAULTS)
+            cause = fault.cause if fault else "it failed on another rank"
+        self.release()
+        self._float32 = not self.ranks.largest(int(answers is None))
+        if answers is None or not self._float32:
+            if self.ranks.rank == 0:
+                log.warning(
+                    "%s: rounding noise of log-probs cannot be measured in float32: %s", self.label, cause
+                )
+            return None
+        return described.unpack(answers["log_probs"]).cpu()
+
     # -- with gradient ------------------------------------------------------------------------------------------
 
     def train(
@@ -270,14 +308,19 @@ class Passes:
     # -- out of memory ------------------------------------------------------------------------------------------
 
     def _attempt(
-        self, act: Callable[[list[int]], Answer], rows: list[int], lengths: list[int]
+        self,
+        act: Callable[[list[int]], Answer],
+        rows: list[int],
+        lengths: list[int],
+        errors: tuple[type[Exception], ...] = (torch.OutOfMemoryError,),
     ) -> tuple[Answer | None, Shortage | None]:
-        """One pass, `act(rows)`, or why it broke off; in both cases the other ranks got what they wait for."""
+        """One pass, `act(rows)`, or which of `errors` broke it off; in both cases the other ranks got what they wait
+        for."""
         if self.in_step is not None:
             self.in_step.begin()
         try:
             return act(rows), None
-        except torch.OutOfMemoryError as error:
+        except errors as error:
             cause = first_line(error)
         # Only here, behind the `except`, are the error's frames gone, and the tensors of the pass with them.
         fault = Shortage(max(sum(lengths[row] for row in rows), 1), max(len(rows), 1), cause)

@@ -2,9 +2,12 @@
 
 In float32 both sides agree to a few thousandths, and more ends the run. In narrower types no bound tells right from
 wrong: the rounding of every layer moves log-probs of right weights by 0.1 and more. There the gap is compared with what
-the run itself shows: how far the trainer's log-probs of the same rows move when they are computed in another batch, and
-the gaps of this run so far. A gap that stands out is a warning; it ends the run when it goes on for several versions,
-or when the two sides have nothing to do with each other.
+the run itself shows: the rounding noise of the trainer's log-probs of the same rows (against float32 arithmetic with
+the same weights), and the gaps of this run so far. A gap that is a clear multiple of both is a warning; it ends the run
+when it goes on for several versions, or when the two sides have nothing to do with each other.
+
+Two computations of the trainer in its own precision would not show the noise: the kernels for packed sequences compute
+a row bit for bit alike whatever stands beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import nn
 
 from verl.data.proto import DataProto
 from verl.errors import TrainingHalted
+from verl.models.float32 import FAULTS, first_line, float32_arithmetic
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.source import generation_mode
 
@@ -29,7 +33,6 @@ PROMPT_TOKENS = 16
 RESPONSE_TOKENS = 8
 SAMPLES = 4
 _STRIDE = 7919
-_FILLERS = (5, 11)
 
 FLOAT32_GAP = 2e-3
 """Largest mean difference of a log-prob that arithmetic in float32 explains."""
@@ -54,10 +57,10 @@ Verdict = Literal["explained", "stands out", "wrong"]
 
 @dataclass(frozen=True)
 class TrainerLogProbs:
-    """The trainer's log-probs of some rows, and once more in a batch of another shape."""
+    """The trainer's log-probs of some rows, and the same with float32 arithmetic (None where that is not possible)."""
 
     log_probs: Rows
-    again: Rows
+    exact: Rows | None
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class Probe:
 
     gap: float
     """Between engine and trainer."""
-    noise: float
-    """Between the trainer's two computations of the same rows."""
+    noise: float | None
+    """Between the trainer and float32 arithmetic with its weights; None where that is not possible."""
     spread: float
     """Between the engine's log-prob of one token and the trainer's of another."""
     stands_out: bool = False
@@ -86,34 +89,20 @@ def trainer_log_probs(
 ) -> TrainerLogProbs | None:
     """Log-probs of each row of tokens after `prompt` at temperature 1; None where the source cannot compute."""
     if hasattr(source, "log_probs"):
-        sequences = [[*prompt, *row] for row in rows]
-        fillers = [[*prompt[:count], *rows[0]] for count in _FILLERS]
-        return TrainerLogProbs(
-            _engine_log_probs(source, sequences, len(rows[0])),
-            _engine_log_probs(source, [*sequences, *fillers], len(rows[0]))[: len(rows)],
+        ids = torch.tensor([[*prompt, *row] for row in rows])
+        wanted = torch.ones(len(rows), len(rows[0]), dtype=torch.int64)
+        batch = DataProto.from_dict(
+            tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": wanted}
         )
+        log_probs = source.log_probs(batch, temperature=1.0)["log_probs"]
+        exact = source.float32_log_probs(batch, temperature=1.0)
+        return TrainerLogProbs(log_probs.tolist(), None if exact is None else exact.tolist())
     if isinstance(source, nn.Module):
         with torch.no_grad(), generation_mode(source, None) as model:
-            together = _module_log_probs(model, prompt, rows)
-            alone = [_module_log_probs(model, prompt, [row])[0] for row in rows]
-        return TrainerLogProbs(together, alone)
+            return TrainerLogProbs(
+                _module_log_probs(model, prompt, rows), _exact_log_probs(model, prompt, rows)
+            )
     return None
-
-
-def _engine_log_probs(engine: Any, sequences: Sequence[Sequence[int]], response: int) -> list[list[float]]:
-    """Of the last `response` tokens of each sequence; shorter sequences are padded on the left."""
-    width = max(map(len, sequences))
-    ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in sequences])
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in sequences])
-    batch = DataProto.from_dict(
-        tensors={
-            "input_ids": ids,
-            "attention_mask": mask,
-            "response_mask": torch.ones(len(sequences), response, dtype=torch.int64),
-        }
-    )
-    log_probs_BT: torch.Tensor = engine.log_probs(batch, temperature=1.0)["log_probs"]
-    return log_probs_BT.tolist()
 
 
 def _module_log_probs(model: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -122,21 +111,32 @@ def _module_log_probs(model: Any, prompt: Sequence[int], rows: Sequence[Sequence
     return logits_BTV.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])[..., 0].tolist()
 
 
+def _exact_log_probs(model: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]]) -> Rows | None:
+    try:
+        with float32_arithmetic(model):
+            return _module_log_probs(model, prompt, rows)
+    except FAULTS as error:
+        log.info("rounding noise of log-probs cannot be measured in float32: %s", first_line(error))
+        return None
+
+
+def _flat(rows: Rows) -> torch.Tensor:
+    return torch.tensor([list(row) for row in rows], dtype=torch.float64).flatten()
+
+
 def measure(engine: Rows, trainer: TrainerLogProbs) -> Probe:
     """Compare the log-probs of both sides, row by row."""
-    ours = torch.tensor([list(row) for row in engine], dtype=torch.float64).flatten()
-    theirs = torch.tensor([list(row) for row in trainer.log_probs], dtype=torch.float64).flatten()
-    again = torch.tensor([list(row) for row in trainer.again], dtype=torch.float64).flatten()
+    ours, theirs = _flat(engine), _flat(trainer.log_probs)
     others = ~torch.eye(len(ours), dtype=torch.bool)
     return Probe(
         gap=float((ours - theirs).abs().mean()),
-        noise=float((theirs - again).abs().mean()),
+        noise=None if trainer.exact is None else float((theirs - _flat(trainer.exact)).abs().mean()),
         spread=float((ours[:, None] - theirs)[others].abs().mean()),
     )
 
 
 def usual_gap(history: Sequence[Probe], new: Probe) -> float:
-    """The gap between right weights that this run's own figures let expect."""
+    """The gap between right weights that this run's own figures let expect: the larger of earlier gaps and noise."""
     usual = [probe for probe in history if not probe.stands_out][:BASELINE]
     expected = median(probe.gap for probe in usual) if usual else 0.0
     recent = [*history[1 - BASELINE :], new]
@@ -144,7 +144,7 @@ def usual_gap(history: Sequence[Probe], new: Probe) -> float:
         # A policy that has become surer since the beginning has larger logits, and larger roundings of them.
         grown = median(probe.spread for probe in recent) / median(probe.spread for probe in usual)
         expected *= max(1.0, grown)
-    return max(expected, new.noise)
+    return max(expected, new.noise or 0.0)
 
 
 def judge(history: Sequence[Probe], new: Probe, precision: str) -> Verdict:
@@ -192,15 +192,22 @@ class ProbeCheck:
     def metrics(self) -> dict[str, float]:
         if not self.history:
             return {}
-        return {"rollout/probe_gap": self.history[-1].gap, "rollout/probe_noise": self.history[-1].noise}
+        last = self.history[-1]
+        noise = {} if last.noise is None else {"rollout/probe_noise": last.noise}
+        return {"rollout/probe_gap": last.gap, **noise}
 
     def _figures(self, new: Probe) -> str:
         if self.precision not in ROUNDING:
             return f"{FLOAT32_GAP:g} is what {self.precision} explains"
         earlier = ", ".join(f"{probe.gap:.3g}" for probe in self.history[-BASELINE:]) or "none"
+        noise = (
+            "cannot be computed in float32"
+            if new.noise is None
+            else f"differ from float32 by {new.noise:.2g}"
+        )
         return (
-            f"the trainer's own differ by {new.noise:.2g} between two batches, those of different tokens by "
-            f"{new.spread:.2g}; earlier gaps of this run: {earlier}"
+            f"the trainer's own {noise}, those of different tokens differ by {new.spread:.2g}; earlier gaps of this "
+            f"run: {earlier}"
         )
 
     def _stands_out(self, version: int, new: Probe) -> str:
