@@ -23,7 +23,7 @@ CAP_CPU = 8192
 SAFETY = 0.8
 
 BEST_TOKENS: dict[float, int] = {
-    3.5e6: 65536,  # SmolLM2-135M
+    3.5e6: 131072,  # SmolLM2-135M
     46.8e6: 16384,  # Qwen2.5-1.5B
     233e6: 16384,  # Qwen2.5-7B
 }
