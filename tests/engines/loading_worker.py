@@ -6,6 +6,7 @@ compare, out of a whole model.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,6 +24,7 @@ import conftest
 import gloo_worker
 
 from verl.engines import build
+from verl.engines.sharding import decoder_layers
 from verl.models.skeleton import CannotStream
 from verl.models.weight_files import WeightFiles
 
@@ -128,8 +132,10 @@ def cases(rank: int, world: int, folder: Path, names: Sequence[str] = tuple(CASE
 @contextmanager
 def most_held(mapped: int) -> Iterator[list[int]]:
     """The most bytes that tensors made inside held at once, as torch's allocator counts them; a file of `mapped`
-    bytes that is mapped meanwhile holds none."""
+    bytes that is mapped meanwhile holds none. Only for code without collectives: gloo's threads free their buffers
+    whenever they are next scheduled."""
     found: list[int] = []
+    gc.collect()  # what is freed inside must have been made inside
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield found
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -137,9 +143,39 @@ def most_held(mapped: int) -> Iterator[list[int]]:
     found.append(max(accumulate(change for _, change in sorted(changes))))
 
 
+def live_bytes() -> int:
+    """Bytes of the tensors that Python code refers to, without frozen ones; buffers of gloo's threads do not count."""
+    gc.collect()
+    tensors = [held for held in gc.get_objects() if issubclass(type(held), torch.Tensor)]
+    # A DTensor has no data of its own: its shard is another tensor.
+    storages = [t.untyped_storage() for t in tensors if t.device.type == "cpu" and not isinstance(t, DTensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def live_while_building(path: Path, **role: Any) -> int:
+    """The most bytes of tensors an engine has at the last layer of any of its first passes, and when it is built."""
+    fill, found = build.fill, []
+
+    def watch(module: Any, *arguments: Any) -> None:
+        fill(module, *arguments)
+        decoder_layers(module)[-1].register_forward_pre_hook(lambda *_: found.append(live_bytes()))
+
+    gc.collect()
+    gc.freeze()  # what there is already is not looked through again and again
+    build.fill = watch
+    engine = conftest.make_engine(path=str(path), role=role)
+    build.fill = fill
+    assert found, "no pass was seen"
+    found.append(live_bytes())
+    del engine
+    gc.unfreeze()
+    return max(found)
+
+
 def memory(rank: int, world: int, folder: Path) -> dict[str, int]:
-    """Bytes of weights read from the file, and the most bytes held until the shards are filled, until the engine has
-    run once, and, to compare, when it is built from a whole model."""
+    """Bytes of weights read from the file, the most bytes held until the shards are filled and, to compare, to make
+    the whole model; then the most bytes of live tensors until the engine is built, with the layers that ran sharded
+    again and, to compare, kept whole."""
     path = folder / "large"
     size = (path / "model.safetensors").stat().st_size
     fill, read_rows, found = build.fill, WeightFiles.read_rows, {"read": 0}
@@ -158,11 +194,10 @@ def memory(rank: int, world: int, folder: Path) -> dict[str, int]:
     found["filled"] = held[0]
     WeightFiles.read_rows, build.fill = read_rows, fill
     with most_held(size) as held:
-        conftest.make_engine(path=str(path))
-    found["built"] = held[0]
-    with most_held(size) as held:
-        conftest.make_engine(model=conftest.make_model(**LARGE))
+        conftest.make_model(**LARGE)
     found["whole"] = held[0]
+    found["built"] = live_while_building(path)
+    found["kept"] = live_while_building(path, **{"fsdp_config.reshard_after_forward": False})
     return found
 
 

@@ -108,8 +108,8 @@ def test_weights_are_those_of_the_files(loaded):
 
 
 def test_a_rank_holds_its_share_of_the_model_and_not_the_whole(loaded):
-    """Counted by torch's allocator. Once the engine has run, one layer was gathered as well; an engine made from a
-    whole model shows that the count can tell."""
+    """While it loads, counted by torch's allocator; while it first runs, by the live tensors: its shards and one whole
+    layer. A whole model and layers that stay whole show that either count can tell."""
     results, models = loaded
     file = models / "large/model.safetensors"
     size, world = sum(tensor.nbytes for tensor in load_file(file).values()), len(results["memory"])
@@ -118,4 +118,4 @@ def test_a_rank_holds_its_share_of_the_model_and_not_the_whole(loaded):
         shares = {name: round(held / size, 3) for name, held in rank.items()}
         assert 1 / world - 0.05 < shares["read"] <= shares["filled"] < 1 / world + 0.05, shares
         assert shares["filled"] < shares["built"] < 1 / world + 0.3, shares
-        assert shares["whole"] > 1, shares
+        assert shares["whole"] >= 1 and shares["kept"] > 1, shares
