@@ -415,7 +415,7 @@ def test_a_background_save_is_of_its_moment_however_late_it_is_written(
     trained = threading.Event()
 
     def late(*arguments: Any) -> Any:
-        assert trained.wait(60)
+        assert trained.wait(240)
         return write_snapshot(*arguments)
 
     monkeypatch.setattr("verl.checkpoint.job.write_snapshot", late)

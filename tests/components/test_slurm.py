@@ -99,7 +99,7 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
             process.terminate()
         for process in started:
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -226,7 +226,7 @@ def test_a_job_told_that_its_time_is_up_saves_and_ends(
         )
         return state.stdout.strip() in ("", "COMPLETED", "FAILED", "CANCELLED")
 
-    wait_for(lambda: any("actor/grad_norm" in row for row in metrics(tmp_path)), 300)
+    wait_for(lambda: any("actor/grad_norm" in row for row in metrics(tmp_path)), 600)
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], env=slurm, check=True, timeout=PATIENCE_S)
-    wait_for(ended, 180)
+    wait_for(ended, 400)
     assert list((tmp_path / "run").glob("global_step_*")), job_output()

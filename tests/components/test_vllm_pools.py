@@ -171,6 +171,15 @@ def family(pid: int) -> set[int]:
     return found - {pid}
 
 
+def until(reached: Callable[[], bool], seconds: float = 600) -> bool:
+    """Long for a machine with other work to do: the limit only ends a test that hangs."""
+    deadline = time.monotonic() + seconds
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return reached()
+
+
+@pytest.mark.timeout(2500)
 def test_two_ranks_share_one_engine_and_it_goes_with_its_host(
     model_dir: Path, digits_data: Path, tmp_path: Path
 ) -> None:
@@ -182,31 +191,37 @@ def test_two_ranks_share_one_engine_and_it_goes_with_its_host(
         process = subprocess.Popen(
             [*run, "trainer.total_epochs=1000"], env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT
         )
+    names: dict[int, str] = {}
+    workers: set[int] = set()
+    ranks: set[int] = set()
+    hosts: list[int] = []
+
+    def everyone_is_seen() -> bool:
+        """Again and again: a process that changes its title has none for a moment."""
+        names.clear()
+        names.update(living(family(process.pid)))
+        workers.clear()
+        workers.update(pid for pid, title in names.items() if "VLLM::Worker" in title)
+        ranks.clear()
+        ranks.update(pid for pid, title in names.items() if "RankActor" in title)
+        hosts[:] = [rank for rank in ranks if workers <= family(rank)]
+        return len(workers) == len(ranks) == 2 and len(hosts) == 1
+
     try:
-        while len(rows(tmp_path / "run")) < STEPS:
-            assert process.poll() is None, log.read_text()[-5000:]
-            time.sleep(0.2)
+        assert until(lambda: len(rows(tmp_path / "run")) >= STEPS or process.poll() is not None)
+        assert process.poll() is None, log.read_text()[-5000:]
         agree(rows(tmp_path / "run"))
-        deadline = time.monotonic() + 120
-        while True:
-            names = living(family(process.pid))
-            workers = {pid for pid, title in names.items() if "VLLM::" in title}
-            ranks = {pid for pid, title in names.items() if "RankActor" in title}
-            hosts = [rank for rank in ranks if workers & family(rank)]
-            if (len(ranks) == 2 and len(hosts) == 1) or time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-        seen = "\n".join(f"{pid} {title}" for pid, title in sorted(names.items()))
-        assert len(ranks) == 2 and len(hosts) == 1, f"{seen}\n{log.read_text()[-5000:]}"
-        assert len([pid for pid in workers if "Worker" in names[pid]]) == 2, seen
+        assert until(everyone_is_seen), f"{names}\n{log.read_text()[-5000:]}"
+        engine = {pid for pid, title in names.items() if "VLLM::" in title}
         (host,) = hosts
         os.kill(host, signal.SIGKILL)
-        assert process.wait(timeout=300) != 0
+        assert until(lambda: process.poll() is not None), log.read_text()[-5000:]
+        assert process.returncode != 0
     finally:
         process.kill()
+        process.wait()
     text = log.read_text()
-    assert re.search(rf"rank 0 on \S+ \(process {host}\) died in ", text), text[-5000:]
-    deadline = time.monotonic() + 60
-    while living(workers | ranks) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not living(workers | ranks)
+    # The other rank may be heard first: that its connection broke, when the news of the death takes long.
+    died, broke = rf"rank 0 on \S+ \(process {host}\) died in ", r"rank 1 on \S+ \(process \d+\), in "
+    assert re.search(f"error: ({died}|{broke})", text), text[-5000:]
+    assert until(lambda: not living(engine | ranks)), living(engine | ranks)

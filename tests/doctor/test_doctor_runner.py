@@ -21,7 +21,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
 
 
-def probe(function: str, name: str | None = None, limit_s: float = 60.0, **more: Any) -> Probe:
+def probe(function: str, name: str | None = None, limit_s: float = 240.0, **more: Any) -> Probe:
     arguments = more.pop("arguments", {})
     return Probe(
         name or function, f"broken_probes:{function}", "software", limit_s, arguments=arguments, **more
@@ -137,7 +137,7 @@ def test_an_interrupt_ends_the_children(tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) != 0
+        assert process.wait(240) != 0
         pid = int(file.read_text())
         while _alive(pid):
             time.sleep(0.05)

@@ -199,7 +199,7 @@ def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -
 
     engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=ROLE)
     if world > 1:  # ranks whose collectives do not match wait for one another: not for long
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60), engine.ranks.mesh.get_group())
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=240), engine.ranks.mesh.get_group())
     if without_copy:
         engine.whole_copy = None
     held = HeldWeights(engine)

@@ -24,7 +24,7 @@ def gone():
     """Whether a process has ended (or ends soon: the kernel takes a moment, on a busy machine a long one)."""
 
     def check(pid: int) -> bool:
-        for _ in range(6000):
+        for _ in range(24_000):
             try:
                 stat = Path(f"/proc/{pid}/stat").read_text()
             except OSError:
@@ -46,7 +46,7 @@ def no_children_left():
 
     before = children()
     yield
-    for _ in range(6000):
+    for _ in range(24_000):
         if children() <= before:
             return
         time.sleep(0.01)

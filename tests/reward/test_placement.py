@@ -83,7 +83,7 @@ def build(no_children_left):
 def config(
     path: str | None = None, name: str | None = None, manager: str = "naive", **fields
 ) -> RewardConfig:
-    cfg = RewardConfig(**{"timeout_s": 10.0, "num_workers": 2 if manager == "prime" else None, **fields})
+    cfg = RewardConfig(**{"timeout_s": 120.0, "num_workers": 2 if manager == "prime" else None, **fields})
     cfg.reward_manager.name = manager
     cfg.custom_reward_function.path = path
     cfg.custom_reward_function.name = name or "compute_score"

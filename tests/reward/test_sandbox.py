@@ -27,7 +27,7 @@ from verl.reward.sandbox.program import FunctionCalls, Program
 from verl.reward.sandbox.settings import Settings
 from verl.reward.scorers import code
 
-LIMITS = Settings(timeout_s=20.0, memory_limit_mb=256, max_processes=24, max_file_mb=4)
+LIMITS = Settings(timeout_s=120.0, memory_limit_mb=256, max_processes=24, max_file_mb=4)
 UNAVAILABLE = local.why_unavailable()
 isolated = pytest.mark.skipif(
     UNAVAILABLE is not None, reason=f"the local sandbox cannot work here: {UNAVAILABLE}"
@@ -124,12 +124,10 @@ while count < 100000:
     except OSError:
         print("stopped after", count, flush=True)
         break
-time.sleep(600)
 """,
-        timeout_s=5.0,
         **room,
     )
-    assert outcome.end == "timeout"
+    assert outcome.end == "ok"
     assert (
         outcome.stdout.startswith("stopped after") and int(outcome.stdout.split()[-1]) <= LIMITS.max_processes
     )
@@ -402,7 +400,7 @@ print("left")
                 continue
         return False
 
-    for _ in range(1000):
+    for _ in range(4000):
         if not found():
             return
         time.sleep(0.05)
@@ -568,7 +566,11 @@ def test_function_calls_are_made_inside_and_compared_outside():
         broken = FunctionCalls(source, "f", [([1], {})])
         assert broken.results(run(broken.program.source, broken.program.stdin)) == {}
     half = FunctionCalls("def f(x):\n    while x: pass\n    return x\n", "f", [([0], {}), ([1], {})])
-    assert half.results(run(half.program.source, half.program.stdin, timeout_s=4.0)) == {0: 0}
+    found, limit = {}, 2.0
+    while not found and limit < 250:  # a slow machine gets to the first call with a longer limit
+        found = half.results(run(half.program.source, half.program.stdin, timeout_s=limit))
+        limit *= 2
+    assert found == {0: 0}
 
 
 def test_without_isolation_nothing_runs_unless_the_user_says_so(monkeypatch, tmp_path):
@@ -632,28 +634,44 @@ def test_a_sandbox_that_does_not_start_is_not_the_models_fault(monkeypatch):
 
 
 @isolated
-def test_the_code_scorer_through_worker_processes(no_children_left):
-    cfg = RewardConfig(num_workers=2, timeout_s=120.0)
+@pytest.mark.parametrize(
+    ("timeout_s", "answers"),
+    [
+        pytest.param(
+            60.0,
+            {
+                "print(int(input()) * 2)": (1.0, "ok"),
+                "n = int(input())\nprint(n * 2 if n < 5 else 'no')": (2 / 3, None),
+                "import os\nos.kill(os.getppid(), 9)": (0.0, None),
+                "hoard = []\nwhile True: hoard.append(bytearray(1 << 24))": (0.0, None),
+            },
+            id="programs that end",
+        ),
+        pytest.param(
+            1.0,
+            {
+                "while True: pass": (0.0, "timeout"),
+                "import os\nwhile True: os.fork()": (0.0, None),
+            },
+            id="programs that do not end",
+        ),
+    ],
+)
+def test_the_code_scorer_through_worker_processes(no_children_left, timeout_s, answers):
+    cfg = RewardConfig(num_workers=2, timeout_s=600.0)
     cfg.reward_manager.name = "prime"
-    cfg.sandbox.timeout_s = 2.5
+    cfg.sandbox.timeout_s = timeout_s
     manager = build_reward_manager(cfg, max_response_length=8)
     manager.check(["code"], [])
     double = {"inputs": ["1\n", "2\n", "5\n"], "outputs": ["2", "4", "10"]}
-    answers = {
-        "print(int(input()) * 2)": 1.0,
-        "n = int(input())\nprint(n * 2 if n < 5 else 'no')": 2 / 3,
-        "while True: pass": 0.0,
-        "import os\nos.kill(os.getppid(), 9)": 0.0,
-        "import os\nwhile True: os.fork()": 0.0,
-        "hoard = []\nwhile True: hoard.append(bytearray(1 << 24))": 0.0,
-    }
     for index, text in enumerate(answers):
         manager.submit(
             RewardSample(index, "", f"Here:\n```python\n{text}\n```", ground_truth=double, data_source="code")
         )
     results = manager.collect()
-    assert [results[index].score for index in range(len(answers))] == list(answers.values())
-    assert results[0].extra["acc"] == 1.0 and results[2].extra["code_end"] == "timeout"
+    for index, (score, end) in enumerate(answers.values()):
+        assert results[index].score == score
+        assert end is None or results[index].extra["code_end"] == end
     manager.close()
 
 

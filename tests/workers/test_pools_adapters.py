@@ -62,7 +62,7 @@ def at_once(*bodies: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(280)
     for value in found:
         if isinstance(value, Exception):
             raise value

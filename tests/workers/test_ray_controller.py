@@ -58,5 +58,5 @@ def test_nobody_outlives_a_killed_controller(
         controller.kill()
     assert code == -signal.SIGKILL, log.read_text(errors="replace")[-4000:]
     assert helpers, "reward workers are its own children"
-    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
-    assert faults.wait_for(lambda: not faults.marked(mark), 60), faults.marked(mark)
+    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
+    assert faults.wait_for(lambda: not faults.marked(mark), 240), faults.marked(mark)

@@ -54,7 +54,7 @@ def faulty(tmp_path, digits_data, monkeypatch):
 
 @pytest.fixture
 def nobody_left(session_folder):
-    return lambda: faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
+    return lambda: faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -19,7 +19,7 @@ faults = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(faults)
 
 PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
-TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.save_freq=1", "trainer.watchdog_s=60"]
+TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.save_freq=1", "trainer.watchdog_s=180"]
 CALLS = ["generate", "log_probs", "ref_log_probs", "values", "train_critic", "train_actor", "publish", "save"]
 MISSED_IN = {"testing": "open_generation", "reward": "log_probs", "adv": "train_critic"}
 """Phases in which the controller works itself, and the call in which it misses the rank of a node that died then."""
@@ -73,7 +73,7 @@ def test_a_lost_node_ends_the_run_and_the_rest_goes_on(train, node_dies, session
     message = str(caught.value)
     assert message.startswith("rank ") and "in train_actor" in message, message
     assert "trainer.resume_mode=auto" in message, message
-    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
+    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
     assert saved.read_text().strip() == "1"
     one_node = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", *TWO_NODES[2:]]
     rows, _ = train(*PPO, "trainer.total_training_steps=3", *one_node)
@@ -86,7 +86,7 @@ def test_a_node_that_dies_in_a_call_is_missed(phase, train, node_dies, session_f
         train(*PPO, "trainer.total_training_steps=1", *TWO_NODES, node_dies(phase))
     message = str(caught.value)
     assert message.startswith("rank ") and f"in {phase}" in message, message
-    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
+    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
 
 
 @pytest.mark.parametrize("phase", MISSED_IN)
@@ -108,7 +108,7 @@ def test_a_node_that_dies_while_the_controller_works_is_missed(
         train(*PPO, "trainer.total_training_steps=1", *TWO_NODES, *more)
     message = str(caught.value)
     assert message.startswith("rank ") and f"in {MISSED_IN[phase]}" in message, message
-    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 60)
+    assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
 
 
 def test_a_restart_takes_the_nodes_that_are_left(train, node_dies, caplog, tmp_path):
