@@ -586,8 +586,7 @@ def own_log_probs(model: Any, rows: list[tuple[list[int], list[int], list[float]
     with torch.no_grad():
         for prompt, tokens, _ in rows:
             ids = torch.tensor([prompt + tokens], device=DEVICE)
-            logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-            logits = logits[0, len(prompt) - 1 : -1].float()
+            logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
             found.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu())
     assert model.config._attn_implementation == before
     return torch.cat(found)

@@ -224,7 +224,7 @@ class PackedAttention:
         softcap: float | None,
     ) -> torch.Tensor:
         mask = self._flex_mask(window, q.device)
-        score_mod = softcap_mod(float(softcap)) if softcap is not None else None
+        score_mod = softcap_mod(float(softcap), q.device) if softcap is not None else None
         out = compiled_flex()(
             q, k, v, score_mod=score_mod, block_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -396,8 +396,11 @@ def compiled_flex() -> Callable[..., torch.Tensor]:
 
 
 @lru_cache(maxsize=8)
-def softcap_mod(softcap: float) -> Callable[..., torch.Tensor]:
+def softcap_mod(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]:
+    """The value is a tensor: torch 2.11 cannot compile FlexAttention for changing lengths with a number in it."""
+    cap = torch.tensor(softcap, device=device)
+
     def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
-        return torch.tanh(score / softcap) * softcap
+        return torch.tanh(score / cap) * cap
 
     return capped

@@ -32,6 +32,7 @@ class AttentionCall:
     key_size: int
     value_size: int
     dtype: torch.dtype
+    device: torch.device
     sliding_window: int | None
     mask: Callable[..., torch.Tensor] | None
     """transformers' function of (batch, head, query position, key position); None: there is none."""
@@ -76,6 +77,7 @@ class _Notes:
                 key_size=k.shape[3],
                 value_size=v.shape[3],
                 dtype=k.dtype,
+                device=k.device,
                 sliding_window=named["sliding_window"],
                 mask=known,
                 own_mask=known is None and mask is not None,
@@ -105,7 +107,7 @@ def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall
     device = model.get_input_embeddings().weight.device  # type: ignore[operator]
     ids = torch.arange(3, 3 + TOKENS, device=device)[None]
     with _noted() as notes:
-        backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, verl_attn="observed")
+        backbone(input_ids=ids, use_cache=False, verl_attn="observed")
     return notes.calls
 
 
@@ -132,7 +134,8 @@ def attention_fault(calls: Sequence[AttentionCall], config: Any) -> str | None:
 def _same_mask(call: AttentionCall, longest: int) -> bool:
     """Whether the last position sees exactly the earlier ones within the window that the attention call names."""
     assert call.mask is not None
-    nothing, last, places = torch.tensor(0), torch.tensor(longest - 1), torch.arange(longest + 1)
+    with call.device:  # a mask may have tensors of its own
+        nothing, last, places = torch.tensor(0), torch.tensor(longest - 1), torch.arange(longest + 1)
     try:
         theirs = call.mask(nothing, nothing, last, places).expand(longest + 1)
     except IndexError:  # it looks at the tokens of this very batch and knows no others
@@ -140,4 +143,4 @@ def _same_mask(call: AttentionCall, longest: int) -> bool:
     ours = places <= last
     if call.sliding_window is not None:
         ours &= places > last - call.sliding_window
-    return bool((theirs.to(ours.device) == ours).all())
+    return bool((theirs == ours).all())

@@ -98,8 +98,7 @@ def _own_logits(model: Any, rows: list[list[int]], times: int = 1) -> list[torch
     with torch.no_grad(), generation_mode(model, None):
         for row in rows:
             ids = torch.tensor([row] * times, device=device)
-            mask = torch.ones_like(ids)  # without it chunked attention fails on a GPU (transformers 5.17)
-            found.append(model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0].float())
+            found.append(model(input_ids=ids, use_cache=False).logits[0].float())
     return found
 
 
