@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.algorithms.registry import _adv_estimators
 from verl.config.keys import get, schema_keys
 from verl.config.load import from_dict, load_ppo_config, load_sft_config, ppo_command, to_dict, to_yaml
 from verl.config.schema import PPOConfig, SFTConfig
@@ -250,9 +251,12 @@ def test_plugins_are_imported_and_their_names_known(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="mine_for_config"):
         load("algorithm.adv_estimator=mine_for_config")
-    for key in ("trainer.plugins", "actor_rollout_ref.model.external_lib", "critic.model.external_lib"):
-        config = load("algorithm.adv_estimator=mine_for_config", f"{key}=[my_plugin_for_config]")
-        assert config.critic.enable is False
+    try:
+        for key in ("trainer.plugins", "actor_rollout_ref.model.external_lib", "critic.model.external_lib"):
+            config = load("algorithm.adv_estimator=mine_for_config", f"{key}=[my_plugin_for_config]")
+            assert config.critic.enable is False
+    finally:
+        _adv_estimators.pop("mine_for_config", None)
 
 
 def test_dotted_and_nested_dicts_are_the_same() -> None:

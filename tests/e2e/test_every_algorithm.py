@@ -76,6 +76,7 @@ def test_every_estimator_trains(train, estimator, digits_data):
     check(rows[-1], *names)
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_every_policy_loss_trains(train, loss):
     rows = train(
@@ -86,6 +87,7 @@ def test_every_policy_loss_trains(train, loss):
     check(rows[-1], "timing_s/old_log_prob")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_every_aggregation_mode_changes_the_loss_and_not_with_the_cut(train, mode):
     whole = train(
@@ -105,6 +107,7 @@ def test_every_aggregation_mode_changes_the_loss_and_not_with_the_cut(train, mod
     assert cut["actor/pg_loss"] == pytest.approx(whole["actor/pg_loss"], abs=1e-5)
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("kind", KL_TYPES)
 def test_every_kl_estimator_in_the_loss(train, kind):
     row = train(

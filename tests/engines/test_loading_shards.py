@@ -33,7 +33,7 @@ def models(tmp_path_factory, tools_of_session):
     return folder
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)])
 def loaded(request, models, run_ranks):
     world = request.param
     results = run_ranks(WORKER, world, models, ["cases" if world == 2 else "few_cases", "memory"])

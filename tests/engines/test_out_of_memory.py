@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("memory_worker.py")
 COMPARED = ["forward", "backward", "recomputed", "kept_whole", "replicated", "adapters", "sequences"]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)])
 def ranks(request, tmp_path_factory, run_ranks):
     if not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip(f"torch {torch.__version__} cannot forget a pass that broke off; 2.13 can")

@@ -75,6 +75,7 @@ def wide_requests(prompts: list[list[int]], n: int = 4, seed: int = 3) -> list[R
     ]
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_the_batch_the_chunks_or_the_cache(
     native: Callable[..., NativeRollout], tiny: Callable[..., Any], prompts: list[list[int]]
 ) -> None:

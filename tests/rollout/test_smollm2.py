@@ -26,6 +26,7 @@ def smollm2_folder() -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_those_of_transformers_on_gsm8k(smollm2_folder: Path, gsm8k_dir: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -197,6 +197,7 @@ class Gated(RolloutEngine):
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on_where_it_was(
     keys, generate, tmp_path, monkeypatch, capfd, fork_server
 ) -> None:

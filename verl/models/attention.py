@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 ATTENTION_NAME = "verl"
 _FEWEST_FLEX = 128
-"""Below it torch takes FlexAttention's kernel for decoding, which torch 2.11 cannot compile for changing lengths."""
+"""For fewer tokens torch compiles another kernel of FlexAttention, which takes longer than they do."""
 _LARGEST_FLASH_HEAD = 256
 _FEWEST_QUERIES = 512
 """Queries of a sliding window that are served at once."""
