@@ -119,7 +119,7 @@ class ContinuedAttention:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Dense attention over padded batches, where the flash kernel cannot serve: float32, capped scores, or no GPU."""
+        """Dense attention over padded batches, where no flash kernel serves: float32, capped scores, no GPU."""
         if self._batches is None or self._order_N is None:
             self._batches, self._order_N = self._make_batches()
         parts = [batch.attend(q, k, v, scaling, window, softcap) for batch in self._batches]
