@@ -29,10 +29,9 @@ BEST_TOKENS: dict[float, int] = {
 }
 """On a GPU: weights a token meets in one decoder layer -> tokens of a micro-batch. A model takes the row nearest to it.
 
-The smallest budget within 3 % of the best throughput of an update, one row per shape of
-`verl bench train --token-budgets`, whose last lines are these rows. Larger micro-batches cost memory and gain nothing.
-Known so far, on one H200: an update of SmolLM2-135M over 32 x 8 x 256 tokens took 0.33 s with 65536 and 0.54 s with
-32768; 1.5B and 7B reach 42 to 45 % utilisation with 16384, and other budgets were not tried."""
+The smallest budget within 3 % of the best throughput of an update, measured on one H200 by
+`verl bench train --token-budgets`, whose last lines are these rows (benchmarks/results). Larger micro-batches cost
+memory and gain nothing."""
 
 
 def best_tokens(layer_weights: float) -> int:
