@@ -206,7 +206,7 @@ def _gradient(name, batch, mode, prepared, weights):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow(seconds=2))])
 def test_gradient_agrees_with_the_numerical_one(name, weighted, make_batch):
     for seed in (0, 1):
         batch = make_batch(seed, rows=8, width=5, garbage=False)

@@ -35,6 +35,7 @@ def train(model, tokenizer, folder: Path, **more):
     return GRPOTrainer(model, tokenizer, config, reward_function=reward).train([["repeat 1"] * 8])
 
 
+@pytest.mark.slow
 def test_a_trained_model_generates_and_trains_again(model, tiny_tokenizer, tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     attention = model.config._attn_implementation

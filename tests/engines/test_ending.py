@@ -26,6 +26,7 @@ while not store.check(["sign/0"]):
 """
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("program", [BEATS, SIGNS], ids=["heartbeat", "signs"])
 def test_a_process_ends_while_it_gives_signs(program, tmp_path, fork_server):
     script, output = tmp_path / "program.py", tmp_path / "output.txt"

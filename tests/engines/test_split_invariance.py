@@ -45,7 +45,13 @@ def prepared_batch(tools, loss_mode, section, engine):
 
 
 @pytest.mark.parametrize("mode", known.LOSS_AGG_MODES)
-@pytest.mark.parametrize("loss_mode", known.POLICY_LOSSES)
+@pytest.mark.parametrize(
+    "loss_mode",
+    [
+        name if name == "vanilla" else pytest.param(name, marks=pytest.mark.slow(seconds=1))
+        for name in known.POLICY_LOSSES
+    ],
+)
 def test_gradient_does_not_depend_on_the_cut(tools, loss_mode, mode):
     section = ActorConfig(loss_agg_mode=mode)
     section.policy_loss.loss_mode = loss_mode

@@ -48,7 +48,13 @@ def small(**changes: Any) -> Limits:
     return Limits(**{"max_num_seqs": 64, "max_num_batched_tokens": 512, **changes})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama", "qwen3") else pytest.param(name, marks=pytest.mark.slow(seconds=2))
+        for name in NAMES
+    ],
+)
 def test_greedy_equals_the_loop_without_cache(
     native: Callable[..., NativeRollout],
     name: str,

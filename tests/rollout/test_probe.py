@@ -67,7 +67,10 @@ def verdicts(probes: list[Probe], precision: str = "bfloat16") -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("trainer", [None, 0.0, 0.03, 0.15])
+@pytest.mark.parametrize(
+    "trainer",
+    [None, 0.03, *(pytest.param(noise, marks=pytest.mark.slow(seconds=2)) for noise in (0.0, 0.15))],
+)
 @pytest.mark.parametrize("heavy", [False, True])
 @pytest.mark.parametrize(
     ("precision", "engine"),
