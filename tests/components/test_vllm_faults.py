@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=25), pytest.mark.
 TOKENS = 8000
 """More than any engine has written before somebody has read its first."""
 LONG = Request("a", [5, 9, 33], SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+SHORT = Request("b", [5, 9, 33], SamplingParams(max_tokens=1, ignore_eos=True))
+"""Done when the other has hardly begun; a sample may be reported at its end only."""
 SIZES = {"max_model_len": 8192, "max_num_batched_tokens": 256}
 
 
@@ -108,11 +110,11 @@ def faulty(
         if phase == "generate":
             accept = engine.accept
 
-            def at_the_first_token(*args: Any) -> Any:
+            def at_the_first_answer(*args: Any) -> Any:
                 strike()
                 return accept(*args)
 
-            monkeypatch.setattr(engine, "accept", at_the_first_token)
+            monkeypatch.setattr(engine, "accept", at_the_first_answer)
         else:
             weights_of = __import__(module, fromlist=["weights_of"]).weights_of
 
@@ -125,7 +127,7 @@ def faulty(
         memory = [leftovers.MEMORY / name for name in processes.segments(running)]
         assert memory, "vLLM's processes talk through shared memory"
         with pytest.raises(EngineLost) as caught:
-            list(engine.generate([LONG])) if phase == "generate" else engine.update_weights(model, 1)
+            list(engine.generate([SHORT, LONG])) if phase == "generate" else engine.update_weights(model, 1)
         engine.close()
         assert not victims and not left_of(running)
         assert not [path for path in (*memory, engine.facts.folder) if path.exists()]

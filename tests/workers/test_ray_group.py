@@ -16,12 +16,14 @@ SHARE = 7
 PLUGIN = """
 import threading, time
 from pathlib import Path
+from verl.rollout.native import engine
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.scheduler import Scheduler
 from verl.workers.rank import RankWorker
 
 _generate, _abort, _schedule = RankWorker.do_generate, NativeRollout.abort, Scheduler.schedule
 late, told = threading.Event(), threading.Event()
+engine.verify = lambda *args: None  # whose steps would stand still as well
 
 def generate(self, *args):
     if self.rank == 1:
