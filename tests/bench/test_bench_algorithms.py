@@ -16,6 +16,7 @@ def run(*words: str) -> int:
     )
 
 
+@pytest.mark.slow(seconds=4)
 def test_every_estimator_and_loss_is_timed_and_agrees_with_its_loop(capsys):
     assert run() == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -72,6 +72,7 @@ def test_a_flipped_bit_in_any_file_is_detected(run: Path, caplog: pytest.LogCapt
     assert CheckpointManager(run).latest() == run / "global_step_2"
 
 
+@pytest.mark.slow(seconds=3)
 def test_a_shorter_longer_empty_or_missing_file_is_detected(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -110,6 +110,7 @@ def test_the_cache_is_exact(model_folder: Make) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "phi3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow(seconds=1)
 def test_activations_are_near_what_autograd_keeps(kind: str, dtype: str) -> None:
     """The estimate has one layer of slack for the backward pass; without it, it is near what is saved."""
     import torch

@@ -66,6 +66,7 @@ def test_a_driver_that_does_not_answer_is_warned_of(smi: Path) -> None:
     assert finding.status == "warning" and "could not communicate with the NVIDIA driver" in finding.seen
 
 
+@pytest.mark.slow(seconds=3)
 def test_an_nvidia_smi_that_hangs_is_cut_off(smi: Path) -> None:
     (smi / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 100000\n")
     (group,) = [g for g in probes_of_the_machine(str(smi)) if any(p.name == "gpu" for p in g)]

@@ -142,6 +142,7 @@ def test_a_version_outside_the_range_is_named_with_the_range(extra: str, status:
         ("import threading; threading.Event().wait()", "no answer within"),
     ],
 )
+@pytest.mark.slow(seconds=3)
 def test_a_damaged_package_costs_its_own_line_only(
     code: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

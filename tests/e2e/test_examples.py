@@ -39,6 +39,7 @@ def run_example(fork_server: Any, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow(seconds=8)
 def test_grpo_trainer(run_example, demo_model, tmp_path):
     out = run_example(
         "grpo.py", "--model", str(demo_model), "--out", str(tmp_path / "run"), "--prompts", "32"

@@ -177,6 +177,7 @@ for softcap in (None, 4.0):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow(seconds=4)
 def test_triton_kernels_equal_torch_in_the_interpreter():
     pytest.importorskip("triton")
     import os

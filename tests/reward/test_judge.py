@@ -139,6 +139,7 @@ def test_the_prompt_is_filled_once_and_may_be_a_file(server, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "garbage", "empty"])
+@pytest.mark.slow(seconds=1)
 def test_a_busy_or_broken_server_is_asked_again(server, fault):
     Judge.faults = [fault, fault]
     assert run(config(server), ["worth=1 "])[0].score == 1.0

@@ -279,6 +279,7 @@ def test_a_crash_is_seen_at_once_although_a_child_lives_on(faults, make_sample, 
 
 
 @pytest.mark.parametrize("fault", ["fork and hang", "double fork and hang", "double fork and crash"])
+@pytest.mark.slow(seconds=3)
 def test_what_the_function_started_dies_with_it(faults, make_sample, tmp_path, gone, fault):
     results = run(faults(timeout_s=2.5), make_sample, ["ok", fault, "ok"], tmp_path)
     assert [result.score for result in results] == [1.0, None, 1.0]
@@ -287,6 +288,7 @@ def test_what_the_function_started_dies_with_it(faults, make_sample, tmp_path, g
 
 
 @pytest.mark.parametrize("fault", ["daemon", "daemon, hang", "daemon, crash"])
+@pytest.mark.slow(seconds=3)
 def test_a_daemon_that_carries_nothing_of_its_parent_ends_with_its_worker(
     faults, make_sample, tmp_path, gone, fault
 ):
@@ -382,6 +384,7 @@ def test_async_functions_run_concurrently(faults, make_sample):
     assert pool.restarts == 0
 
 
+@pytest.mark.slow(seconds=3)
 def test_a_hung_async_function_is_cut_off(faults, make_sample, monkeypatch):
     monkeypatch.setattr("verl.reward.pool._GRACE_S", 60.0)  # by itself, not by the end of its process
     pool = faults("act_async", timeout_s=2.5, max_concurrency=8)

@@ -657,6 +657,7 @@ def test_a_sandbox_that_does_not_start_is_not_the_models_fault(monkeypatch):
         ),
     ],
 )
+@pytest.mark.slow(seconds=4)
 def test_the_code_scorer_through_worker_processes(no_children_left, timeout_s, answers):
     cfg = RewardConfig(num_workers=2, timeout_s=600.0)
     cfg.reward_manager.name = "prime"

@@ -178,6 +178,7 @@ def stop_when(engine: Any, reached: Callable[[], bool]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("phase", ["generate", "the hand-over", "leaving"])
+@pytest.mark.slow(seconds=3)
 def test_a_stopped_server_is_noticed_killed_and_said(
     phase: str, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +251,7 @@ time.sleep(100_000)
 """
 
 
+@pytest.mark.slow(seconds=3)
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     from multiprocessing import shared_memory
 
