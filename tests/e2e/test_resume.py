@@ -55,6 +55,7 @@ def test_metrics_after_resuming_equal_those_of_an_uninterrupted_run(train, digit
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.slow(seconds=8)
 def test_sigterm_saves_and_the_same_command_goes_on(overrides, tmp_path, fork_server):
     steps = 100_000
     log = tmp_path / "log.txt"
