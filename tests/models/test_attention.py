@@ -181,3 +181,13 @@ def test_head_sizes_the_flash_kernels_do_not_know_are_filled_up(monkeypatch, ker
         torch.testing.assert_close(packed.attend(None, q, k, v, scaling=0.3), dense(q, k, v, lengths, 0.3))
     finally:
         attention.varlen_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(("length", "compiled"), [(127, False), (128, True)])
+def test_short_packs_are_not_worth_compiling_another_kernel(monkeypatch, length, compiled):
+    monkeypatch.setattr(attention, "choose_backend", lambda *_: "flex")
+    asked = []
+    monkeypatch.setattr(PackedAttention, "_flex", lambda self, q, *_: asked.append(q.shape[2]))
+    q, k, v = make([length])
+    PackedAttention.from_lengths([length], "cpu").attend(None, q, k, v, softcap=2.0)
+    assert asked == ([length] if compiled else [])
