@@ -201,8 +201,12 @@ def test_prometheus_serves_the_newest_step(served: PrometheusTracker) -> None:
 
 
 def test_connections_that_ask_for_nothing_do_not_use_up_the_metrics_endpoint(
-    served: PrometheusTracker,
+    served: PrometheusTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        "verl.observe.prometheus.TIMEOUT_S", 600.0
+    )  # the oldest makes place, not one that is too slow
+    monkeypatch.setattr("verl.observe.prometheus._Handler.timeout", 600.0)
     with contextlib.ExitStack() as stack:
         for number in range(3 * MAX_CONNECTIONS):
             half = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=120))
