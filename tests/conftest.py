@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -286,3 +287,21 @@ def digits_data(tmp_path_factory) -> Path:
         "    return sum(word == ground_truth for word in words) / 4\n"
     )
     return folder
+
+
+@pytest.fixture
+def gone():
+    """Whether a process has ended (or ends soon: the kernel takes a moment, on a busy machine a long one)."""
+
+    def check(pid: int) -> bool:
+        for _ in range(24_000):
+            try:
+                stat = Path(f"/proc/{pid}/stat").read_text()
+            except OSError:
+                return True
+            if stat.rpartition(")")[2].split()[0] in "ZX":
+                return True
+            time.sleep(0.01)
+        return False
+
+    return check

@@ -74,7 +74,7 @@ def _run_program(arguments: list[str]) -> int:
     module.add_arguments(parser)
     args = parser.parse_args(rest)
 
-    from verl.trainer.command import run_command
+    from verl.runtime import run_command
 
     return run_command(lambda: module.run(args))
 

@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given and given[0].startswith("--") and given[0] != "--help":
         given.insert(0, "merge")  # `verl merge --local_dir ...` says it already
     args = build_parser().parse_args(given)
-    from verl.trainer.command import run_command
+    from verl.runtime import run_command
 
     return run_command(lambda: {"merge": _merge, "test": _test}[args.word](args))
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from verl.checkpoint.bulk import LARGE, BulkFile, Writers, joined_crc32
+from verl.checkpoint.direct_io import LARGE, BulkFile, Writers, joined_crc32
 from verl.checkpoint.files import FileRecord, record_of
 from verl.checkpoint.tensors import local_chunks, write_chunks
 

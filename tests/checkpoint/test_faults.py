@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from verl.checkpoint import CheckpointManager, PartSettings
-from verl.checkpoint.collect import Records
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.manifest import verify
+from verl.checkpoint.rank_manifests import Records
 from verl.checkpoint.steps import list_steps
 
 

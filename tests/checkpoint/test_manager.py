@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from verl.checkpoint import CheckpointManager, PartSettings
+from verl.checkpoint.engine_state import write_snapshot
 from verl.checkpoint.manifest import read_manifest, verify
-from verl.checkpoint.parts import write_snapshot
 from verl.checkpoint.retention import Limits, decide
 from verl.checkpoint.steps import StepFolder, delete, in_use, list_steps
 from verl.config.schema import PPOConfig, SFTConfig
@@ -150,12 +150,12 @@ def test_a_background_save_equals_a_foreground_one_though_training_goes_on(
 @pytest.mark.parametrize(
     ("place", "error"),
     [
-        ("verl.checkpoint.job.write_snapshot", ZeroDivisionError("division by zero")),
-        ("verl.checkpoint.job.hf_steps", Exception("No space left on device (os error 28)")),
+        ("verl.checkpoint.save_op.write_snapshot", ZeroDivisionError("division by zero")),
+        ("verl.checkpoint.save_op.hf_steps", Exception("No space left on device (os error 28)")),
         ("verl.checkpoint.manager.snapshot", MemoryError()),
         ("verl.checkpoint.manager.encode", TypeError("not a tree")),
         ("verl.checkpoint.manager.rng.capture", RuntimeError("no generator")),
-        ("verl.checkpoint.job.put_in_place", ValueError("no name")),
+        ("verl.checkpoint.save_op.put_in_place", ValueError("no name")),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else type(value).__name__,
 )
@@ -418,7 +418,7 @@ def test_a_background_save_is_of_its_moment_however_late_it_is_written(
         assert trained.wait(240)
         return write_snapshot(*arguments)
 
-    monkeypatch.setattr("verl.checkpoint.job.write_snapshot", late)
+    monkeypatch.setattr("verl.checkpoint.save_op.write_snapshot", late)
     everything = ["model", "optimizer", "extra", "hf_model"]
     background = CheckpointManager(tmp_path / "background", {"actor": PartSettings(everything, None, True)})
     assert background.save(1, {"actor": engine}, {}) is None

@@ -335,7 +335,7 @@ def test_without_logits_it_says_so(checkpoint: Path, caplog: pytest.LogCaptureFi
     assert "not compared (--no-logits)" in caplog.text
 
 
-# -- strangers -------------------------------------------------------------------------------------------------------
+# -- hostile files ------------------------------------------------------------------------------------------
 
 
 class Program:

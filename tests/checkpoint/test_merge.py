@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from verl import model_merger
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint import merge as merge_module
-from verl.checkpoint.bulk import Writers
+from verl.checkpoint.direct_io import Writers
 from verl.checkpoint.hf_check import same_bits
 from verl.checkpoint.hf_weights import empty_model, stored_as_is, write_weights
 from verl.checkpoint.merge import MergeOptions, merge

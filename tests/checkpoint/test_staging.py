@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl.checkpoint import CheckpointManager, PartSettings, staging
-from verl.checkpoint.parts import Snapshot
+from verl.checkpoint.engine_state import Snapshot
 from verl.checkpoint.staging import Staging
 from verl.checkpoint.tensors import Chunk
 

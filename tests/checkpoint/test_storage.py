@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from verl.checkpoint import rng
 from verl.checkpoint.files import finish_removals, inside, record_of, remove_folder
-from verl.checkpoint.plain import decode, encode
+from verl.checkpoint.pytree_json import decode, encode
 from verl.checkpoint.tensors import Chunk, local_chunks, read_into, read_whole, write_chunks
 from verl.errors import CheckpointError
 

@@ -19,7 +19,7 @@ import pytest
 from verl.errors import EngineLost
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.handover import leftovers, processes
+from verl.rollout.weight_sync import processes, stale_files
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=25), pytest.mark.timeout(900)]
@@ -124,7 +124,7 @@ def faulty(
                     strike()
 
             monkeypatch.setattr(f"{module}.weights_of", in_the_middle)
-        memory = [leftovers.MEMORY / name for name in processes.segments(running)]
+        memory = [stale_files.MEMORY / name for name in processes.segments(running)]
         assert memory, "vLLM's processes talk through shared memory"
         with pytest.raises(EngineLost) as caught:
             list(engine.generate([SHORT, LONG])) if phase == "generate" else engine.update_weights(model, 1)
@@ -264,7 +264,7 @@ def test_a_run_goes_on_after_its_server_is_killed_and_ends_when_it_hangs(
     assert "for 2 s (trainer.watchdog_s) while the trainer" in log and "is stopped" in log[second:]
     assert tracker.read_text().strip() == "1", "the second step was on its way both times"
     assert not left_of(seen)
-    assert not list(scratch.glob("verl-*")) and not list(leftovers.MEMORY.glob(f"verl-*-{run.pid:x}-*"))
+    assert not list(scratch.glob("verl-*")) and not list(stale_files.MEMORY.glob(f"verl-*-{run.pid:x}-*"))
 
 
 TRAINER = """
@@ -293,12 +293,12 @@ def test_a_killed_trainer_takes_a_hung_server_along_and_its_scratch_files_are_sw
         assert trainer.stdout is not None
         server = int(trainer.stdout.readline())
         running = descendants(trainer.pid)
-        memory = [leftovers.MEMORY / name for name in processes.segments(running)]
+        memory = [stale_files.MEMORY / name for name in processes.segments(running)]
         os.kill(server, signal.SIGSTOP)
     finally:
         trainer.kill()
         trainer.wait()
     assert named(running, "EngineCore") and not left_of(running)
     assert len(list(scratch.glob("verl-rollout-*"))) == 1 and memory
-    assert leftovers.sweep([scratch]) and not list(scratch.glob("verl-rollout-*"))
+    assert stale_files.sweep([scratch]) and not list(scratch.glob("verl-rollout-*"))
     assert not [path for path in memory if path.exists()]

@@ -158,7 +158,7 @@ def test_every_worker_finds_its_own_part_of_a_tensor(size: int) -> None:
     """Eight heads of queries and two of keys and values, which four workers hold twice; 100 tokens, padded."""
     from types import SimpleNamespace
 
-    from verl.rollout.vllm.held import HeldPlaces
+    from verl.rollout.vllm.loaded_weights import HeldPlaces
 
     def whole(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
@@ -238,8 +238,8 @@ def test_weights_under_lora_layers_are_found_by_the_names_of_the_files(
     from vllm.model_executor.models.llama import LlamaModel
 
     from verl.models.lora import add_lora
-    from verl.rollout.handover import base_weights
-    from verl.rollout.vllm.sending import hand_over
+    from verl.rollout.vllm.sending import sync_weights
+    from verl.rollout.weight_sync import base_weights
 
     monkeypatch.setattr(LlamaModel, "load_weights", by_name)
     model = small_model()
@@ -263,7 +263,7 @@ def test_weights_under_lora_layers_are_found_by_the_names_of_the_files(
                     elif version == 3:  # the weights underneath come again, too
                         weight.add_(change * 0.02)
             if version == 3:
-                hand_over(base_weights(model), engine.facts.tied, version, engine._deliver)
+                sync_weights(base_weights(model), engine.facts.tied, version, engine._deliver)
             engine.update_weights(model, version)
             likely(engine, model, reference, version)
     finally:

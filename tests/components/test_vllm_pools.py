@@ -92,16 +92,16 @@ COUNTING = """
 from pathlib import Path
 from verl.models.lora import plain_name
 from verl.workers.rank import RankWorker
-from verl.rollout.handover.collective import Link
+from verl.rollout.weight_sync.broadcast import Link
 
-_packed, _hand_over, crossed = Link._packed, RankWorker.do_hand_over, 0
+_packed, _hand_over, crossed = Link._packed, RankWorker.do_sync_weights, 0
 
 def packed(self, bucket):
     global crossed
     crossed += sum(tensor.numel() * tensor.element_size() for tensor in bucket.values())
     return _packed(self, bucket)
 
-def hand_over(self, version):
+def sync_weights(self, version):
     global crossed
     crossed = 0
     sent = _hand_over(self, version)
@@ -112,7 +112,7 @@ def hand_over(self, version):
         file.write(f"{{crossed}} {{adapter}} {{everything}}\\n")
     return sent
 
-Link._packed, RankWorker.do_hand_over = packed, hand_over
+Link._packed, RankWorker.do_sync_weights = packed, sync_weights
 """
 
 

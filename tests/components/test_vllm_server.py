@@ -132,7 +132,7 @@ def test_abort_through_the_server(server: Any, monkeypatch: Any) -> None:
 def test_a_value_changed_in_shared_memory_is_caught(server: Any, model: Any, monkeypatch: Any) -> None:
     from safetensors.torch import load_file, save_file
 
-    from verl.rollout.handover import buckets
+    from verl.rollout.weight_sync import buckets
 
     appear = buckets._appear
 

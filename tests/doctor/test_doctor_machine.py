@@ -205,7 +205,7 @@ def test_leftovers_are_counted_and_only_reported(tmp_path: Path) -> None:
 
 def test_what_a_living_process_owns_is_no_leftover(tmp_path: Path) -> None:
     """By the names runs give."""
-    from verl.rollout.handover.leftovers import new_path
+    from verl.rollout.weight_sync.stale_files import new_path
 
     mine = new_path("weights", tmp_path)
     mine.mkdir()

@@ -13,9 +13,9 @@ from verl.errors import CommandAnswered, RewardError, VerlError
 from verl.reward.base import RewardSample
 from verl.reward.functions import RewardFunction
 from verl.reward.inprocess import InProcessBackend
-from verl.trainer.command import exits_as_errors, run_command
+from verl.runtime import exits_as_errors, run_command
 from verl.trainer.main_ppo import main
-from verl.workers.serving import CallServer
+from verl.workers.rpc_server import RPCServer
 
 SYNC = """
 import sys
@@ -176,7 +176,7 @@ def test_an_exit_is_an_error_of_the_command_and_an_answer_is_not(capsys: pytest.
 
 
 def test_a_rank_that_is_told_to_exit_answers_with_the_failure() -> None:
-    class Leaving(CallServer):
+    class Leaving(RPCServer):
         def do_leave(self) -> None:
             sys.exit(0)
 

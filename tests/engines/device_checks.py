@@ -333,10 +333,10 @@ def rank_main(rank: int, meeting: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     if DEVICE.type == "cuda":
         stage_collectives()
-    from verl.workers.rank_group import HeldWeights
+    from verl.workers.rank_group import GatheredWeights
 
     engine = make_engine(make_model(), sharded=True)
-    held = HeldWeights(engine)
+    held = GatheredWeights(engine)
     rollout = make_rollout(held)
     sessions, said = [], "no prompts"
     for _ in range(2):

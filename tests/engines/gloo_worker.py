@@ -195,14 +195,14 @@ def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -
     """Only the first rank gets prompts; then all train. Twice, so that the second time meets what the first left."""
     from verl.rollout.base import Request, SamplingParams
     from verl.rollout.native import Limits, NativeRollout
-    from verl.workers.rank_group import HeldWeights
+    from verl.workers.rank_group import GatheredWeights
 
     engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=ROLE)
     if world > 1:  # ranks whose collectives do not match wait for one another: not for long
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=240), engine.ranks.mesh.get_group())
     if without_copy:
         engine.whole_copy = None
-    held = HeldWeights(engine)
+    held = GatheredWeights(engine)
     rollout = NativeRollout(held, None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
     batch = share(conftest.make_batch(holes=True), rank, world)

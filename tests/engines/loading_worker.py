@@ -25,7 +25,7 @@ import gloo_worker
 
 from verl.engines import build
 from verl.engines.sharding import decoder_layers
-from verl.models.skeleton import CannotStream
+from verl.models.meta_init import CannotStream
 from verl.models.weight_files import WeightFiles
 
 

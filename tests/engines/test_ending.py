@@ -6,7 +6,7 @@ import pytest
 
 BEATS = """
 import torch.distributed as dist
-from verl.engines import heartbeat
+from verl.engines import watchdog
 heartbeat.BEAT_S = 0
 store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
 heartbeat.Heartbeat(store, 0, 1)
@@ -16,11 +16,11 @@ while not store.check(["verl/heartbeat/beat/0"]):
 SIGNS = """
 from types import SimpleNamespace
 import torch.distributed as dist
-from verl.workers.pulse import Pulse
+from verl.workers.watchdog import StackWatchdog
 from verl.workers.sft import channel
 channel.SIGN_EVERY_S = 0
 store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-channel.Signs(SimpleNamespace(rank=0, connection=lambda: store), Pulse(0))
+channel.Signs(SimpleNamespace(rank=0, connection=lambda: store), StackWatchdog(0))
 while not store.check(["sign/0"]):
     pass
 """

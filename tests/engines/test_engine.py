@@ -560,11 +560,11 @@ def test_a_batch_with_contradicting_masks_is_refused(tools):
 
 
 def test_a_users_own_optimizer_steps_the_model(tools):
-    from verl.engines.given_optimizer import GivenOptimizer
+    from verl.engines.external_optimizer import ExternalOptimizer
 
     model = tools.model()
     engine = tools.engine(model=model)
-    GivenOptimizer.install(engine, torch.optim.SGD(model.parameters(), lr=0.5), grad_clip=0.0)
+    ExternalOptimizer.install(engine, torch.optim.SGD(model.parameters(), lr=0.5), grad_clip=0.0)
     before = model.lm_head.weight.detach().clone()
     engine.forward_backward(tools.batch(), tools.policy_loss)
     gradient = engine.optimizer.named_gradients()["lm_head.weight"].clone()
@@ -572,4 +572,4 @@ def test_a_users_own_optimizer_steps_the_model(tools):
     torch.testing.assert_close(model.lm_head.weight, before - 0.5 * gradient)
     strange = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(ConfigError, match="none of the model's parameters"):
-        GivenOptimizer.install(engine, strange, grad_clip=0.0)
+        ExternalOptimizer.install(engine, strange, grad_clip=0.0)

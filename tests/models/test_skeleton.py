@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from verl.errors import ModelError
 from verl.models.loading import cast_parameters, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
-from verl.models.skeleton import CannotStream, open_causal_lm, open_value_model
+from verl.models.meta_init import CannotStream, open_causal_lm, open_value_model
 
 ARCHITECTURES = {
     "llama": {},

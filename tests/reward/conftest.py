@@ -20,24 +20,6 @@ def make_sample():
 
 
 @pytest.fixture
-def gone():
-    """Whether a process has ended (or ends soon: the kernel takes a moment, on a busy machine a long one)."""
-
-    def check(pid: int) -> bool:
-        for _ in range(24_000):
-            try:
-                stat = Path(f"/proc/{pid}/stat").read_text()
-            except OSError:
-                return True
-            if stat.rpartition(")")[2].split()[0] in "ZX":
-                return True
-            time.sleep(0.01)
-        return False
-
-    return check
-
-
-@pytest.fixture
 def no_children_left():
     """After the test this process has no more children than before."""
 

@@ -164,15 +164,15 @@ class SimulatedRunner(DeviceRunner):
                 self.computed[id(row.sequence)] = position + 1
         self._draw(None, 0, len(self.rows))
 
-    def take_out(self, sequences: list[Sequence]) -> Any:
-        ended = super().take_out(sequences)
+    def evict(self, sequences: list[Sequence]) -> Any:
+        ended = super().evict(sequences)
         for sequence in sequences:
             self.computed.pop(id(sequence), None)
         return ended
 
-    def harvest(self) -> Any:
+    def poll_finished(self) -> Any:
         self.polls += 1
-        return super().harvest()
+        return super().poll_finished()
 
 
 class SimulatedSession:
@@ -199,16 +199,16 @@ def run(
     rollout = NativeRollout(None, None, limits, on_device=True)
     session = SimulatedSession(requests, limits, Stopper(None, frozenset({EOS})), blocks, block_size)
     found: dict[tuple[str, int], Response] = {}
-    harvest = session.runner.harvest
+    poll_finished = session.runner.poll_finished
 
     def bounded() -> Any:
         assert session.runner.polls < most_polls, "the loop does not end"
-        return harvest()
+        return poll_finished()
 
-    session.runner.harvest = bounded  # type: ignore[method-assign]
+    session.runner.poll_finished = bounded  # type: ignore[method-assign]
     for response in rollout._serve(session, requests):  # type: ignore[arg-type]
         key = (response.request_id, response.sample)
         assert key not in found, "answered twice"
         found[key] = response
     session.blocks.check([])
-    return found, session.runner, rollout.stats
+    return found, session.runner, rollout.last_run

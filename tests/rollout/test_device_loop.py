@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.native.device_runner import DeviceRunner, ladder_size
+from verl.rollout.native.device_runner import DeviceRunner, graph_batch_size
 from verl.rollout.native.engine import PROMPT_PASSES
 
 
@@ -79,7 +79,7 @@ def test_a_small_cache_gives_what_the_reference_engine_gives(seed: int, tiny: An
     engine = NativeRollout(model, None, limits, on_device=True)
     ours = {(r.request_id, r.sample): r for r in engine.generate(requests)}
     theirs = {(r.request_id, r.sample): r for r in HFRollout(model, None).generate(requests)}
-    assert engine.stats["preemptions"] > 5
+    assert engine.last_run["preemptions"] > 5
     assert {k: (r.token_ids, r.finish_reason) for k, r in ours.items()} == {
         k: (r.token_ids, r.finish_reason) for k, r in theirs.items()
     }
@@ -88,13 +88,13 @@ def test_a_small_cache_gives_what_the_reference_engine_gives(seed: int, tiny: An
 def test_an_aborted_sample_that_has_ended_says_how(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end was drawn on the device and no poll has told of it yet: it is finished, not cut off."""
     engine = NativeRollout(tiny("llama"), None, Limits(), on_device=True, verify=False)
-    harvest = DeviceRunner.harvest
+    poll_finished = DeviceRunner.poll_finished
 
     def then_abort(runner: DeviceRunner) -> Any:
         engine.abort()
-        return harvest(runner)
+        return poll_finished(runner)
 
-    monkeypatch.setattr(DeviceRunner, "harvest", then_abort)
+    monkeypatch.setattr(DeviceRunner, "poll_finished", then_abort)
     requests = [
         Request("short", [5, 6], SamplingParams(max_tokens=1, ignore_eos=True)),
         Request("long", [5, 6], SamplingParams(max_tokens=400, ignore_eos=True)),
@@ -126,9 +126,9 @@ def test_running_rows_wait_for_a_bounded_number_of_prompt_passes() -> None:
 
 
 def test_batch_sizes_waste_little_and_are_few() -> None:
-    sizes = [ladder_size(rows, 1 << 30) for rows in range(1, 5000)]
+    sizes = [graph_batch_size(rows, 1 << 30) for rows in range(1, 5000)]
     assert sizes == sorted(sizes) and all(size >= rows for rows, size in enumerate(sizes, 1))
     assert all(size - rows < 32 for rows, size in enumerate(sizes[:2048], 1))
     assert all(3 * (size - rows) <= rows for rows, size in enumerate(sizes, 1))
     assert len(set(sizes[:1024])) <= 52 and len(set(sizes)) <= 130
-    assert ladder_size(1000, 990) == 990
+    assert graph_batch_size(1000, 990) == 990

@@ -19,8 +19,8 @@ from verl.errors import EngineLost, RolloutError
 from verl.observe import life
 from verl.rollout import build_rollout, register_rollout
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.handover import leftovers, processes
-from verl.rollout.handover.guard import Guard
+from verl.rollout.weight_sync import processes, stale_files
+from verl.rollout.weight_sync.server_watchdog import Guard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 
@@ -236,14 +236,14 @@ def test_a_refusal_is_no_loss_and_a_kill_is_one_in_every_call(server: Any) -> No
         list(server.generate([Request("a", [5], LONG)]))
 
 
-# -- leftovers --------------------------------------------------------------------------------------------------
+# -- stale_files --------------------------------------------------------------------------------------------------
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from verl.rollout.handover import leftovers
+from verl.rollout.weight_sync import stale_files
 for kind in ("rollout", "weights", "adapter"):
-    folder = leftovers.new_path(kind, Path(sys.argv[1]))
+    folder = stale_files.new_path(kind, Path(sys.argv[1]))
     folder.mkdir(mode=0o700)
     (folder / "file").write_text("a")
 print("made", flush=True)
@@ -261,26 +261,26 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
     try:
         assert owner.stdout is not None and owner.stdout.readline() == "made\n"
         made = sorted(tmp_path.iterdir())
-        leftovers.remember_segments(made[1], [os.getpid()])
-        mine = leftovers.new_path("rollout", tmp_path)
+        stale_files.remember_segments(made[1], [os.getpid()])
+        mine = stale_files.new_path("rollout", tmp_path)
         elsewhere = mine.with_name(f"verl-rollout-0123abcd-{owner.pid:x}-1-00000000")
         unknown = tmp_path / "verl-rollout-of-somebody"
         number_again = mine.with_name(mine.name.replace(f"-{os.getpid():x}-", "-1-"))
         for folder in (mine, elsewhere, unknown, number_again):
             folder.mkdir()
-        assert len(made) == 3 and leftovers.sweep([tmp_path]) == [number_again], (
+        assert len(made) == 3 and stale_files.sweep([tmp_path]) == [number_again], (
             "all others are in use, or unknown"
         )
         owner.kill()
         owner.wait()
-        assert sorted(leftovers.sweep([tmp_path])) == made
+        assert sorted(stale_files.sweep([tmp_path])) == made
         assert sorted(tmp_path.iterdir()) == sorted([mine, elsewhere, unknown])
-        assert not (leftovers.MEMORY / segment.name.lstrip("/")).exists(), "with the shared memory it lists"
+        assert not (stale_files.MEMORY / segment.name.lstrip("/")).exists(), "with the shared memory it lists"
     finally:
         owner.kill()
         owner.wait()
         segment.close()
-        (leftovers.MEMORY / segment.name.lstrip("/")).unlink(missing_ok=True)
+        (stale_files.MEMORY / segment.name.lstrip("/")).unlink(missing_ok=True)
 
 
 def test_a_process_that_took_the_number_of_a_dead_one_is_not_its_owner() -> None:
@@ -298,15 +298,15 @@ def test_where_temporary_files_have_a_long_way_a_socket_still_has_room(
     deep = tmp_path / ("d" * 80)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    folder = leftovers.new_path("rollout")
+    folder = stale_files.new_path("rollout")
     folder.mkdir()
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / ("s" * 36)))
     finally:
-        leftovers.remove(folder)
+        stale_files.remove(folder)
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
-    assert leftovers.new_path("rollout").parent == Path("/tmp")
+    assert stale_files.new_path("rollout").parent == Path("/tmp")
 
 
 LINE = """

@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RolloutError, TrainingHalted
-from verl.rollout.handover import (
+from verl.rollout.vllm.loaded_weights import HeldCheck
+from verl.rollout.vllm.sending import check_report
+from verl.rollout.weight_sync import (
     Manifest,
     ProbeCheck,
     compare,
@@ -23,12 +25,10 @@ from verl.rollout.handover import (
     probe_request,
     trainer_log_probs,
 )
-from verl.rollout.handover.buckets import cut, read_buckets, shared_folder, write_buckets
-from verl.rollout.handover.leftovers import remove
-from verl.rollout.handover.probe import measure
-from verl.rollout.handover.weights import TiedHead, base_weights, tied_head, weights_of, with_tied_head
-from verl.rollout.vllm.held import HeldCheck
-from verl.rollout.vllm.sending import check_report
+from verl.rollout.weight_sync.buckets import cut, read_buckets, shared_folder, write_buckets
+from verl.rollout.weight_sync.probe import measure
+from verl.rollout.weight_sync.stale_files import remove
+from verl.rollout.weight_sync.weights import TiedHead, base_weights, tied_head, weights_of, with_tied_head
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 

@@ -170,7 +170,7 @@ def test_places_of_the_cache_that_nobody_wrote_are_never_read(
     monkeypatch.setattr(DeviceCache, "__init__", spoiled)
     engine = NativeRollout(model, None, Limits(cache_tokens=200), on_device=True)
     assert {(r.request_id, r.sample): r.token_ids for r in engine.generate(asked)} == wanted
-    assert engine.stats["preemptions"] > 0
+    assert engine.last_run["preemptions"] > 0
 
 
 def test_a_cache_that_comes_back_is_not_cleared(tiny: Callable[..., Any]) -> None:

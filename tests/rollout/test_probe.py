@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl.errors import TrainingHalted
-from verl.rollout.handover.probe import (
+from verl.rollout.weight_sync.probe import (
     BASELINE,
     FLOAT32_GAP,
     IN_A_ROW,

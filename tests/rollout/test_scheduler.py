@@ -83,7 +83,7 @@ def test_every_request_finishes_once_and_no_block_is_lost(
     rng = random.Random(seed)
     longest = 32
     size = 4 if small_blocks else longest
-    blocks = BlockManager(cache_sequences * longest // size, size, granule=4)
+    blocks = BlockManager(cache_sequences * longest // size, size, hash_block=4)
     scheduler = Scheduler(blocks, max_sequences, budget, keep_free, prefix_in_same_step=small_blocks)
     cache = FakeCache(blocks)
     finished: dict[tuple[str, int], int] = {}
@@ -171,7 +171,7 @@ def test_a_group_computes_its_prompt_once() -> None:
 
 @pytest.mark.parametrize("whole_pages", [False, True])
 def test_a_common_opening_is_computed_once(whole_pages: bool) -> None:
-    blocks = BlockManager(32, 32 if whole_pages else 4, granule=4)
+    blocks = BlockManager(32, 32 if whole_pages else 4, hash_block=4)
     scheduler = Scheduler(blocks, 16, 100, prefix_in_same_step=not whole_pages)
     system = list(range(100, 112))
     for index in range(5):

@@ -17,11 +17,11 @@ from verl.config.schema import RolloutConfig
 from verl.errors import ConfigError, MissingPackage, RolloutError, TrainingHalted
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.handover.arriving import ArrivingWeights
-from verl.rollout.handover.bystanders import Follower
-from verl.rollout.handover.fingerprint import Manifest
 from verl.rollout.sglang import require_sglang, server_arguments
 from verl.rollout.vllm.settings import read_model
+from verl.rollout.weight_sync.fingerprint import Manifest
+from verl.rollout.weight_sync.received import ReceivedWeights
+from verl.rollout.weight_sync.tp_followers import TPFollower
 
 FAKE = Path(__file__).parent / "fake_sglang"
 PROMPTS = [[5, 9, 33], [7], [60, 3, 44, 20]]
@@ -98,7 +98,7 @@ def test_new_weights_reach_the_server(engine: Any, model: Any) -> None:
 
 def test_weights_from_another_process_reach_the_server(engine: Any, model: Any) -> None:
     """What arrives is what the server gets; log-probs are compared by whoever also has the trainer."""
-    source = ArrivingWeights(read_model(model, None))
+    source = ReceivedWeights(read_model(model, None))
     shifted = {name: tensor + 0.05 for name, tensor in model.state_dict().items()}
     source.link = SimpleNamespace(receive=lambda: iter(shifted.items()))  # type: ignore[assignment]
     engine.update_weights(source, 5)
@@ -142,7 +142,7 @@ def test_a_rank_that_shares_the_server_asks_the_trainer_for_what_its_host_asks(
 ) -> None:
     host, follower = Noting(model), Noting(model)
     engine.update_weights(host, 7)
-    Follower("sglang", follower, None, section(tensor_model_parallel_size=2))
+    TPFollower("sglang", follower, None, section(tensor_model_parallel_size=2))
     assert host.asked == follower.asked and host.asked[-1] == "log-probs" and len(host.asked) > 5
 
 
@@ -182,7 +182,7 @@ def test_abort_keeps_what_is_there(engine: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_server_wants_its_key_and_listens_on_loopback(engine: Any) -> None:
-    from verl.rollout.handover.server import Client
+    from verl.rollout.http_server import Client
 
     assert engine.client.call("GET", "/seen")["arguments"]["host"] == "127.0.0.1"
     with pytest.raises(RolloutError, match="401"):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.rollout import Request, SamplingParams
-from verl.rollout.handover.copy_engine import CopyRollout, Sample
+from verl.rollout.external_engine import ExternalRollout, Sample
 from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.requests import Stopper
 
@@ -154,7 +154,7 @@ class CountingList(list):
         return super().__iter__()
 
 
-class Engine(CopyRollout):
+class Engine(ExternalRollout):
     """An engine with a copy of the weights, without the engine."""
 
     name = "none"

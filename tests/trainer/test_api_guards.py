@@ -12,7 +12,7 @@ from verl import DataProto, GRPOTrainer, PPOTrainer
 from verl.config.sections.data import DataConfig
 from verl.errors import ConfigError, DataError
 from verl.trainer import TrainingConfig
-from verl.trainer.given_batches import GivenLoader
+from verl.trainer.external_batches import ExternalLoader
 from verl.trainer.loop import RLLoop
 from verl.workers import RolloutWorker, TrainerWorker
 from verl.workers.local import LocalGroup
@@ -87,8 +87,8 @@ def test_the_model_handed_in_learns_and_its_reference_does_not(
     torch.testing.assert_close(t["ref_log_prob"], each[:, -width:] * t["response_mask"], atol=1e-5, rtol=0)
 
 
-def loader(batches, tokenizer) -> GivenLoader:
-    return GivenLoader(batches, DataConfig(max_prompt_length=16, truncation="left"), tokenizer)
+def loader(batches, tokenizer) -> ExternalLoader:
+    return ExternalLoader(batches, DataConfig(max_prompt_length=16, truncation="left"), tokenizer)
 
 
 def texts(batch: DataProto) -> list[str]:

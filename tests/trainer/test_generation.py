@@ -19,7 +19,7 @@ import torch
 
 from verl.errors import DataError, RolloutError
 from verl.rollout import build_rollout, register_rollout
-from verl.rollout.base import Request, Response, RolloutEngine
+from verl.rollout.base import BatchEngine, Request, Response
 from verl.trainer.generation_journal import Journal
 from verl.trainer.main_generation import main
 
@@ -172,18 +172,18 @@ GATED = """
 import os, time
 from pathlib import Path
 from verl.rollout import build_rollout, register_rollout
-from verl.rollout.base import RolloutEngine
+from verl.rollout.base import BatchEngine
 
 
 @register_rollout("gated")
-class Gated(RolloutEngine):
+class Gated(BatchEngine):
     '''The native engine, which after some responses waits for a file; it notes what it is asked for.'''
 
     def __init__(self, source, tokenizer, config):
         self.inner = build_rollout("native", source, tokenizer, config)
         self.place = Path(__file__).parent
 
-    def generate(self, requests):
+    def run_batch(self, requests):
         requests = list(requests)
         with (self.place / "asked").open("a") as notes:
             notes.writelines(request.request_id + "\\n" for request in requests)
@@ -236,7 +236,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(
 
 
 @register_rollout("failing")
-class Failing(RolloutEngine):
+class Failing(BatchEngine):
     """The native engine, which fails after some responses while `fails` is set."""
 
     fails = True
@@ -244,7 +244,7 @@ class Failing(RolloutEngine):
     def __init__(self, source: Any, tokenizer: Any, config: Any) -> None:
         self.inner = build_rollout("native", source, tokenizer, config)
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
+    def run_batch(self, requests: Iterable[Request]) -> Iterator[Response]:
         for number, response in enumerate(self.inner.generate(requests)):
             if self.fails and number == 8:
                 raise RolloutError("the engine gave up")

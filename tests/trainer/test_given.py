@@ -21,12 +21,13 @@ from verl.config.disk import checkpoint_bytes
 from verl.config.model_shape import shape_of
 from verl.config.sections.data import DataConfig
 from verl.errors import ConfigError, DataError, ModelError, RewardError, VerlError
-from verl.models import given
+from verl.models import external_model
 from verl.models.loading import load_causal_lm
 from verl.trainer import TrainingConfig
-from verl.trainer.given_batches import GivenLoader, rows_of
+from verl.trainer.external_batches import ExternalLoader, rows_of
 from verl.workers import RolloutWorker, TrainerWorker
 
+OPTIONS = external_model.StateDictOptions(full_state_dict=True)
 PROMPTS = [["repeat 1", "repeat 2"]]
 ROWS = [
     {"prompt": [{"role": "user", "content": "repeat 1"}], "answer": "1", "extra_info": {"index": 0}},
@@ -107,7 +108,7 @@ def test_a_wrapped_model_learns_what_a_plain_one_learns(
         trainer(model, tiny_tokenizer, config, reward_function=lambda prompt, response: len(response)).train(
             PROMPTS
         )
-    learned = given.get_model_state_dict(wrapped, options=given.StateDictOptions(full_state_dict=True))
+    learned = external_model.get_model_state_dict(wrapped, options=OPTIONS)
     before = load(tiny_model_dir).state_dict()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(learned[name], value, msg=name)
@@ -118,7 +119,7 @@ def test_tied_weights_stay_tied_outside_fsdp(group: None, tiny_model_dir: Path) 
     model = load(tiny_model_dir)
     model.config.tie_word_embeddings = True
     model.lm_head.weight = model.model.embed_tokens.weight
-    with given.unwrapped(fsdp2(model)) as plain:
+    with external_model.unwrapped(fsdp2(model)) as plain:
         assert plain.lm_head.weight is plain.model.embed_tokens.weight
         assert not any(value.is_meta for value in [*plain.parameters(), *plain.buffers()])
 
@@ -128,12 +129,12 @@ def test_a_sharded_model_is_copied_out_and_gets_its_weights_back(
     wrap: Any, group: None, tiny_model_dir: Path
 ) -> None:
     wrapped, before = wrap(load(tiny_model_dir)), load(tiny_model_dir).state_dict()
-    with given.unwrapped(wrapped) as plain:
-        assert type(plain).__name__ == "LlamaForCausalLM" and not given.is_sharded(plain)
+    with external_model.unwrapped(wrapped) as plain:
+        assert type(plain).__name__ == "LlamaForCausalLM" and not external_model.is_sharded(plain)
         assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
         with torch.no_grad():
             plain.lm_head.weight += 1.0
-    after = given.get_model_state_dict(wrapped, options=given.StateDictOptions(full_state_dict=True))
+    after = external_model.get_model_state_dict(wrapped, options=OPTIONS)
     assert torch.equal(after["lm_head.weight"], before["lm_head.weight"] + 1.0)
 
 
@@ -162,7 +163,7 @@ def test_a_bf16_model_on_a_cpu_without_bf16_is_trained_in_float32(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(given, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(external_model, "cpu_has_bf16", lambda: False)
     model = load(tiny_model_dir, torch.bfloat16)
     result = GRPOTrainer(model, tiny_tokenizer, settings(tmp_path), reward_function=reward).train(PROMPTS)
     assert {value.dtype for value in model.parameters()} == {torch.float32}
@@ -176,7 +177,7 @@ def test_a_bf16_model_on_a_cpu_without_bf16_is_trained_in_float32(
 def test_a_worker_converts_a_bf16_model_too(
     worker: Any, tiny_model_dir: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(given, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(external_model, "cpu_has_bf16", lambda: False)
     model = load(tiny_model_dir, torch.bfloat16)
     worker(model, **({"tokenizer": tiny_tokenizer} if worker is RolloutWorker else {}))
     assert {value.dtype for value in model.parameters()} == {torch.float32}
@@ -187,8 +188,8 @@ def test_a_precision_that_was_asked_for_or_is_quick_is_kept(
 ) -> None:
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.bfloat16, device="cpu")
     for has, device in ((True, "cpu"), (False, "cuda")):
-        monkeypatch.setattr(given, "cpu_has_bf16", lambda has=has: has)
-        given.avoid_slow_bf16(model, torch.device(device))
+        monkeypatch.setattr(external_model, "cpu_has_bf16", lambda has=has: has)
+        external_model.avoid_slow_bf16(model, torch.device(device))
         assert next(model.parameters()).dtype == torch.bfloat16
 
 
@@ -246,7 +247,7 @@ def test_a_reward_that_cannot_be_called_is_refused_before_the_model_is_touched(
 
 def prompts(loader: Any, tokenizer: Any) -> list[list[Any]]:
     config = DataConfig(max_prompt_length=32, train_batch_size=2)
-    return [list(batch.non_tensor_batch["raw_prompt"]) for batch in GivenLoader(loader, config, tokenizer)]
+    return [list(batch.non_tensor_batch["raw_prompt"]) for batch in ExternalLoader(loader, config, tokenizer)]
 
 
 class Stream(IterableDataset):
@@ -323,7 +324,7 @@ def test_a_batch_of_another_size_than_configured_is_worth_a_line(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    loader = GivenLoader(PROMPTS, DataConfig(max_prompt_length=32, train_batch_size=8), tiny_tokenizer)
+    loader = ExternalLoader(PROMPTS, DataConfig(max_prompt_length=32, train_batch_size=8), tiny_tokenizer)
     assert loader.dataset is not None and len(loader.dataset) == 2
     assert "gives 2 prompts a batch, TrainingConfig(batch_size=8)" in caplog.text
     assert len(list(loader)) == 1, "the batch that was looked at is not lost"

@@ -17,7 +17,7 @@ from verl.config.load import from_dict
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import CheckpointError, VerlError
 from verl.observe.run_folder import RunFolder
-from verl.trainer.command import run_command
+from verl.runtime import run_command
 from verl.trainer.setup import changes, leave_report, record_config, require_saved, resume_note
 
 BASE = {"actor_rollout_ref.model.path": "org/a", "data.train_files": ["x.parquet"]}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from verl.errors import RolloutError
 from verl.rollout.base import Request, Response, SamplingParams
-from verl.workers.dealing import Deal, Part
+from verl.workers.request_scheduler import Part, RequestScheduler
 
 PLACES = 4
 
@@ -75,7 +75,7 @@ class Run:
     """As `SpreadRollout` does it, with engines that are stepped by hand."""
 
     def __init__(self, requests: list[Request], ranks: int, eager: bool) -> None:
-        self.deal, self.ranks, self.eager = Deal(requests, ranks, PLACES, 3), ranks, eager
+        self.deal, self.ranks, self.eager = RequestScheduler(requests, ranks, PLACES, 3), ranks, eager
         self.engines: dict[int, Engine] = {}
         self.found: list[Response] = []
         self.by_rank = [0] * ranks
@@ -89,7 +89,7 @@ class Run:
                 if part is not None:
                     self.engines[rank] = Engine(part, self.eager)
         idle = self.ranks - len(self.engines)
-        while self.engines and (taken := self.deal.take_back(idle)) is not None:
+        while self.engines and (taken := self.deal.steal(idle)) is not None:
             self.engines[taken[0]].off.update(taken[1])
             self.moves += 1
         self.found += self.deal.unwanted()
@@ -104,8 +104,8 @@ class Run:
                 self.deal.done(rank)
         self.employ()
 
-    def call_off(self, names: set[str] | None) -> None:
-        self.deal.call_off(names)
+    def cancel(self, names: set[str] | None) -> None:
+        self.deal.cancel(names)
         for engine in self.engines.values():
             engine.everything_off |= names is None
             engine.off.update(names or ())
@@ -144,7 +144,7 @@ def test_every_sample_comes_once_and_whole(count, ranks, n, eager, paces, off) -
     names = None if named is None else {f"r{i}" for i in named}
     for step, rank in enumerate(paces):
         if step == at:
-            run.call_off(names)
+            run.cancel(names)
         run.step(rank)
     found = run.finish()
     assert set(found) == {(request.request_id, sample) for request in requests for sample in range(n)}
@@ -172,7 +172,7 @@ def test_one_that_is_through_takes_what_another_has_not_begun() -> None:
 
 
 def test_shares_are_even_and_all_of_it_is_dealt_out_at_once() -> None:
-    deal = Deal(some(11), 3, at_once=2, version=0)
+    deal = RequestScheduler(some(11), 3, at_once=2, version=0)
     sizes = []
     for rank in range(3):
         part = deal.next_part(rank)
@@ -186,7 +186,7 @@ def test_shares_are_even_and_all_of_it_is_dealt_out_at_once() -> None:
 
 def test_a_request_given_twice_is_refused() -> None:
     with pytest.raises(RolloutError, match="request 'r1' was given twice"):
-        Deal([*some(3), some(2)[1]], 2, PLACES, 0)
+        RequestScheduler([*some(3), some(2)[1]], 2, PLACES, 0)
 
 
 def test_a_request_that_was_resumed_keeps_its_first_tokens_when_it_changes_hands() -> None:

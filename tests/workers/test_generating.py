@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl.rollout.base import Request, Response, RolloutEngine, SamplingParams
+from verl.rollout.base import BatchEngine, Request, Response, SamplingParams
 from verl.rollout.native import NativeRollout
 from verl.workers.generating import Generating, in_flushes
 from verl.workers.rollout import _left_in_order
@@ -17,7 +17,7 @@ from verl.workers.rollout import _left_in_order
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
-class Stepping(RolloutEngine):
+class Stepping(BatchEngine):
     """One token a step for every sample; `before_step` is called with the number of the step before it is made."""
 
     def __init__(self, before_step: Callable[[int], None] = lambda step: None) -> None:
@@ -25,7 +25,7 @@ class Stepping(RolloutEngine):
         self.steps = 0
         self._off: set[str] | None = set()
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
+    def run_batch(self, requests: Iterable[Request]) -> Iterator[Response]:
         self._off = set()
         return self._run(list(requests))
 
@@ -112,9 +112,9 @@ def test_word_that_comes_while_the_engine_is_told_to_begin_is_heeded() -> None:
     generating = Generating()
 
     class Late(Stepping):
-        def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
+        def run_batch(self, requests: Iterable[Request]) -> Iterator[Response]:
             generating.abort(0, ["b"])
-            return super().generate(requests)
+            return super().run_batch(requests)
 
     found = answers(generating.run(Late(), [request("a", 2), request("b", 2)], 0, 3))
     assert found == {("a", 0): (2, "length"), ("b", 0): (0, "abort")}
@@ -143,7 +143,7 @@ def test_an_engine_that_cannot_abort_says_so() -> None:
 
     class Deaf(Stepping):
         def abort(self, request_ids: Iterable[str] | None = None) -> None:
-            RolloutEngine.abort(self, request_ids)
+            BatchEngine.abort(self, request_ids)
 
     engine = Deaf(lambda step: said.append(generating.abort(0, None)))
     assert answers(generating.run(engine, [request("a", 2)], 0, 3)) == {("a", 0): (2, "length")}
@@ -213,16 +213,16 @@ def test_word_that_comes_while_another_is_answered_reaches_the_device_too(
     requests = [Request(name, (5, 6, 7), LONG, seed=2) for name in ("first", "second", "third")]
     requests.append(Request("early", (5, 6, 7), SamplingParams(max_tokens=1, ignore_eos=True)))
     whole = {response.request_id: response.token_ids for response in engine.generate(requests)}
-    take_out, taken = DeviceRunner.take_out, []
+    evict, taken = DeviceRunner.evict, []
 
     def naming_more(runner: DeviceRunner, sequences: list[Any]) -> list[Any]:
-        ended = take_out(runner, sequences)
+        ended = evict(runner, sequences)
         if sequences and not taken:
             engine.abort(["second"])
         taken.extend(sequence.request.request_id for sequence in sequences)
         return ended
 
-    monkeypatch.setattr(DeviceRunner, "take_out", naming_more)
+    monkeypatch.setattr(DeviceRunner, "evict", naming_more)
     found = {}
     for response in engine.generate(requests):
         assert response.request_id not in found

@@ -13,12 +13,12 @@ from verl.config.schema import PPOConfig
 from verl.errors import EngineLost, RolloutError
 from verl.observe import life
 from verl.workers.outcome import Failure
-from verl.workers.pulse import Pulse
 from verl.workers.restarts import with_restarts
+from verl.workers.watchdog import StackWatchdog
 
 
 def test_a_rank_that_waits_moves_with_what_it_waits_for() -> None:
-    pulse, served = Pulse(0), threading.Event()
+    pulse, served = StackWatchdog(0), threading.Event()
 
     def serve() -> None:
         with pulse.serving("generate"):

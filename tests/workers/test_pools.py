@@ -155,7 +155,7 @@ def test_the_numbers_are_those_of_one_process(train, joined, plugin, tmp_path):
     assert nobody_left()
 
 
-@pytest.mark.parametrize(("call", "nth"), [("generate", 2), ("hand_over", 2)])
+@pytest.mark.parametrize(("call", "nth"), [("generate", 2), ("sync_weights", 2)])
 def test_a_killed_rollout_rank_is_named_and_the_run_goes_on_after_it(call, nth, train, joined, faulty):
     settings = [*FEW, *placed(2, 2), "trainer.save_freq=1"]
     with pytest.raises(WorkersLost) as caught:
@@ -172,7 +172,7 @@ def test_a_killed_rollout_rank_is_named_and_the_run_goes_on_after_it(call, nth, 
         )
 
 
-@pytest.mark.parametrize("call", ["generate", "hand_over"])
+@pytest.mark.parametrize("call", ["generate", "sync_weights"])
 def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, faulty, happened, monkeypatch):
     from verl.workers.ray_calls import RankCalls
 
@@ -187,7 +187,7 @@ def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, f
     assert f"no sign of life for 6 s (trainer.watchdog_s) in {call}" in message, message
     at = message.index("rollout rank 0 on")
     assert "stands still" in message[at : at + 300] and "time.sleep(100_000)" in message
-    if call == "hand_over":
+    if call == "sync_weights":
         assert "waits for rollout rank 0 at" in message
     assert nobody_left()
 
@@ -258,7 +258,7 @@ def test_engines_over_two_gpus_are_half_as_many_processes(overrides):
 
 
 CORRUPT = """
-from verl.rollout.handover.collective import Link
+from verl.rollout.weight_sync.broadcast import Link
 
 _receive, _seen = Link.receive, 0
 

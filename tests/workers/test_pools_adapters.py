@@ -21,14 +21,14 @@ from verl.config.schema import RolloutConfig
 from verl.errors import TrainingHalted
 from verl.models.lora import add_lora, plain_name
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.handover.adapters import adapter_weights, read_adapter, write_adapter
-from verl.rollout.handover.arriving import ArrivingWeights
-from verl.rollout.handover.collective import Link
-from verl.rollout.handover.fingerprint import Manifest, compare
-from verl.rollout.handover.probe import ProbeCheck
-from verl.rollout.handover.weights import base_weights
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.vllm.settings import read_model
+from verl.rollout.weight_sync.adapters import adapter_weights, read_adapter, write_adapter
+from verl.rollout.weight_sync.broadcast import Link
+from verl.rollout.weight_sync.fingerprint import Manifest, compare
+from verl.rollout.weight_sync.probe import ProbeCheck
+from verl.rollout.weight_sync.received import ReceivedWeights
+from verl.rollout.weight_sync.weights import base_weights
 from verl.workers.rank import RankSetup, RankWorker
 from verl.workers.rollout_rank import RolloutRank
 
@@ -93,11 +93,11 @@ class Pair:
         engine: Any = self.trainer.group.actor_engine
         return engine.model
 
-    def hand_over(self, version: int) -> float:
+    def sync_weights(self, version: int) -> float:
         """As the controller does it; the difference of log-probs."""
         self.bytes = 0
         sent, arrival = at_once(
-            lambda: self.trainer.do_hand_over(version), lambda: self.rollout.do_hand_over(version)
+            lambda: self.trainer.do_sync_weights(version), lambda: self.rollout.do_sync_weights(version)
         )
         compare(sent, arrival.received, version, "rollout rank 0")
         (ours,) = self.trainer.do_probe(arrival.prompt, [arrival.tokens])
@@ -149,13 +149,13 @@ def test_only_the_adapter_crosses_after_the_first_time(pair: Any, name: str) -> 
     from verl.rollout import build_rollout
 
     both = pair(f"actor_rollout_ref.rollout.name={name}")
-    assert both.hand_over(0) < 1e-4
+    assert both.sync_weights(0) < 1e-4
     assert both.bytes == both.size(lambda name: True)
     own = build_rollout(name, both.trainer.group.actor_engine, None, None)
     before = {}
     for version in (1, 2):
         both.learn()
-        assert both.hand_over(version) < 1e-4
+        assert both.sync_weights(version) < 1e-4
         assert both.bytes == both.size(is_adapter) < both.size(lambda name: True) / 5
         # The tokens and log-probs of one process with this adapter.
         here = {(r.request_id, r.sample): r for r in own.generate(REQUESTS)}
@@ -172,7 +172,7 @@ def test_only_the_adapter_crosses_after_the_first_time(pair: Any, name: str) -> 
 
 def test_one_changed_number_of_the_adapter_is_caught(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     both = pair("actor_rollout_ref.rollout.name=native")
-    both.hand_over(0)
+    both.sync_weights(0)
     both.learn()
     receive = Link.receive
 
@@ -184,20 +184,20 @@ def test_one_changed_number_of_the_adapter_is_caught(pair: Any, monkeypatch: pyt
 
     monkeypatch.setattr(Link, "receive", changed)
     with pytest.raises(TrainingHalted, match="policy version 1") as caught:
-        both.hand_over(1)
+        both.sync_weights(1)
     text = str(caught.value)
     assert "1 of 28 tensors differ" in text and "up_proj.lora_B.default.weight: sent float32:" in text, text
 
 
 def test_an_adapter_that_arrives_but_is_not_used_is_caught(pair: Any) -> None:
     both = pair("actor_rollout_ref.rollout.name=native")
-    both.hand_over(0)
+    both.sync_weights(0)
     both.learn()
     for module in both.rollout._module.modules():
         if hasattr(module, "_disable_adapters"):
             module._disable_adapters = True
     with pytest.raises(TrainingHalted, match="rollout rank 0 does not compute with the trainer's weights"):
-        both.hand_over(1)
+        both.sync_weights(1)
 
 
 def test_eight_bits_and_sglang_get_whole_weights(overrides: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_vllm_gets_the_weights_once_and_every_adapter_as_an_adapter(
     monkeypatch.setattr("verl.rollout.vllm.engine.set_environment", lambda **more: None)
     monkeypatch.setattr("verl.rollout.vllm.engine.leave_process_group", lambda: None)
     section = RolloutConfig(name="vllm", max_model_len=64)
-    source = ArrivingWeights(read_model(adapted, None), adapted.verl_lora_config)
+    source = ReceivedWeights(read_model(adapted, None), adapted.verl_lora_config)
     engine: Any = WithoutVLLM(source, None, section)
     assert engine.base == [] and engine.loaded == [], "nothing has arrived"
     base, adapter = dict(base_weights(adapted)), dict(adapter_weights(adapted))

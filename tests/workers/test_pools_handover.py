@@ -21,14 +21,14 @@ from verl.errors import RolloutError, TrainingHalted
 from verl.models.lora import add_lora
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.handover.arriving import ArrivingWeights, probe
-from verl.rollout.handover.bystanders import Elsewhere, Follower
-from verl.rollout.handover.collective import Link
-from verl.rollout.handover.fingerprint import Manifest, compare
-from verl.rollout.handover.probe import ProbeCheck, trainer_log_probs
-from verl.rollout.handover.receiving import load_into
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.vllm.settings import read_model
+from verl.rollout.weight_sync.broadcast import Link
+from verl.rollout.weight_sync.fingerprint import Manifest, compare
+from verl.rollout.weight_sync.probe import ProbeCheck, trainer_log_probs
+from verl.rollout.weight_sync.received import ReceivedWeights, probe
+from verl.rollout.weight_sync.receiving import load_into
+from verl.rollout.weight_sync.tp_followers import RemoteEngine, TPFollower
 from verl.workers.rank_group import _visible
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_a_weight_too_few_or_too_many_is_refused(llama: Callable[..., Any]) -> N
 
 def test_a_source_far_from_its_model_brings_the_facts_along(llama: Callable[..., Any]) -> None:
     facts = read_model(llama(1), None)
-    there = read_model(ArrivingWeights(facts), None)
+    there = read_model(ReceivedWeights(facts), None)
     assert there.folder != facts.folder, "every engine has a folder of its own"
     assert replace(there, folder=facts.folder) == facts
 
@@ -223,7 +223,7 @@ def test_a_follower_asks_the_trainer_for_what_the_host_asks(
     section = RolloutConfig(name="vllm", tensor_model_parallel_size=2, max_model_len=64)
     section.engine_kwargs.vllm = {"enable_sleep_mode": sleeps}
     asked = []
-    for make in (Host, partial(Follower, "vllm")):
+    for make in (Host, partial(TPFollower, "vllm")):
         model = llama(1)
         if lora:
             add_lora(model, rank=2, alpha=4, target_modules=["q_proj"])
@@ -247,7 +247,7 @@ def test_a_follower_asks_the_trainer_for_what_the_host_asks(
 
 def test_a_rank_that_only_trains_says_where_to_ask() -> None:
     with pytest.raises(RolloutError, match="processes of its own"):
-        Elsewhere().generate([])
+        RemoteEngine().generate([])
 
 
 @pytest.mark.parametrize("before", [None, "3"])

@@ -153,5 +153,5 @@ def test_called_off_left_early_and_gone_on_with(engine: tuple[Any, Any, Path]) -
     assert {key: response.token_ids for key, response in again.items()} == {
         key: response.token_ids for key, response in whole.items()
     }
-    group.publish_weights()
+    group.sync_weights()
     assert {response.policy_version for response in spread.generate(asked)} == {group.policy_version}

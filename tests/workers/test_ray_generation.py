@@ -39,11 +39,11 @@ DYING = """
 import os, signal, time
 from pathlib import Path
 from verl.rollout import build_rollout, register_rollout
-from verl.rollout.base import RolloutEngine
+from verl.rollout.base import BatchEngine
 
 
 @register_rollout("dying")
-class Dying(RolloutEngine):
+class Dying(BatchEngine):
     '''The native engine; the first to see a row in the journal ends its own process, once.'''
 
     def __init__(self, source, tokenizer, config):
@@ -51,7 +51,7 @@ class Dying(RolloutEngine):
         self.place = Path(__file__).parent
         self.answered = 0
 
-    def generate(self, requests):
+    def run_batch(self, requests):
         for request in list(requests):
             # The first answer has left this process when the second is there, some time after it.
             while self.answered >= 2 and not self.kept() and not (self.place / "died").exists():

@@ -251,7 +251,7 @@ class Counting(WorkerGroup):
         tokens = mini.meta_info["batch_num_tokens"]
         return {"mean": Metric(float(len(self.done)), "mean", tokens), "sum": Metric(float(tokens), "sum")}
 
-    def publish_weights(self) -> None:
+    def sync_weights(self) -> None:
         self.published.append(self.policy_version)
 
     def generate(self, *arguments: Any) -> Any: ...

@@ -13,9 +13,9 @@ from verl.errors import RolloutError, TrainingHalted
 from verl.rollout.base import Request
 from verl.workers.outcome import Failure
 from verl.workers.process import interface_of
-from verl.workers.pulse import Pulse
 from verl.workers.rank import RankWorker
-from verl.workers.shares import deal, from_arrays, join, pad_rows, to_arrays
+from verl.workers.shard_batch import deal, from_arrays, join, pad_rows, to_arrays
+from verl.workers.watchdog import StackWatchdog
 
 
 def make(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -87,7 +87,7 @@ def test_no_exception_leaves_serve():
 
 
 def test_a_sign_shows_where_a_call_hangs():
-    pulse = Pulse(3)
+    pulse = StackWatchdog(3)
     inside, release = threading.Event(), threading.Event()
 
     def hang() -> None:

@@ -16,7 +16,7 @@ from verl.bench.train_shapes import SHAPES
 from verl.bench.train_steps import Workload, clean, grpo_loss, make_batch, new_model, ragged
 from verl.config.schema import ActorConfig, ModelConfig
 from verl.data.proto import DataProto
-from verl.engines.micro_batches import cut
+from verl.engines.microbatches import cut
 
 CLOSE = 0.97
 LONGEST = 1024

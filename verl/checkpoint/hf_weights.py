@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from verl.checkpoint.bulk import Writers
+from verl.checkpoint.direct_io import Writers
 from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.source import Source
 from verl.checkpoint.tensors import write_stream

@@ -24,14 +24,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from verl.checkpoint import rng
-from verl.checkpoint.collect import Records
+from verl.checkpoint.engine_state import Snapshot, snapshot
 from verl.checkpoint.files import finish_removals
-from verl.checkpoint.job import SaveJob
-from verl.checkpoint.parts import Snapshot, snapshot
-from verl.checkpoint.plain import encode
+from verl.checkpoint.pytree_json import encode
+from verl.checkpoint.rank_manifests import Records
 from verl.checkpoint.ranks import Ranks
 from verl.checkpoint.resume import RANDOM_STATE, TRAINER_STATE, Found, Resuming, resume_newest
 from verl.checkpoint.retention import Limits, apply
+from verl.checkpoint.save_op import SaveJob
 from verl.checkpoint.staging import Staging, free_memory
 from verl.checkpoint.steps import list_steps, recover, set_aside, step_name, work_folder, write_tracker
 from verl.config.disk import HF_BY_DEFAULT_BELOW

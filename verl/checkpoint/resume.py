@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint import rng
+from verl.checkpoint.engine_state import check_part, load_part, load_tree, wanted_sections
 from verl.checkpoint.manifest import Manifest, read_manifest
-from verl.checkpoint.parts import check_part, load_part, load_tree, wanted_sections
 from verl.checkpoint.ranks import Ranks
 from verl.checkpoint.steps import checked_path, in_use, newest_complete, step_name
 from verl.engines.base import TrainEngine

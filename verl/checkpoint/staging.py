@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from verl.checkpoint.bulk import host_memory
-from verl.checkpoint.parts import Snapshot
+from verl.checkpoint.direct_io import host_memory
+from verl.checkpoint.engine_state import Snapshot
 from verl.checkpoint.tensors import Chunk
 
 _ALIGNMENT = 64

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, Replicate
 from torch.futures import Future
 
-from verl.checkpoint.bulk import LARGE, BulkFile, Writers
+from verl.checkpoint.direct_io import LARGE, BulkFile, Writers
 from verl.checkpoint.files import ChecksumFile, FileRecord
 from verl.errors import CheckpointError
 from verl.json_input import open_regular, parse_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from verl.config import known
-from verl.config.pools import OWN_COPY
+from verl.config.pools import EXTERNAL_ENGINES
 from verl.config.ranks import divisors, some_near
 from verl.config.schema import GenerationConfig
 from verl.config.unused_rules import Rule
@@ -16,7 +16,7 @@ OUTPUTS = (".parquet", ".jsonl", ".json")
 
 def engine_size(config: GenerationConfig) -> int:
     """GPUs (or CPU processes' places) that share one copy of the model."""
-    return config.rollout.tensor_model_parallel_size if config.rollout.name in OWN_COPY else 1
+    return config.rollout.tensor_model_parallel_size if config.rollout.name in EXTERNAL_ENGINES else 1
 
 
 def engines(config: GenerationConfig) -> int:
@@ -83,7 +83,9 @@ def _engine_is(config: GenerationConfig, *names: str) -> bool:
 def _has_others(config: GenerationConfig) -> bool:
     """Whether processes beside this one generate: on Ray, a server, or workers that share a model."""
     rollout = config.rollout
-    own = rollout.name in OWN_COPY and (rollout.mode == "server" or rollout.tensor_model_parallel_size > 1)
+    own = rollout.name in EXTERNAL_ENGINES and (
+        rollout.mode == "server" or rollout.tensor_model_parallel_size > 1
+    )
     return engines(config) > 1 or own
 
 
@@ -110,7 +112,7 @@ GENERATION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("rollout.tensor_model_parallel_size", "rollout.mode"),
-        lambda c: _engine_is(c, *OWN_COPY),
+        lambda c: _engine_is(c, *EXTERNAL_ENGINES),
         "rollout.name native and hf generate in this process (or in each of several), one whole copy each",
     ),
     Rule(
@@ -124,7 +126,7 @@ GENERATION_RULES: tuple[Rule, ...] = (
             f"rollout.{name}"
             for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_model_len", "enforce_eager")
         ),
-        lambda c: _engine_is(c, "native", *OWN_COPY),
+        lambda c: _engine_is(c, "native", *EXTERNAL_ENGINES),
         "rollout.name=hf has no paged cache and no CUDA graphs",
     ),
     Rule(("ray_kwargs",), lambda c: engines(c) > 1, "one process runs without Ray"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from verl.config.ranks import divisors, some_near, world_size
 from verl.config.schema import PPOConfig
 
-OWN_COPY = ("vllm", "sglang")
+EXTERNAL_ENGINES = ("vllm", "sglang")
 """Engines that keep a copy of the weights and can share it out over several GPUs."""
 _KEY = "actor_rollout_ref.rollout"
 
@@ -13,7 +13,7 @@ _KEY = "actor_rollout_ref.rollout"
 def engine_size(cfg: PPOConfig) -> int:
     """GPUs (or CPU processes' places) that share one copy of the model while generating."""
     rollout = cfg.actor_rollout_ref.rollout
-    return rollout.tensor_model_parallel_size if rollout.name in OWN_COPY else 1
+    return rollout.tensor_model_parallel_size if rollout.name in EXTERNAL_ENGINES else 1
 
 
 def own_server(cfg: PPOConfig) -> bool:
@@ -21,7 +21,7 @@ def own_server(cfg: PPOConfig) -> bool:
     rollout = cfg.actor_rollout_ref.rollout
     return (
         world_size(cfg) == 1
-        and rollout.name in OWN_COPY
+        and rollout.name in EXTERNAL_ENGINES
         and rollout.mode == "server"
         and rollout.nnodes == 1
         and rollout.n_gpus_per_node == rollout.tensor_model_parallel_size

@@ -6,7 +6,7 @@ from verl.config.device import cpu_has_bf16
 from verl.config.keys import get, schema_keys
 from verl.config.known import MODEL_DTYPES, ROLLOUT_DTYPES
 from verl.config.machine import on_cpu
-from verl.config.pools import OWN_COPY
+from verl.config.pools import EXTERNAL_ENGINES
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 from verl.config.unused_rules import Rule
 
@@ -31,7 +31,7 @@ def _rollout_rules(rollout: str) -> tuple[Rule, ...]:
         # The native engine bounds its KV cache on a CPU by this share of the free host memory.
         Rule(
             (f"{rollout}.gpu_memory_utilization",),
-            lambda c: _on_device(c) or get(c, rollout).name not in OWN_COPY,
+            lambda c: _on_device(c) or get(c, rollout).name not in EXTERNAL_ENGINES,
             "there is no GPU memory to share on a CPU",
         ),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.config import known
 from verl.config.keys import get
-from verl.config.pools import OWN_COPY, rollout_pool
+from verl.config.pools import EXTERNAL_ENGINES, rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import PPOConfig, SFTConfig
 
@@ -56,7 +56,9 @@ def _engine_beside(config: PPOConfig | SFTConfig) -> bool:
     if not isinstance(config, PPOConfig):
         return False
     rollout = config.actor_rollout_ref.rollout
-    return rollout.name in OWN_COPY and (rollout.mode == "server" or rollout.tensor_model_parallel_size > 1)
+    return rollout.name in EXTERNAL_ENGINES and (
+        rollout.mode == "server" or rollout.tensor_model_parallel_size > 1
+    )
 
 
 def _uses_reference(config: PPOConfig) -> bool:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         sft_arguments,
         trained_model,
     )
-    from verl.trainer.setup import quiet_transformers
+    from verl.runtime import quiet_transformers
 
     quiet_transformers()
     use_one_thread()

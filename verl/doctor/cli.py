@@ -24,7 +24,7 @@ DEFAULT_FOLDER = "checkpoints"
 
 
 def main(argv: list[str] | None = None) -> int:
-    from verl.trainer.command import run_command
+    from verl.runtime import run_command
 
     arguments = sys.argv[1:] if argv is None else argv
     return run_command(lambda: run(parser().parse_intermixed_args(arguments)))

@@ -103,7 +103,7 @@ def model(arguments: list[str]) -> Iterator[Finding]:
 
     from verl.config.schema import PPOConfig
     from verl.models.loading import load_config
-    from verl.models.skeleton import CannotStream, open_causal_lm
+    from verl.models.meta_init import CannotStream, open_causal_lm
 
     cfg = _config(*arguments)
     section = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model

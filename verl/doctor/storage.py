@@ -22,7 +22,7 @@ _HANDOVER = 512 * _MIB
 """Two buckets of 256 MiB: what a hand-over of weights keeps in shared memory."""
 _WRITTEN = 32 * _MIB
 _OWNED = re.compile(r"verl-[a-z]+-\w+-([0-9a-f]+)-[0-9a-f]+-[0-9a-f]+")
-"""`verl-<kind>-<place>-<process>-<start>-<random>`, as `verl.rollout.handover.leftovers` names its folders."""
+"""`verl-<kind>-<place>-<process>-<start>-<random>`, as `verl.rollout.weight_sync.stale_files` names its folders."""
 LEFTOVER_PATTERNS = ("/tmp/verl-*", "/dev/shm/verl-*")
 
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.engines import budget
-from verl.engines.filling import fill
+from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.fsdp import FSDPEngine
-from verl.engines.in_step import InStep
+from verl.engines.load_shards import fill
+from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ActivationOffload
 from verl.engines.optim import MasterAdamW
-from verl.engines.passes import Passes
 from verl.engines.ranks import Ranks
 from verl.engines.schedule import Schedule
 from verl.engines.settings import EngineSettings, Kind, read_settings
@@ -35,9 +35,9 @@ from verl.models.forward import attach
 from verl.models.fused_layers import fuse
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
+from verl.models.meta_init import CannotStream, WeightSource, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
 from verl.models.sizes import token_weights
-from verl.models.skeleton import CannotStream, WeightSource, open_causal_lm, open_value_model
 from verl.models.value_model import ValueModel
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def assemble(
     layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config)) / len(
         layers
     )
-    passes = Passes(
+    passes = MicroBatchRunner(
         module,
         ranks.device,
         ranks,
@@ -134,7 +134,7 @@ def assemble(
     )
     if mesh is not None:
         passes.release = lambda: release(module)
-        passes.in_step = InStep(module, replicated=mesh.ndim == 2)
+        passes.in_step = CollectiveReplay(module, replicated=mesh.ndim == 2)
     _find_out(module, passes, stock_attention)
     if settings.torch_compile:
         _try_compiled(passes, layers)
@@ -237,7 +237,7 @@ def _reserved_bytes(optimizer: MasterAdamW, moments_on_host: bool, kind: str) ->
     return 0 if moments_on_host else optimizer.missing_moments()
 
 
-def _find_out(module: Any, passes: Passes, stock_attention: str) -> None:
+def _find_out(module: Any, passes: MicroBatchRunner, stock_attention: str) -> None:
     """Run the model on a few tokens: pad what cannot be packed, refuse what cannot be trained."""
     if passes.packed:
         fault = packing_fault(module, passes.device, stock_attention)
@@ -255,13 +255,13 @@ def _find_out(module: Any, passes: Passes, stock_attention: str) -> None:
     passes.release()
 
 
-def _forget_broken_pass(passes: Passes) -> None:
+def _forget_broken_pass(passes: MicroBatchRunner) -> None:
     """A check that raised in the middle of a sharded pass leaves it unfinished."""
     if passes.in_step is not None and passes.in_step.can_recover:
         passes.in_step.forget()
 
 
-def _try_compiled(passes: Passes, layers: list[nn.Module]) -> None:
+def _try_compiled(passes: MicroBatchRunner, layers: list[nn.Module]) -> None:
     """One small pass forward and backward; where it fails, the model goes on uncompiled."""
     from verl.models.compiling import compile_layers, undo
 

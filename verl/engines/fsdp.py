@@ -21,9 +21,9 @@ from verl.data.proto import DataProto
 from verl.engines.base import LossFn, TrainEngine
 from verl.engines.export import exported_weights, save_folder
 from verl.engines.guard import NonFiniteGuard
+from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
 from verl.engines.optim import MasterAdamW
-from verl.engines.passes import Passes
 from verl.engines.ranks import Ranks
 from verl.engines.settings import EngineSettings
 from verl.engines.sharding import gathered
@@ -47,7 +47,7 @@ class FSDPEngine(TrainEngine):
         model: Any,
         settings: EngineSettings,
         ranks: Ranks,
-        passes: Passes,
+        passes: MicroBatchRunner,
         optimizer: MasterAdamW | None,
         *,
         sharded: bool,

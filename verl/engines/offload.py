@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.rollout.native.parkable import Parkable, reserve_tensors
+from verl.rollout.native.vmm_buffer import Parkable, reserve_tensors
 
 log = logging.getLogger(__name__)
 

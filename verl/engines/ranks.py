@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl.engines.heartbeat import Heartbeat
+from verl.engines.watchdog import Heartbeat
 from verl.errors import ConfigError, TrainingHalted
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from verl.engines.micro_batches import CutRule
+from verl.engines.microbatches import CutRule
 from verl.errors import ConfigError
 
 Kind = Literal["actor", "ref", "critic"]

@@ -21,7 +21,7 @@ from torch import nn
 
 from verl.engines.sharding import own_modules, sharded_parts
 from verl.errors import RolloutError
-from verl.rollout.native.parkable import Parkable, reserve_tensors
+from verl.rollout.native.vmm_buffer import Parkable, reserve_tensors
 
 log = logging.getLogger(__name__)
 

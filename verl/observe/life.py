@@ -1,6 +1,6 @@
 """Signs of life of what this process waits for, counted: a token of a server, an answer of an engine's processes.
 
-A process that waits stands still itself; whoever watches it (`verl.workers.pulse`) counts these as movement.
+A process that waits stands still itself; whoever watches it (`verl.workers.watchdog`) counts these as movement.
 """
 
 from __future__ import annotations

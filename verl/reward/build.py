@@ -287,7 +287,7 @@ def _model_backend(reward_cfg: Any, run: PPOConfig | None) -> Backend:
 
     run = run if run is not None else PPOConfig(reward=reward_cfg)
     require_ray(run)
-    from verl.reward.model_pool import ModelPoolBackend
+    from verl.workers.reward_model_pool import ModelPoolBackend
 
     return ModelPoolBackend.for_run(run)
 

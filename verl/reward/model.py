@@ -2,8 +2,8 @@
 
 The conversation is encoded anew with the reward model's own tokenizer and template, from the messages where the data
 had them. Work is done in batches of similar length on the device at hand; on the trainer's GPUs the model waits in
-host memory while others work (on GPUs of its own: `verl.reward.model_pool`). Scores do not depend on how samples are
-batched.
+host memory while others work (on GPUs of its own: `verl.workers.reward_model_pool`). Scores do not depend on how
+samples are batched.
 """
 
 from __future__ import annotations

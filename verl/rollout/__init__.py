@@ -11,7 +11,7 @@ from inspect import signature
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.rollout.base import FinishReason, Request, Response, RolloutEngine, SamplingParams
+from verl.rollout.base import BatchEngine, FinishReason, Request, Response, RolloutEngine, SamplingParams
 
 RolloutFactory = Callable[..., RolloutEngine]
 """Called with (source, tokenizer, rollout config section), and with `watchdog_s` by name where it has such an argument:
@@ -78,6 +78,7 @@ def build_rollout(
 
 
 __all__ = [
+    "BatchEngine",
     "FinishReason",
     "Request",
     "Response",

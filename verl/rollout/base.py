@@ -1,8 +1,6 @@
-"""The contract of a rollout engine: token ids in, token ids out.
+"""The interface of rollout engines: token ids in, token ids out.
 
-What always holds: every (request, sample) is answered exactly once, in the order of finishing; the same
-request with the same weights and seed gives the same tokens, whatever else is in the batch; a request that
-cannot be served raises `RolloutError` before anything is generated for it, never hangs.
+The tokens of a request depend only on its token ids, sampling parameters, seed and the weights, not on what else runs.
 """
 
 from __future__ import annotations
@@ -11,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from verl.errors import RolloutError
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -50,6 +50,9 @@ class Request:
     partial: tuple[Sequence[int], ...] = ()
     """Tokens already produced for each sample (a resumed request); generation goes on after them, and they
     count towards `max_tokens`. The response then holds only the new tokens: the caller kept the old ones."""
+    prefix_id: str | None = None
+    """Keep the KV blocks of this request's tokens (prompt and response) after it has finished, until `release` of this
+    id or the next weight update: the following turn of the conversation then prefills only what is new."""
 
 
 @dataclass
@@ -64,32 +67,143 @@ class Response:
     policy_version: int = 0
 
 
+@dataclass
+class RolloutStats:
+    """A snapshot of an engine's work."""
+
+    running: int = 0
+    """Samples being generated."""
+    waiting: int = 0
+    """Samples submitted and not yet started."""
+    kv_blocks_used: int = 0
+    kv_blocks: int = 0
+    generated_tokens: int = 0
+    """Since the engine was built."""
+    preemptions: int = 0
+    """Since the engine was built."""
+    weight_sync: dict[str, float] = field(default_factory=dict)
+    """Figures of the last weight update, under the names of the run's metrics."""
+
+
 class RolloutEngine(ABC):
-    """Generates from the policy's weights."""
+    """Generates from the policy's weights. Requests may be submitted while others run.
+
+    `submit`, `abort`, `release` and `stats` may be called from any thread, the rest from one. Every sample of every
+    request is answered exactly once; an error raised by `poll` drops all outstanding requests."""
 
     @abstractmethod
-    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
-        """Yield each sample of each request as it finishes."""
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests. Raises `RolloutError`, and queues none of them, when one cannot be served."""
 
+    @abstractmethod
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
+        """Samples that finished since the last call. Drives an engine in this process.
+
+        Waits for at least one, at most `timeout_s` seconds (None: no limit; 0: what is there, after at most one step).
+        Empty when nothing is outstanding or the time is over."""
+
+    @abstractmethod
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End running requests (all when None); `generate` yields what they have with reason `abort`."""
-        raise NotImplementedError(f"{type(self).__name__} cannot abort requests")
+        """End requests early (None: all); `poll` returns what they have with reason `abort`."""
 
     @abstractmethod
     def update_weights(self, source: Any, version: int) -> None:
-        """Take the weights of `source` (a TrainEngine, or name/tensor pairs).
+        """Take the weights of `source`, between two steps; responses that start now carry `version`.
 
-        Responses carry `version` from now on."""
+        Cached KV blocks of the old weights are dropped."""
 
-    def metrics(self) -> dict[str, float]:
-        """Figures of the last update of the weights, for the run's metrics."""
-        return {}
+    @abstractmethod
+    def stats(self) -> RolloutStats:
+        """Counts at this moment."""
 
-    def sleep(self) -> None:  # noqa: B027 (most engines have nothing to do)
-        """Give device memory back until `wake`."""
+    def release(self, prefix_ids: Iterable[str]) -> None:  # noqa: B027 (an engine may manage its cache by itself)
+        """The KV blocks kept for these conversations may be reused."""
 
-    def wake(self) -> None:  # noqa: B027 (most engines have nothing to do)
-        """Take the memory again."""
+    def sleep(self) -> None:  # noqa: B027 (an engine may have nothing to do)
+        """Free device memory until `wake`."""
 
-    def close(self) -> None:  # noqa: B027 (most engines have nothing to do)
-        """Release everything; the engine cannot be used afterwards."""
+    def wake(self) -> None:  # noqa: B027 (an engine may have nothing to do)
+        """Allocate the memory again."""
+
+    def close(self) -> None:  # noqa: B027 (an engine may have nothing to do)
+        """Free everything; the engine cannot be used afterwards."""
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
+        """Submit, then yield each sample as it finishes. Closing the iterator aborts the rest.
+
+        For an engine with no other requests outstanding: `poll` would hand out their responses here."""
+        requests = list(requests)
+        stats = self.stats()
+        if stats.running or stats.waiting:
+            raise RolloutError(
+                f"generate() needs an idle engine; {stats.running + stats.waiting} samples are outstanding. Use "
+                "submit() and poll()"
+            )
+        self.submit(requests)
+        return self._responses_to(requests)
+
+    def _responses_to(self, requests: list[Request]) -> Iterator[Response]:
+        missing = sum(request.n for request in requests)
+        try:
+            while missing:
+                responses = self.poll()
+                if not responses:
+                    raise RolloutError(f"{type(self).__name__} left {missing} samples unanswered")
+                missing -= len(responses)
+                yield from responses
+        except GeneratorExit:
+            self.abort(request.request_id for request in requests)
+            while self.poll():
+                pass
+            raise
+
+
+class BatchEngine(RolloutEngine):
+    """An engine that runs one batch of requests to its end at a time; requests submitted meanwhile wait."""
+
+    _queued: list[Request]
+    _batch: Iterator[Response] | None = None
+    _unanswered = 0
+
+    @abstractmethod
+    def run_batch(self, requests: list[Request]) -> Iterator[Response]:
+        """Check the requests, then yield each sample as it finishes."""
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        requests = list(requests)
+        if self._batch is None:
+            self._batch, self._queued = self.run_batch(requests), []
+        else:
+            self._queued.extend(requests)
+        self._unanswered += sum(request.n for request in requests)
+
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
+        while self._batch is not None:
+            try:
+                response = next(self._batch, None)
+            except BaseException:
+                self._batch, self._unanswered = None, 0
+                raise
+            if response is not None:
+                self._unanswered -= 1
+                return [response]
+            self._batch = None
+            if self._queued:
+                self._batch, self._queued = self.run_batch(self._queued), []
+        self._unanswered = 0
+        return []
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        raise NotImplementedError(f"{type(self).__name__} cannot abort requests")
+
+    def stats(self) -> RolloutStats:
+        return RolloutStats(running=self._unanswered if self._batch is not None else 0)
+
+    def _responses_to(self, requests: list[Request]) -> Iterator[Response]:
+        try:
+            while responses := self.poll():
+                yield from responses
+        finally:
+            if self._batch is not None and hasattr(self._batch, "close"):
+                self._batch.close()
+            self._batch, self._unanswered = None, 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
+from verl.rollout.base import BatchEngine, FinishReason, Request, Response
 from verl.rollout.noise import sequence_key
 from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
 from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
@@ -85,7 +85,7 @@ class _StepCall:
         return logits
 
 
-class HFRollout(RolloutEngine):
+class HFRollout(BatchEngine):
     """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model."""
 
     def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
@@ -98,8 +98,7 @@ class HFRollout(RolloutEngine):
         self._known: weakref.ref[Any] | None = None
         """The model that was compared with its own forward."""
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
-        requests = list(requests)
+    def run_batch(self, requests: list[Request]) -> Iterator[Response]:
         self._aborted.clear()
         self._abort_all = False
         with whole_module(self.source) as module:

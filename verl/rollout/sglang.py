@@ -24,12 +24,12 @@ import torch
 
 from verl.errors import ConfigError, RolloutError, TrainingHalted, missing_package
 from verl.rollout import WATCHDOG_S
-from verl.rollout.handover.buckets import cut, shared_folder
-from verl.rollout.handover.copy_engine import Sample
-from verl.rollout.handover.leftovers import remove
-from verl.rollout.handover.server import Chunk, Client, ServerProcess, ServerRollout, free_port
-from verl.rollout.handover.weights import Pairs, weights_of, with_tied_head
+from verl.rollout.external_engine import Sample
+from verl.rollout.http_server import Chunk, Client, ServerProcess, ServerRollout, free_port
 from verl.rollout.vllm.settings import ModelFacts, max_length, own_devices, read_model
+from verl.rollout.weight_sync.buckets import cut, shared_folder
+from verl.rollout.weight_sync.stale_files import remove
+from verl.rollout.weight_sync.weights import Pairs, weights_of, with_tied_head
 
 OLDEST, BEFORE = (0, 5), (0, 6)
 FILE_BYTES = 1 << 30

@@ -133,12 +133,12 @@ class PPOTrainer:
         """Train on the dataloader's prompts; the model given is the one that learns, in place."""
         from torch import device
 
-        from verl.models.given import avoid_slow_bf16, unwrapped
-        from verl.trainer.given_batches import GivenLoader
+        from verl.models.external_model import avoid_slow_bf16, unwrapped
+        from verl.trainer.external_batches import ExternalLoader
         from verl.trainer.main_ppo import run
 
         cfg = self.run_config(quiet=True)
-        loader = GivenLoader(train_dataloader, cfg.data, self.tokenizer)
+        loader = ExternalLoader(train_dataloader, cfg.data, self.tokenizer)
         with unwrapped(self.model) as model, handed_back(model):
             if cfg.actor_rollout_ref.model.dtype == "auto":
                 avoid_slow_bf16(model, device("cpu" if on_cpu(cfg) else "cuda"))

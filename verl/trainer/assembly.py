@@ -21,16 +21,14 @@ from verl.observe.run_folder import RunFolder
 from verl.observe.trackers import FanOut, build_trackers
 from verl.reward.base import RewardManager, RewardSample
 from verl.reward.managers import build_reward_manager
-from verl.trainer.command import exits_as_errors
+from verl.runtime import exits_as_errors, quiet_transformers, seed_everything
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
 from verl.trainer.setup import (
     fit_to,
     open_run_folder,
     prometheus_address,
-    quiet_transformers,
     record_config,
-    seed_everything,
 )
 from verl.workers.placement import build_checkpoints, build_group
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config.generation import engines
 from verl.config.machine import beyond_machine
 from verl.config.model_folder import context_length, folder_problem
-from verl.config.pools import OWN_COPY
+from verl.config.pools import EXTERNAL_ENGINES
 from verl.config.schema import DataConfig
 from verl.data.chat import load_tokenizer
 from verl.data.files import absent, read_rows
@@ -28,11 +28,11 @@ from verl.data.rl_dataset import RLDataset
 from verl.errors import ConfigError, RolloutError, missing_package
 from verl.observe.progress import Counter, counting
 from verl.rollout.base import Request, Response, RolloutEngine
+from verl.runtime import quiet_transformers, seed_everything
 from verl.trainer.generation_journal import Journal
 from verl.trainer.generation_model import ModelChoice, choose_model
 from verl.trainer.preflight import hub_problems
 from verl.trainer.row_output import ExtendedRows
-from verl.trainer.setup import quiet_transformers, seed_everything
 from verl.workers.generation import open_engine, rollout_section
 from verl.workers.rollout import GenerationSettings, training_settings
 
@@ -121,7 +121,9 @@ def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
     """Refuse, with every reason at once, what can be seen to be wrong without loading anything."""
     problems = [absent(entry, "data.path") for entry in cfg.data.path]
     problems.append(folder_problem(choice.path, "model.path"))
-    packages = {cfg.rollout.name: f"rollout.name={cfg.rollout.name}"} if cfg.rollout.name in OWN_COPY else {}
+    packages = (
+        {cfg.rollout.name: f"rollout.name={cfg.rollout.name}"} if cfg.rollout.name in EXTERNAL_ENGINES else {}
+    )
     if engines(cfg) > 1:
         packages["ray"] = f"generating on {engines(cfg)} processes (trainer.n_gpus_per_node, trainer.nnodes)"
     for name, why in packages.items():

@@ -235,7 +235,7 @@ class RLLoop:
         if state is None and not self.cfg.trainer.val_only:
             self.run_folder.restart()
         if state is not None:
-            self.workers.publish_weights()
+            self.workers.sync_weights()
             if self.cfg.trainer.val_only:
                 pass  # later steps stay in the run folder: nothing here writes them again
             elif not self.run_folder.rewind(self.step_number) and "metrics" in state:

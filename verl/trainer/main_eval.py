@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from verl.trainer.command import run_command
+from verl.runtime import run_command
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from verl.trainer.command import run_command
+from verl.runtime import run_command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.trainer.command import exits_as_errors, run_command
+from verl.runtime import exits_as_errors, run_command
 
 if TYPE_CHECKING:
     from torch import nn

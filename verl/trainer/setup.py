@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,25 +20,6 @@ logger = logging.getLogger(__name__)
 
 _MODEL_KEYS = ("actor_rollout_ref.model.path", "model.path")
 _SHOWN = 6
-
-
-def seed_everything(seed: int) -> None:
-    """Every global generator, for whatever a model or a user's function draws from them."""
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def quiet_transformers() -> None:
-    """No progress bars and no reports on loading and saving weights: they tear the display, and what is wrong
-    with a model folder is said by our own errors."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 def prometheus_address(cfg: BaseTrainerConfig) -> tuple[str, int] | None:

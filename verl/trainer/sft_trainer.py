@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import CheckpointError
-from verl.trainer.command import exits_as_errors, run_command
+from verl.runtime import exits_as_errors, run_command
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
@@ -76,6 +76,7 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
     from verl.data.chat import load_tokenizer, warn_of_vocabulary
     from verl.data.sft_dataset import sft_loader
     from verl.observe.trackers import build_trackers
+    from verl.runtime import quiet_transformers, seed_everything
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import (
@@ -83,10 +84,8 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
         leave_report,
         open_run_folder,
         prometheus_address,
-        quiet_transformers,
         record_config,
         require_saved,
-        seed_everything,
     )
     from verl.workers.sft.group import build_sft_group
 

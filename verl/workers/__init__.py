@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_HOMES = {"RolloutWorker": "verl.workers.api", "TrainerWorker": "verl.workers.api"}
+_HOMES = {"RolloutWorker": "verl.trainer.worker_api", "TrainerWorker": "verl.trainer.worker_api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from verl.config.generation import engines
-from verl.config.pools import OWN_COPY
+from verl.config.pools import EXTERNAL_ENGINES
 from verl.config.schema import RolloutConfig
 from verl.engines.settings import parameter_dtype
 from verl.models.adapter import merge_adapter
@@ -62,7 +62,7 @@ def load_engine(cfg: GenerationConfig, path: str, adapter: Path | None, tokenize
     rollout = rollout_section(cfg)
     module = _load(cfg, path, adapter)
     engine: Any = build_rollout(rollout.name, module, tokenizer, rollout, watchdog_s=cfg.trainer.watchdog_s)
-    if rollout.name in OWN_COPY:
+    if rollout.name in EXTERNAL_ENGINES:
         engine.source = None  # it has taken and proven its copy; ours would only hold memory
     return engine  # type: ignore[no-any-return]
 

@@ -54,7 +54,7 @@ class WorkerGroup(ABC):
         """One optimiser step of `role` (actor or critic) on one mini-batch, over all ranks."""
 
     @abstractmethod
-    def publish_weights(self) -> None:
+    def sync_weights(self) -> None:
         """Let the rollout engine generate from the actor's current weights, as `policy_version`."""
 
     def rollout_metrics(self) -> dict[str, float]:
@@ -74,7 +74,7 @@ class WorkerGroup(ABC):
         size = actor.ppo_mini_batch_size * self.cfg.actor_rollout_ref.rollout.n
         metrics = self._update("actor", batch, size, actor.ppo_epochs)
         self.policy_version += 1
-        self.publish_weights()
+        self.sync_weights()
         return metrics | self.rollout_metrics()
 
     def update_critic(self, batch: DataProto) -> dict[str, float]:

@@ -20,7 +20,7 @@ from verl.models.sizes import token_weights
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout import build_rollout
-from verl.rollout.handover.weights import module_of
+from verl.rollout.weight_sync.weights import module_of
 from verl.workers.actor import ActorRole
 from verl.workers.critic import CriticRole
 from verl.workers.group import WorkerGroup
@@ -149,11 +149,11 @@ class LocalGroup(WorkerGroup):
         with self._resident(role, optimizer=True):
             return worker.train_mini_batch(mini)
 
-    def publish_weights(self) -> None:
+    def sync_weights(self) -> None:
         self.rollout.engine.update_weights(self.actor_engine, self.policy_version)
 
     def rollout_metrics(self) -> dict[str, float]:
-        return self.rollout.engine.metrics()
+        return self.rollout.engine.stats().weight_sync
 
     def model_size(self) -> ModelSize:
         module: Any

@@ -85,7 +85,7 @@ class Outcome:
     lines: list[Line] = field(default_factory=list)
 
 
-class LineKeeper(logging.Handler):
+class LogBuffer(logging.Handler):
     """Keeps what a rank logs until its next answer: everything from rank 0, warnings from the others."""
 
     def __init__(self, rank: int) -> None:

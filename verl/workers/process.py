@@ -20,7 +20,7 @@ _SIOCGIFADDR = 0x8915  # Linux
 def prepare(setup: RankSetup, address: str) -> None:
     """Find the controller's modules and files, import plugins, take the share of threads; `address` is this node's."""
     from verl.config.load import import_plugins
-    from verl.trainer.setup import quiet_transformers
+    from verl.runtime import quiet_transformers
 
     quiet_transformers()
     sys.path += [folder for folder in setup.search_path if folder not in sys.path]

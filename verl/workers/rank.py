@@ -22,21 +22,21 @@ import torch.distributed as dist
 from verl.checkpoint import CheckpointManager
 from verl.observe.metrics import Metric
 from verl.rollout.base import Request, Response
-from verl.rollout.handover.collective import SENDER, Link
-from verl.rollout.handover.fingerprint import Manifest
+from verl.rollout.weight_sync.broadcast import SENDER, Link
+from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.workers.generating import Generating
 from verl.workers.process import patience, prepare
 from verl.workers.rank_group import RankGroup
-from verl.workers.serving import CallServer
-from verl.workers.shares import Arrays, from_arrays, to_arrays
+from verl.workers.rpc_server import RPCServer
+from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
 
 if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
     from verl.data.proto import DataProto
-    from verl.rollout.handover.probe import TrainerLogProbs
     from verl.rollout.vllm.settings import ModelFacts
+    from verl.rollout.weight_sync.probe import TrainerLogProbs
 
 
 @dataclass
@@ -61,7 +61,7 @@ class RankSetup:
     """The GPU each rank sees, by rank."""
 
 
-class RankWorker(CallServer):
+class RankWorker(RPCServer):
     """One rank of the trainer."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -96,7 +96,7 @@ class RankWorker(CallServer):
 
     def do_build(self, setup: RankSetup) -> None:
         """Join the process group and load this rank's part of the models."""
-        from verl.trainer.setup import seed_everything
+        from verl.runtime import seed_everything
 
         prepare(setup, self._address)
         if self.world_size > 1:
@@ -155,7 +155,7 @@ class RankWorker(CallServer):
 
     def do_publish(self, version: int) -> dict[str, float]:
         self.group.policy_version = version
-        self.group.publish_weights()
+        self.group.sync_weights()
         return self.group.rollout_metrics()
 
     def do_model_size(self) -> Any:
@@ -187,7 +187,7 @@ class RankWorker(CallServer):
             watchdog_s = self.group.cfg.trainer.watchdog_s
             self._link = Link(self._store, SENDER, size, self.group.device, patience(watchdog_s))
 
-    def do_hand_over(self, version: int) -> Manifest | None:
+    def do_sync_weights(self, version: int) -> Manifest | None:
         """What was sent, on the rank that sends."""
         self.group.policy_version = version
         sent = Manifest()

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.pools import OWN_COPY, engine_size, rollout_pool
+from verl.config.pools import EXTERNAL_ENGINES, engine_size, rollout_pool
 from verl.engines.export import whole_weights
 from verl.rollout import build_rollout
-from verl.rollout.handover.adapters import adapter_weights, carrier_weights
-from verl.rollout.handover.bystanders import Elsewhere, Follower
-from verl.rollout.handover.probe import TrainerLogProbs, trainer_log_probs
-from verl.rollout.handover.weights import Pairs, base_weights
 from verl.rollout.vllm.settings import ModelFacts, read_model
+from verl.rollout.weight_sync.adapters import adapter_weights, carrier_weights
+from verl.rollout.weight_sync.probe import TrainerLogProbs, trainer_log_probs
+from verl.rollout.weight_sync.tp_followers import RemoteEngine, TPFollower
+from verl.rollout.weight_sync.weights import Pairs, base_weights
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-class HeldWeights:
+class GatheredWeights:
     """The actor as a rollout engine sees it: whole while held, so that generating needs no step with others."""
 
     def __init__(self, engine: TrainEngine) -> None:
@@ -85,18 +85,18 @@ class RankGroup(LocalGroup):
     def rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """This rank's engine, or what stands in its place."""
         rollout, size = self.cfg.actor_rollout_ref.rollout, engine_size(self.cfg)
-        self.held = HeldWeights(self.actor_engine)
+        self.held = GatheredWeights(self.actor_engine)
         if rollout_pool(self.cfg):
-            return Elsewhere()
+            return RemoteEngine()
         if self._rank % size:
-            return Follower(rollout.name, self.held, tokenizer, rollout)
+            return TPFollower(rollout.name, self.held, tokenizer, rollout)
         shared = self._devices[self._rank : self._rank + size]
         with _visible(shared if size > 1 and self.device.type == "cuda" else ()):
             watchdog_s = self.cfg.trainer.watchdog_s
             return build_rollout(rollout.name, self.held, tokenizer, rollout, watchdog_s=watchdog_s)
 
-    def publish_weights(self) -> None:
-        copied = self.cfg.actor_rollout_ref.rollout.name in OWN_COPY
+    def sync_weights(self) -> None:
+        copied = self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES
         # Where the config keeps weights in host memory they are brought for as long as copying takes, and no longer.
         with self._resident("actor", optimizer=False) if copied else nullcontext():
             self._make_room()
@@ -105,7 +105,7 @@ class RankGroup(LocalGroup):
     def open_generation(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._resident("actor", optimizer=False))
-            if self.cfg.actor_rollout_ref.rollout.name not in OWN_COPY:
+            if self.cfg.actor_rollout_ref.rollout.name not in EXTERNAL_ENGINES:
                 stack.enter_context(self.held.hold())
             self._make_room()
             self.rollout.engine.wake()
@@ -121,7 +121,7 @@ class RankGroup(LocalGroup):
     def _make_room(self) -> None:
         """What torch keeps for later is not free to an engine in other processes: given back on every GPU that the
         engine shares, before its host wakes it."""
-        if self.device.type == "cuda" and self.cfg.actor_rollout_ref.rollout.name in OWN_COPY:
+        if self.device.type == "cuda" and self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES:
             torch.cuda.empty_cache()
             if engine_size(self.cfg) > 1:
                 engine: Any = self.actor_engine
@@ -153,7 +153,10 @@ class RankGroup(LocalGroup):
         on (nothing, once it has been sent: it never changes), and then the adapter. Engines of other makers know the
         names of the model's files, our own those of the module."""
         engine: Any = self.actor_engine
-        own_names, dtype = self.cfg.actor_rollout_ref.rollout.name not in OWN_COPY, engine.settings.dtype
+        own_names, dtype = (
+            self.cfg.actor_rollout_ref.rollout.name not in EXTERNAL_ENGINES,
+            engine.settings.dtype,
+        )
         with self._resident("actor", optimizer=False), engine.ranks.watching():
             if self._adapters_apart:
                 base = carrier_weights(engine.model, dtype) if own_names else base_weights(engine)

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 
 from verl.workers.outcome import Outcome
-from verl.workers.pulse import Sign
-from verl.workers.serving import CallServer
+from verl.workers.rpc_server import RPCServer
+from verl.workers.watchdog import Sign
 
 PARENT_S = 1.0
 
@@ -28,7 +28,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-class ServingActor:
+class RankProcess:
     """Delegates to the server of its role. Ray wants its methods on the class it is given."""
 
     def __init__(self, rank: int, world_size: int, threads: int | None) -> None:
@@ -38,7 +38,7 @@ class ServingActor:
         threading.Thread(target=_end_with, args=(os.getppid(),), name="verl-parent", daemon=True).start()
         self._worker = self.server(rank, world_size)
 
-    def server(self, rank: int, world_size: int) -> CallServer:
+    def server(self, rank: int, world_size: int) -> RPCServer:
         """What serves the calls; torch may be loaded here, not before."""
         raise NotImplementedError
 
@@ -56,15 +56,15 @@ class ServingActor:
         return self._worker.sign()
 
 
-class RankActor(ServingActor):
+class RankActor(RankProcess):
     """A rank of the trainer."""
 
-    def server(self, rank: int, world_size: int) -> CallServer:
+    def server(self, rank: int, world_size: int) -> RPCServer:
         from verl.workers.rank import RankWorker
 
         return RankWorker(rank, world_size)
 
 
-def remote_class(actor: type[ServingActor] = RankActor) -> Any:
+def remote_class(actor: type[RankProcess] = RankActor) -> Any:
     remote: Any = ray.remote  # its annotations do not know concurrency groups
     return remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(actor)

@@ -17,9 +17,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from verl.errors import TrainingHalted, VerlError
+from verl.workers.hang_report import RESUME, label, who_waits_for_whom
 from verl.workers.outcome import Failure, Outcome, WorkersLost
-from verl.workers.pulse import Sign
-from verl.workers.silence import RESUME, label, who_waits_for_whom
+from verl.workers.watchdog import Sign
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RankCalls:
         self.addresses: list[str] = []
         self.devices: list[str] = []
         self.broken = False
-        self.fellows: list[RankCalls] = []
+        self.peers: list[RankCalls] = []
         """Processes of other roles that are idle while these work, and looked after meanwhile."""
         self._unanswered: dict[int, float] = {}
         self._asked_for_life: dict[Any, int] = {}
@@ -62,7 +62,7 @@ class RankCalls:
     def __len__(self) -> int:
         return len(self.actors)
 
-    def introduce(self, patience_s: float) -> None:
+    def handshake(self, patience_s: float) -> None:
         """Learn who the ranks are, so that a later message can name them. Processes may take long to come up."""
         watchdog_s, self.watchdog_s = self.watchdog_s, max(self.watchdog_s, patience_s)
         found = self.all("who")
@@ -131,9 +131,9 @@ class RankCalls:
 
     def _look_after_fellows(self, call: str) -> None:
         """A process that is not asked for anything can die too; its turn may be far off."""
-        if self.fellows and time.monotonic() - self._looked_after > POLL_S:
+        if self.peers and time.monotonic() - self._looked_after > POLL_S:
             self._looked_after = time.monotonic()
-            for fellow in self.fellows:
+            for fellow in self.peers:
                 fellow.check_alive(call)
 
     def check_alive(self, call: str) -> None:
@@ -223,10 +223,10 @@ class RankCalls:
         stopped = f" Because of it also stopped: {short}." if others else ""
         return WorkersLost(
             f"{self.names[rank]} died in {call}: {_why(problem)}.{stopped} {RESUME[0].upper()}{RESUME[1:]}."
-            f"{self._last_words(rank)}"
+            f"{self._log_tail(rank)}"
         )
 
-    def _last_words(self, rank: int) -> str:
+    def _log_tail(self, rank: int) -> str:
         """The end of what the dead process wrote, where its log is on this machine."""
         if not os.path.isfile(self.logs[rank]):
             return ""
@@ -236,7 +236,7 @@ class RankCalls:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def dismiss(self, seconds: float) -> None:
+    def shutdown(self, seconds: float) -> None:
         """Let the ranks close what they opened, for as long as that may take; whatever they answer is unheard."""
         if not self.broken:
             refs = [actor.serve.remote("close") for actor in self.actors]

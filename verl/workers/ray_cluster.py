@@ -35,7 +35,7 @@ from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError, VerlError
-from verl.workers.ray_actor import RankActor, ServingActor, remote_class
+from verl.workers.ray_actor import RankActor, RankProcess, remote_class
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Cluster:
         """For each rank on CPUs: its share of what this process would use."""
         return max(1, torch.get_num_threads() // self.pool.per_node)
 
-    def place(self, timeout_s: float, actor: type[ServingActor] = RankActor) -> list[Any]:
+    def place(self, timeout_s: float, actor: type[RankProcess] = RankActor) -> list[Any]:
         """One actor per process, the same number on each of `nnodes` nodes, process by process and node by node."""
         pool = self.pool
         group = self._wait_for_room(timeout_s)

@@ -20,7 +20,7 @@ from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_group import CLOSE_S, START_S
 from verl.workers.ray_rollout import GeneratingActor, SpreadRollout
-from verl.workers.serving import CallServer
+from verl.workers.rpc_server import RPCServer
 
 if TYPE_CHECKING:
     from verl.config.schema import GenerationConfig
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ROLE = "generation rank"
 
 
-class GenerationRank(CallServer):
+class GenerationRank(RPCServer):
     """One engine with weights of its own."""
 
     def __init__(self, rank: int) -> None:
@@ -55,7 +55,7 @@ class GenerationRank(CallServer):
 class GenerationActor(GeneratingActor):
     """A process that only generates."""
 
-    def server(self, rank: int, world_size: int) -> CallServer:
+    def server(self, rank: int, world_size: int) -> RPCServer:
         return GenerationRank(rank)
 
 
@@ -69,7 +69,7 @@ def spread_engine(
     try:
         cluster.connect()
         calls = RankCalls(cluster.place(START_S, GenerationActor), cfg.trainer.watchdog_s, ROLE)
-        calls.introduce(START_S)
+        calls.handshake(START_S)
         gpus = cluster.on_gpus()
         setup = RankSetup(
             cfg=copy.deepcopy(cfg),  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def spread_engine(
         )
     finally:
         if calls is not None:
-            calls.dismiss(CLOSE_S)
+            calls.shutdown(CLOSE_S)
         cluster.close()
 
 

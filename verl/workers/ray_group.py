@@ -21,7 +21,7 @@ from verl.config.pools import engine_size, rollout_pool
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
-from verl.rollout.handover.probe import worst
+from verl.rollout.weight_sync.probe import worst
 from verl.workers.group import WorkerGroup
 from verl.workers.local import pad_id
 from verl.workers.needs import needs_critic
@@ -31,7 +31,7 @@ from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_pool import RolloutPool
 from verl.workers.ray_rollout import GeneratingRankActor, SpreadRollout
 from verl.workers.rollout import GenerationSettings, OnFinish, RolloutRole
-from verl.workers.shares import deal, join, pad_rows, to_arrays
+from verl.workers.shard_batch import deal, join, pad_rows, to_arrays
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,7 +111,7 @@ class RayGroup(WorkerGroup):
         build_ranks(self.cluster, self.calls, setup, self.pool.calls.addresses if self.pool else ())
         if self.pool is not None:
             self.pool.build(self.calls, setup)
-            self.pool.hand_over(self.policy_version)
+            self.pool.sync_weights(self.policy_version)
 
     # -- what the loop asks for ---------------------------------------------------------------------------------
 
@@ -140,14 +140,14 @@ class RayGroup(WorkerGroup):
         found = self.calls.each(f"train_{role}", [(part, meta) for part in parts])
         return reduce_metrics(found)
 
-    def publish_weights(self) -> None:
+    def sync_weights(self) -> None:
         self.rollout.engine.update_weights(None, self.policy_version)
 
     def _publish(self, version: int) -> None:
         if self.pool is None:
             self._rollout_metrics = worst(self.calls.all("publish", version))
         else:
-            self.pool.hand_over(version)
+            self.pool.sync_weights(version)
             self._rollout_metrics = self.pool.metrics()
 
     def rollout_metrics(self) -> dict[str, float]:
@@ -163,7 +163,7 @@ class RayGroup(WorkerGroup):
     def close(self) -> None:
         broken = self.calls.broken or (self.pool is not None and self.pool.broken())
         if not broken:
-            self.calls.dismiss(CLOSE_S)
+            self.calls.shutdown(CLOSE_S)
         self._end(ask=not broken)
 
     def _end(self, *, ask: bool) -> None:
@@ -202,7 +202,7 @@ class RayGroup(WorkerGroup):
 def build_ranks(cluster: Cluster, calls: RankCalls, setup: RankSetup, others: Sequence[str] = ()) -> None:
     """Let the ranks meet and build what `setup` (its config is changed to their device) says. `others` are the
     addresses of processes that will meet rank 0 too."""
-    calls.introduce(START_S)
+    calls.handshake(START_S)
     gpus = cluster.on_gpus()
     setup.cfg.trainer.device = "cuda" if gpus else "cpu"
     setup.threads = None if gpus else cluster.threads()

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from verl.config.machine import ROLLOUT
-from verl.rollout.handover.fingerprint import compare
-from verl.rollout.handover.probe import ProbeCheck, worst
+from verl.rollout.weight_sync.fingerprint import compare
+from verl.rollout.weight_sync.probe import ProbeCheck, worst
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_rollout import GeneratingActor
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
-    from verl.rollout.handover.arriving import Arrival
+    from verl.rollout.weight_sync.received import Arrival
     from verl.workers.rank import RankSetup
-    from verl.workers.serving import CallServer
+    from verl.workers.rpc_server import RPCServer
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _ADVICE = (
 class RolloutActor(GeneratingActor):
     """A process that only generates."""
 
-    def server(self, rank: int, world_size: int) -> CallServer:
+    def server(self, rank: int, world_size: int) -> RPCServer:
         from verl.workers.rollout_rank import RolloutRank
 
         return RolloutRank(rank)
@@ -57,7 +57,7 @@ class RolloutPool:
         from verl.workers.rollout_rank import ROLE
 
         self.calls = RankCalls(self.cluster.place(timeout_s, RolloutActor), self._watchdog_s, ROLE)
-        self.calls.introduce(timeout_s)
+        self.calls.handshake(timeout_s)
 
     def build(self, trainer: RankCalls, setup: RankSetup) -> None:
         """Start the engines (the trainer's ranks have been built with `setup`) and connect both sides."""
@@ -68,7 +68,7 @@ class RolloutPool:
         self._trainer = trainer
         self._everyone = RankCalls.together(trainer, self.calls)
         self._everyone.all("link", 1 + len(self.calls))
-        self.calls.fellows, trainer.fellows = [trainer], [self.calls]
+        self.calls.peers, trainer.peers = [trainer], [self.calls]
         pool = self.cluster.pool
         logger.info(
             "rollout: %d processes of its own (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
@@ -79,9 +79,9 @@ class RolloutPool:
             pool.per_node,
         )
 
-    def hand_over(self, version: int) -> None:
+    def sync_weights(self, version: int) -> None:
         """The trainer's weights to all of them, as policy `version`; compared by fingerprint and by log-probs."""
-        sent, *found = self._everyone.all("hand_over", version)
+        sent, *found = self._everyone.all("sync_weights", version)
         arrivals: list[Arrival] = found[len(self._trainer) - 1 :]
         for name, arrival in zip(self.calls.names, arrivals, strict=True):
             compare(sent, arrival.received, version, name, _ADVICE)
@@ -103,5 +103,5 @@ class RolloutPool:
     def close(self, seconds: float, *, ask: bool) -> None:
         """End them, after letting the engines close where that can be asked for."""
         if ask and hasattr(self, "calls"):
-            self.calls.dismiss(seconds)
+            self.calls.shutdown(seconds)
         self.cluster.close()

@@ -15,17 +15,17 @@ import ray
 from ray.exceptions import RayError
 
 from verl.errors import RolloutError
-from verl.rollout.base import Request, Response, RolloutEngine
-from verl.workers.dealing import Deal
-from verl.workers.ray_actor import RankActor, ServingActor
+from verl.rollout.base import BatchEngine, Request, Response
+from verl.workers.ray_actor import RankActor, RankProcess
 from verl.workers.ray_calls import RankCalls
+from verl.workers.request_scheduler import RequestScheduler
 
 ABORT_S = 5.0
 """How long a healthy rank takes at most to hear that something is called off; one that does not answer is noticed by
 whoever waits for its responses."""
 
 
-class GeneratingActor(ServingActor):
+class GeneratingActor(RankProcess):
     """An actor that can be told to stop while it generates."""
 
     @ray.method(concurrency_group="control")
@@ -38,7 +38,7 @@ class GeneratingRankActor(GeneratingActor, RankActor):
     """A rank of the trainer that generates too."""
 
 
-class SpreadRollout(RolloutEngine):
+class SpreadRollout(BatchEngine):
     """Sends requests to the ranks' engines and yields their responses as they finish.
 
     `hosts` are the ranks that have one; `shared` says that the ranks also train, so that generation is opened and
@@ -59,22 +59,21 @@ class SpreadRollout(RolloutEngine):
         self.version = 0
         self.answered: Counter[int] = Counter()
         """Of the last `generate`: responses by the rank that finished them."""
-        self._deal: Deal | None = None
+        self._deal: RequestScheduler | None = None
         self._busy = False
 
     # -- generating ---------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
-        requests = list(requests)
+    def run_batch(self, requests: list[Request]) -> Iterator[Response]:
         self._refuse_a_second()
-        self._deal = Deal(requests, len(self._hosts), self._max_num_seqs, self.version)
+        self._deal = RequestScheduler(requests, len(self._hosts), self._max_num_seqs, self.version)
         return self._generate(self._deal)
 
     def _refuse_a_second(self) -> None:
         if self._busy:
             raise RolloutError("these ranks are generating already; finish or close that generate first")
 
-    def _generate(self, deal: Deal) -> Iterator[Response]:
+    def _generate(self, deal: RequestScheduler) -> Iterator[Response]:
         self._refuse_a_second()
         self._busy, self._deal = True, deal
         try:
@@ -86,7 +85,7 @@ class SpreadRollout(RolloutEngine):
             if self._shared and not self._broken():
                 self._calls.all("close_generation")
 
-    def _run(self, deal: Deal) -> Iterator[Response]:
+    def _run(self, deal: RequestScheduler) -> Iterator[Response]:
         self.answered = Counter()
         running: dict[Any, int] = {}
         try:
@@ -101,7 +100,7 @@ class SpreadRollout(RolloutEngine):
             if running and not self._broken():
                 self._stop(deal, running)
 
-    def _next_of(self, stream: Any, deal: Deal, running: dict[Any, int]) -> list[Response]:
+    def _next_of(self, stream: Any, deal: RequestScheduler, running: dict[Any, int]) -> list[Response]:
         """What a rank has answered."""
         rank = running[stream]
         try:
@@ -116,7 +115,7 @@ class SpreadRollout(RolloutEngine):
         self.answered[rank] += len(found)
         return found
 
-    def _employ(self, deal: Deal, running: dict[Any, int]) -> None:
+    def _employ(self, deal: RequestScheduler, running: dict[Any, int]) -> None:
         """Whoever is free takes what waits; when nothing does, others are asked for what they have not begun."""
         busy = set(running.values())
         idle = []
@@ -130,7 +129,7 @@ class SpreadRollout(RolloutEngine):
                 running[stream] = rank
             elif rank not in busy:
                 idle.append(rank)
-        while running and (taken := deal.take_back(len(idle))) is not None:
+        while running and (taken := deal.steal(len(idle))) is not None:
             rank, names = taken
             self._calls.actors[rank].abort.remote(deal.numbers()[rank], names)
 
@@ -142,21 +141,21 @@ class SpreadRollout(RolloutEngine):
         if deal is None:
             return
         named = None if request_ids is None else list(request_ids)
-        deal.call_off(named)
+        deal.cancel(named)
         if not all(self._tell(deal, named)):
             raise NotImplementedError(
                 "the engine of these ranks cannot abort what it has begun; what waits is called off"
             )
 
-    def _stop(self, deal: Deal, running: dict[Any, int]) -> None:
+    def _stop(self, deal: RequestScheduler, running: dict[Any, int]) -> None:
         """Nobody wants the rest: end what runs, and hear it out until every rank is free."""
-        deal.call_off(None)
+        deal.cancel(None)
         self._tell(deal, None)
         while running:
             for stream in self._calls.ready("generate", running):
                 self._next_of(stream, deal, running)
 
-    def _tell(self, deal: Deal, request_ids: list[str] | None) -> list[bool]:
+    def _tell(self, deal: RequestScheduler, request_ids: list[str] | None) -> list[bool]:
         """What those of the ranks at work answer that hear it in time."""
         asked = [
             self._calls.actors[rank].abort.remote(number, request_ids)
@@ -173,7 +172,7 @@ class SpreadRollout(RolloutEngine):
 
     def _broken(self) -> bool:
         """After an error nothing more is asked of ranks, nor of those that work with them."""
-        return self._calls.broken or any(fellow.broken for fellow in self._calls.fellows)
+        return self._calls.broken or any(fellow.broken for fellow in self._calls.peers)
 
     # -- weights ------------------------------------------------------------------------------------------------
 

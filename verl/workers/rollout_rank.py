@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.config.pools import OWN_COPY
+from verl.config.pools import EXTERNAL_ENGINES
 from verl.errors import ModelError
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm
 from verl.models.lora import add_lora
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, Response, RolloutEngine
-from verl.rollout.handover.adapters import take_adapter
-from verl.rollout.handover.arriving import Arrival, ArrivingWeights, probe
-from verl.rollout.handover.collective import Link
-from verl.rollout.handover.receiving import load_into
+from verl.rollout.weight_sync.adapters import take_adapter
+from verl.rollout.weight_sync.broadcast import Link
+from verl.rollout.weight_sync.received import Arrival, ReceivedWeights, probe
+from verl.rollout.weight_sync.receiving import load_into
 from verl.workers.generating import Generating
 from verl.workers.local import choose_device
 from verl.workers.process import patience, prepare
 from verl.workers.rank import RankSetup
-from verl.workers.serving import CallServer
+from verl.workers.rpc_server import RPCServer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROLE = "rollout rank"
 
 
-class RolloutRank(CallServer):
+class RolloutRank(RPCServer):
     """One engine, on one GPU or on several that share a copy of the model."""
 
     def __init__(self, rank: int) -> None:
@@ -45,7 +45,7 @@ class RolloutRank(CallServer):
         self._version = 0
         self._engine: RolloutEngine | None = None
         self._module: nn.Module | None = None
-        self._arriving: ArrivingWeights | None = None
+        self._arriving: ReceivedWeights | None = None
         self._link: Link | None = None
 
     @property
@@ -56,7 +56,7 @@ class RolloutRank(CallServer):
     def do_build(self, setup: RankSetup, facts: ModelFacts, adapter: Any) -> None:
         """Start the engine; its weights come by the first hand-over. `adapter` is peft's description of the LoRA
         adapter where that comes apart from them."""
-        from verl.trainer.setup import seed_everything
+        from verl.runtime import seed_everything
 
         prepare(setup, self._address)
         seed_everything(setup.cfg.trainer.seed)
@@ -68,8 +68,8 @@ class RolloutRank(CallServer):
         rollout.free_cache_engine = False
         self._device = choose_device(setup.cfg.trainer.device)
         source: Any
-        if rollout.name in OWN_COPY:
-            source = self._arriving = ArrivingWeights(facts, adapter)
+        if rollout.name in EXTERNAL_ENGINES:
+            source = self._arriving = ReceivedWeights(facts, adapter)
         else:
             source = self._module = self._with_adapter(self._load())
         watchdog_s = setup.cfg.trainer.watchdog_s
@@ -118,7 +118,7 @@ class RolloutRank(CallServer):
         if self._arriving is not None:
             self._arriving.link = self._link
 
-    def do_hand_over(self, version: int) -> Arrival:
+    def do_sync_weights(self, version: int) -> Arrival:
         """Take the weights the trainer sends now, and show what is computed with them."""
         assert self._link is not None
         rollout = self._setup.cfg.actor_rollout_ref.rollout

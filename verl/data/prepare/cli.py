@@ -122,7 +122,7 @@ def summary(written: Sequence[Written]) -> str:
 
 def script(name: str, description: str | None, argv: Sequence[str] | None = None) -> int:
     """The program of examples/data_preprocess/NAME.py."""
-    from verl.trainer.command import run_command
+    from verl.runtime import run_command
 
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(

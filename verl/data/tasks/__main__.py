@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from verl.trainer.command import run_command
+    from verl.runtime import run_command
 
     parser = argparse.ArgumentParser(prog="python -m verl.data.tasks", description=__doc__)
     add_arguments(parser)

@@ -1,9 +1,9 @@
 """Who holds which block of the KV cache: reference counts, copy on write, prefix sharing. Pure bookkeeping.
 
 A block holds `block_size` consecutive tokens of every layer. Sequences whose first tokens are equal may hold
-the same block. What a block contains is known in granules (`granule` tokens): the content of a granule is
+the same block. What a block contains is known in granules (`hash_block` tokens): the content of a hash_block is
 named by a number that stands for its tokens and everything before them, so two granules with one name have
-equal keys and values. On the GPU a granule is a block; on the CPU one block holds a whole sequence and has
+equal keys and values. On the GPU a hash_block is a block; on the CPU one block holds a whole sequence and has
 many granules.
 
 A block is free, or held by exactly as many tables as its count says; nobody writes to a
@@ -32,13 +32,13 @@ class Copy:
 class BlockManager:
     """Gives blocks to sequences. Nothing here touches a tensor."""
 
-    def __init__(self, num_blocks: int, block_size: int, granule: int | None = None) -> None:
-        granule = granule or block_size
-        if num_blocks < 1 or block_size < 1 or block_size % granule:
-            raise ValueError(f"{num_blocks} blocks of {block_size} tokens in granules of {granule}")
+    def __init__(self, num_blocks: int, block_size: int, hash_block: int | None = None) -> None:
+        hash_block = hash_block or block_size
+        if num_blocks < 1 or block_size < 1 or block_size % hash_block:
+            raise ValueError(f"{num_blocks} blocks of {block_size} tokens in granules of {hash_block}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.granule = granule
+        self.hash_block = hash_block
         self.count = [0] * num_blocks
         self._blank = list(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -46,7 +46,7 @@ class BlockManager:
         self._places: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         """(name of what comes before, tokens) -> (block, name)."""
         self._content: list[dict[int, tuple[int, tuple[int, ...]]]] = [{} for _ in range(num_blocks)]
-        """Per block: granule index within the block -> its key in `_places`."""
+        """Per block: hash_block index within the block -> its key in `_places`."""
         self._next_name = 1
 
     @property
@@ -110,7 +110,7 @@ class BlockManager:
                 if offset:
                     copies.append(Copy(old, new, offset))
             elif self._content[table[index]]:
-                self._forget(table[index], -(-offset // self.granule))
+                self._forget(table[index], -(-offset // self.hash_block))
         while len(table) * self.block_size < length:
             table.append(self._take())
         return copies
@@ -136,15 +136,15 @@ class BlockManager:
 
         At least one token stays to be computed, since its logits are wanted.
         """
-        granule, tokens = self.granule, sequence.tokens
+        hash_block, tokens = self.hash_block, sequence.tokens
         name, blocks, chain = 0, [], []
-        for start in range(0, len(tokens) - granule, granule):
-            found = self._places.get((name, tuple(tokens[start : start + granule])))
+        for start in range(0, len(tokens) - hash_block, hash_block):
+            found = self._places.get((name, tuple(tokens[start : start + hash_block])))
             if found is None:
                 break
             block, name = found
             chain.append(name)
-            # Whoever holds a granule of a block holds the earlier ones in that block, too: the last one decides.
+            # Whoever holds a hash_block of a block holds the earlier ones in that block, too: the last one decides.
             if start % self.block_size == 0:
                 blocks.append(block)
             else:
@@ -153,22 +153,22 @@ class BlockManager:
             self._hold(block)
         sequence.table = blocks
         sequence.chain = chain
-        sequence.computed = len(chain) * granule
+        sequence.computed = len(chain) * hash_block
         return sequence.computed
 
     def register(self, sequence: Sequence, computed: int) -> None:
         """Make known the granules that will be full once the first `computed` tokens are."""
-        granule, chain = self.granule, sequence.chain
-        while (len(chain) + 1) * granule <= computed:
-            start = len(chain) * granule
-            key = (chain[-1] if chain else 0, tuple(sequence.tokens[start : start + granule]))
+        hash_block, chain = self.hash_block, sequence.chain
+        while (len(chain) + 1) * hash_block <= computed:
+            start = len(chain) * hash_block
+            key = (chain[-1] if chain else 0, tuple(sequence.tokens[start : start + hash_block]))
             block = sequence.table[start // self.block_size]
             found = self._places.get(key)
             if found is None:
                 name = self._next_name
                 self._next_name += 1
                 self._places[key] = (block, name)
-                self._content[block][start % self.block_size // granule] = key
+                self._content[block][start % self.block_size // hash_block] = key
             else:
                 name = found[1]
             chain.append(name)

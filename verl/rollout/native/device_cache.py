@@ -1,6 +1,6 @@
 """The KV cache on a device: all layers in one piece of memory, blocks of a few tokens, one block more that nobody owns.
 
-Rows that have ended keep running inside a captured graph until the next harvest; they write to that last block.
+Rows that have ended keep running inside a captured graph until the next poll_finished; they write to that last block.
 
 The tensor never moves while it lives, because captured graphs know its address; while parked it has no memory behind
 it. Its content is never cleared: a place is read only after it was written, and what masks hide is replaced, not
@@ -15,7 +15,7 @@ import torch
 
 from verl.rollout.native.block_manager import Copy
 from verl.rollout.native.kv_cache import CacheLayout
-from verl.rollout.native.parkable import ParkableMemory, reserve
+from verl.rollout.native.vmm_buffer import ParkableMemory, reserve
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from verl.rollout.requests import Stopper
 from verl.rollout.sampling import Kinds, sample
 
 
-def ladder_size(rows: int, capacity: int) -> int:
+def graph_batch_size(rows: int, capacity: int) -> int:
     """The batch size to run `rows` rows with: powers of two and three steps between up to 256, then multiples of 32 (of
     64 above 2048 and so on), at most `capacity`.
 
@@ -195,7 +195,7 @@ class DeviceRunner:
     @torch.no_grad()
     def decode(self, steps: int) -> None:
         """`steps` tokens for every row; rows that end on the way idle."""
-        size = ladder_size(len(self.rows), self.state.capacity)
+        size = graph_batch_size(len(self.rows), self.state.capacity)
         self._send_tables(size)
         graph = self._graph(size) if self.use_graphs else None
         for _ in range(steps):
@@ -262,7 +262,7 @@ class DeviceRunner:
 
     # Polling
 
-    def harvest(self) -> list[tuple[Sequence, FinishReason]]:
+    def poll_finished(self) -> list[tuple[Sequence, FinishReason]]:
         """Read the poll made at the last call and make a new one; the rows found ended leave: (sequence, why).
 
         What was enqueued since the last call is not waited for. A sequence's `length` is what is known of it."""
@@ -283,7 +283,7 @@ class DeviceRunner:
             row.sequence.computed = row.sequence.length - 1
         return self._settle(ended, watched)
 
-    def take_out(self, sequences: list[Sequence]) -> list[tuple[Sequence, FinishReason]]:
+    def evict(self, sequences: list[Sequence]) -> list[tuple[Sequence, FinishReason]]:
         """Rows that are preempted or aborted leave, with all their tokens brought to the host; returns those that have
         ended meanwhile, which nobody may continue: (sequence, why). Waits for the device."""
         wanted = {id(sequence) for sequence in sequences}

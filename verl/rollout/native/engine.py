@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import FinishReason, Request, Response, RolloutEngine
+from verl.rollout.base import BatchEngine, FinishReason, Request, Response
 from verl.rollout.native.backbone import check_positions
 from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.device_runner import DeviceRunner
@@ -35,7 +35,7 @@ from verl.rollout.verify import verify
 
 log = logging.getLogger(__name__)
 
-GRANULE = 16
+HASH_BLOCK = 16
 
 PROMPT_PASSES = 8
 """At most so many prompt passes run between two bursts of decode steps. While rows are free and prompts wait they
@@ -43,7 +43,7 @@ follow each other, since a decode step of a few rows takes nearly as long as one
 wait for no more than these."""
 
 
-class NativeRollout(RolloutEngine):
+class NativeRollout(BatchEngine):
     """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model.
 
     `on_device` chooses the path for devices; None: where the weights are on one. (It also runs on the CPU.) A model is
@@ -62,7 +62,7 @@ class NativeRollout(RolloutEngine):
         self.limits = Limits.of(config)
         self.on_device = on_device
         self.version = 0
-        self.stats: dict[str, int] = {}
+        self.last_run: dict[str, int] = {}
         """Of the last `generate`: preemptions."""
         self._verify = verify
         self._known: tuple[weakref.ref[Any], CacheLayout] | None = None
@@ -75,8 +75,7 @@ class NativeRollout(RolloutEngine):
         self._abort_lock = threading.Lock()
         self._busy = False
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
-        requests = list(requests)
+    def run_batch(self, requests: list[Request]) -> Iterator[Response]:
         if self._busy:
             raise RolloutError("this engine is generating already; finish or close that generate first")
         self._aborted.clear()
@@ -153,13 +152,13 @@ class NativeRollout(RolloutEngine):
             if ended:
                 scheduler.finish_all(ended)
             yield from finished
-        self.stats = {"preemptions": scheduler.preemptions}
+        self.last_run = {"preemptions": scheduler.preemptions}
 
     def _build_for_cpu(
         self, model: Any, layout: CacheLayout, requests: list[Request]
     ) -> tuple[Scheduler, CPURunner]:
         longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
-        page_size = -(-longest // GRANULE) * GRANULE
+        page_size = -(-longest // HASH_BLOCK) * HASH_BLOCK
         wanted = min(sum(r.n for r in requests) + 1, self.limits.max_num_seqs + 1)
         tokens = self.limits.cache_tokens
         if tokens is None:
@@ -173,7 +172,7 @@ class NativeRollout(RolloutEngine):
             )
         budget = self.limits.max_num_batched_tokens
         scheduler = Scheduler(
-            BlockManager(pages, page_size, GRANULE),
+            BlockManager(pages, page_size, HASH_BLOCK),
             min(self.limits.max_num_seqs, budget),
             budget,
             prefix_in_same_step=False,
@@ -201,7 +200,7 @@ class NativeRollout(RolloutEngine):
         while not scheduler.idle:
             if self._abort_all or self._aborted:
                 named = self._named_by_abort(scheduler)
-                ended = self._take_out(scheduler, runner, named)
+                ended = self._evict(scheduler, runner, named)
                 done = {id(sequence) for sequence, _ in ended}
                 aborted = self._end(scheduler, [s for s in named if id(s) not in done])
                 yield from self._responses(ended)
@@ -228,10 +227,10 @@ class NativeRollout(RolloutEngine):
                 step = scheduler.schedule(lookahead=0)
                 ended += self._make_room(scheduler, runner, step)
             self._prefill(scheduler, runner, step)
-            harvested = runner.harvest()
-            scheduler.finish_all([sequence for sequence, _ in harvested])
-            yield from self._responses([*ended, *harvested])
-        self.stats = {"preemptions": scheduler.preemptions}
+            finished_rows = runner.poll_finished()
+            scheduler.finish_all([sequence for sequence, _ in finished_rows])
+            yield from self._responses([*ended, *finished_rows])
+        self.last_run = {"preemptions": scheduler.preemptions}
 
     def _note_refusal(self, runner: DeviceRunner) -> None:
         """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: the
@@ -251,7 +250,7 @@ class NativeRollout(RolloutEngine):
         self, scheduler: Scheduler, runner: DeviceRunner, step: Step
     ) -> list[tuple[Sequence, FinishReason]]:
         """What comes before a step: preempted sequences leave the device, blocks are copied. Returns what had ended."""
-        ended = self._take_out(scheduler, runner, step.preempted)
+        ended = self._evict(scheduler, runner, step.preempted)
         if step.copies:
             runner.cache.copy(step.copies)
         return ended
@@ -261,11 +260,11 @@ class NativeRollout(RolloutEngine):
             runner.prefill(step.chunks)
         scheduler.complete(step)
 
-    def _take_out(
+    def _evict(
         self, scheduler: Scheduler, runner: DeviceRunner, sequences: list[Sequence]
     ) -> list[tuple[Sequence, FinishReason]]:
         """Preempted or aborted sequences leave the device. Those that turn out to have ended are finished."""
-        ended = runner.take_out(sequences)
+        ended = runner.evict(sequences)
         for sequence, _ in ended:
             scheduler.finish(sequence)
         return ended

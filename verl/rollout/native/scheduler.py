@@ -156,7 +156,7 @@ class Scheduler:
         passed: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
             sequence = self.waiting.popleft()
-            opening = tuple(sequence.tokens[: self.blocks.granule])
+            opening = tuple(sequence.tokens[: self.blocks.hash_block])
             if not self.prefix_in_same_step and opening in fresh and len(sequence.tokens) > len(opening):
                 passed.append(sequence)
                 continue

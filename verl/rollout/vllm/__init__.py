@@ -4,7 +4,7 @@
 engine in this process, `server` drives vLLM's HTTP server. Only these files import vllm.
 
 What always holds: token ids in, token ids out; every hand-over of weights is checked on both sides
-(`verl.rollout.handover`); the prefix cache never outlives the weights it was computed with.
+(`verl.rollout.weight_sync`); the prefix cache never outlives the weights it was computed with.
 """
 
 from __future__ import annotations

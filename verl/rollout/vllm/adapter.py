@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from verl.rollout.handover.adapters import adapter_of, read_adapter, write_adapter
-from verl.rollout.handover.fingerprint import Manifest, compare
-from verl.rollout.handover.leftovers import new_path
+from verl.rollout.weight_sync.adapters import adapter_of, read_adapter, write_adapter
+from verl.rollout.weight_sync.fingerprint import Manifest, compare
+from verl.rollout.weight_sync.stale_files import new_path
 
 
 class Adapters:

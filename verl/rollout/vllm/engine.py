@@ -19,14 +19,11 @@ import torch.distributed as dist
 from verl.errors import RESUME, EngineLost, RolloutError
 from verl.rollout import WATCHDOG_S
 from verl.rollout.base import FinishReason, Response
-from verl.rollout.handover import base_weights, weights_of
-from verl.rollout.handover.copy_engine import CopyRollout, Sample
-from verl.rollout.handover.guard import Guard
-from verl.rollout.handover.leftovers import remember_segments, remove
+from verl.rollout.external_engine import ExternalRollout, Sample
 from verl.rollout.vllm.adapter import Adapters
-from verl.rollout.vllm.lifeline import named_host
+from verl.rollout.vllm.parent_watch import named_host
 from verl.rollout.vllm.process import EngineProcesses, kept_random_state, leave_process_group, sockets_in
-from verl.rollout.vllm.sending import by_buckets, hand_over, reader_patience
+from verl.rollout.vllm.sending import by_buckets, reader_patience, sync_weights
 from verl.rollout.vllm.settings import (
     engine_arguments,
     max_length,
@@ -36,9 +33,12 @@ from verl.rollout.vllm.settings import (
     sampling_arguments,
     set_environment,
 )
+from verl.rollout.weight_sync import base_weights, weights_of
+from verl.rollout.weight_sync.server_watchdog import Guard
+from verl.rollout.weight_sync.stale_files import remember_segments, remove
 
 
-class VLLMRollout(CopyRollout):
+class VLLMRollout(ExternalRollout):
     """Generates with vLLM from a copy of the trainer's weights. `source` is a TrainEngine or a causal model."""
 
     name = "vllm"
@@ -75,7 +75,7 @@ class VLLMRollout(CopyRollout):
         self.guard: Guard | None = None if self.by_reference else self._guard(watchdog_s)
         self.adapters: Adapters | None = None
         if self.facts.lora_rank:
-            hand_over(base_weights(source), self.facts.tied, 0, self._deliver)
+            sync_weights(base_weights(source), self.facts.tied, 0, self._deliver)
             self.adapters = Adapters(self._load_adapter, self._unload_adapter)
         self.take_first_weights(source)
 
@@ -198,7 +198,7 @@ class VLLMRollout(CopyRollout):
         if self.adapters is not None:
             self.adapters.take(self.source, self.version)
         elif new_source:
-            hand_over(weights_of(self.source), self.facts.tied, self.version, self._deliver)
+            sync_weights(weights_of(self.source), self.facts.tied, self.version, self._deliver)
 
     def _deliver(self, pairs: Any) -> list[str]:
         if self.guard is None:

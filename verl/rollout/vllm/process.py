@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from verl.errors import RESUME, EngineLost
-from verl.rollout.handover import processes
+from verl.rollout.weight_sync import processes
 
 SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 

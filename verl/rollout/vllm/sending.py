@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl.errors import TrainingHalted
-from verl.rollout.handover.adapters import NotYet
-from verl.rollout.handover.buckets import shared_folder, write_buckets
-from verl.rollout.handover.fingerprint import Manifest, compare
-from verl.rollout.handover.guard import Guard
-from verl.rollout.handover.leftovers import remove
-from verl.rollout.handover.weights import Pairs, TiedHead, with_tied_head
+from verl.rollout.weight_sync.adapters import NotYet
+from verl.rollout.weight_sync.buckets import shared_folder, write_buckets
+from verl.rollout.weight_sync.fingerprint import Manifest, compare
+from verl.rollout.weight_sync.server_watchdog import Guard
+from verl.rollout.weight_sync.stale_files import remove
+from verl.rollout.weight_sync.weights import Pairs, TiedHead, with_tied_head
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +26,13 @@ def reader_patience(guard: Guard) -> float:
     return 2 * guard.watchdog_s + 60
 
 
-def hand_over(
+def sync_weights(
     pairs: Pairs, tied: TiedHead | None, version: int, deliver: Callable[[Pairs], list[str]]
 ) -> None:
     """Deliver all pairs; TrainingHalted unless every worker received them all and put them everywhere. Weights that are
     still with a trainer elsewhere are delivered when they come."""
     if isinstance(pairs, NotYet):
-        pairs.leave_word(lambda arrived, later: hand_over(arrived, tied, later, deliver))
+        pairs.leave_word(lambda arrived, later: sync_weights(arrived, tied, later, deliver))
         return
     sent = Manifest()
     reports = [json.loads(answer) for answer in deliver(sent.watch(with_tied_head(pairs, tied)))]

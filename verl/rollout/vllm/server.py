@@ -12,15 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.rollout import WATCHDOG_S
-from verl.rollout.handover import base_weights, weights_of
-from verl.rollout.handover.copy_engine import Sample
-from verl.rollout.handover.leftovers import remember_segments, remove
-from verl.rollout.handover.processes import members
-from verl.rollout.handover.server import Chunk, Client, ServerProcess, ServerRollout
+from verl.rollout.external_engine import Sample
+from verl.rollout.http_server import Chunk, Client, ServerProcess, ServerRollout
 from verl.rollout.vllm.adapter import Adapters
-from verl.rollout.vllm.lifeline import host_of_children
+from verl.rollout.vllm.parent_watch import host_of_children
 from verl.rollout.vllm.process import SOCKET_FOLDER
-from verl.rollout.vllm.sending import by_buckets, hand_over, reader_patience
+from verl.rollout.vllm.sending import by_buckets, reader_patience, sync_weights
 from verl.rollout.vllm.settings import (
     SERVER_ENVIRONMENT,
     engine_arguments,
@@ -31,6 +28,9 @@ from verl.rollout.vllm.settings import (
     read_model,
     sampling_arguments,
 )
+from verl.rollout.weight_sync import base_weights, weights_of
+from verl.rollout.weight_sync.processes import members
+from verl.rollout.weight_sync.stale_files import remember_segments, remove
 
 _MODEL = "policy"
 
@@ -81,7 +81,7 @@ class VLLMServerRollout(ServerRollout):
             self.open(watchdog_s)
             remember_segments(self.facts.folder, [process.pid for process in members(self.process.pid)])
             if self.facts.lora_rank:
-                hand_over(base_weights(source), self.facts.tied, 0, self._deliver)
+                sync_weights(base_weights(source), self.facts.tied, 0, self._deliver)
                 self.adapters = Adapters(self._load_adapter, self._unload_adapter)
             self.take_first_weights(source)
         except BaseException:
@@ -114,7 +114,7 @@ class VLLMServerRollout(ServerRollout):
         if self.adapters is not None:
             self.adapters.take(self.source, self.version)
         elif new_source:
-            hand_over(weights_of(self.source), self.facts.tied, self.version, self._deliver)
+            sync_weights(weights_of(self.source), self.facts.tied, self.version, self._deliver)
 
     def _deliver(self, pairs: Any) -> list[str]:
         return by_buckets(pairs, self.workers, self._receive_buckets, self.guard)

@@ -16,10 +16,10 @@ import torch
 from verl.errors import ConfigError
 from verl.models.lora import has_lora
 from verl.rollout.base import SamplingParams
-from verl.rollout.handover.leftovers import new_path, sweep
-from verl.rollout.handover.weights import TiedHead, module_of, tied_head
 from verl.rollout.requests import eos_token_ids
 from verl.rollout.source import causal_lm
+from verl.rollout.weight_sync.stale_files import new_path, sweep
+from verl.rollout.weight_sync.weights import TiedHead, module_of, tied_head
 
 WORKER_EXTENSION = "verl.rollout.vllm.worker.WeightReceiver"
 _OURS = ("model", "load_format", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode")

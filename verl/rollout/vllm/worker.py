@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.rollout.handover.buckets import read_buckets
-from verl.rollout.handover.weights import Pairs
-from verl.rollout.vllm.held import EXACT, Arriving, HeldCheck, HeldPlaces, without_lora_layers
-from verl.rollout.vllm.lifeline import end_with_host
+from verl.rollout.vllm.loaded_weights import EXACT, Arriving, HeldCheck, HeldPlaces, without_lora_layers
+from verl.rollout.vllm.parent_watch import end_with_host
+from verl.rollout.weight_sync.buckets import read_buckets
+from verl.rollout.weight_sync.weights import Pairs
 
 # vLLM imports this file in each of its workers before anything else of ours runs there.
 end_with_host()

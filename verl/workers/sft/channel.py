@@ -23,10 +23,10 @@ from typing import Any
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-from verl.checkpoint.plain import decode, encode
+from verl.checkpoint.pytree_json import decode, encode
 from verl.workers.outcome import Failure, Line, Outcome
-from verl.workers.pulse import Sign
-from verl.workers.serving import CallServer
+from verl.workers.rpc_server import RPCServer
+from verl.workers.watchdog import Sign
 
 CONNECT_S = 300.0
 SIGN_EVERY_S = 1.0
@@ -176,7 +176,7 @@ class Channel:
 class Signs:
     """Tells everybody, from beside the work, what this process is doing."""
 
-    def __init__(self, job: Job, server: CallServer) -> None:
+    def __init__(self, job: Job, server: RPCServer) -> None:
         self._store = job.connection()
         self._key = f"sign/{job.rank}"
         self._server = server

@@ -18,7 +18,7 @@ from verl.observe.metrics import Metric, average_metrics, reduce_metrics
 from verl.workers.placement import require_ray
 from verl.workers.ray_checkpoints import RayCheckpoints
 from verl.workers.sft.role import SFTRole
-from verl.workers.shares import Arrays, deal, pad_rows, to_arrays
+from verl.workers.shard_batch import Arrays, deal, pad_rows, to_arrays
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig

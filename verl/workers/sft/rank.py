@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from verl.workers.rank import RankSetup, RankWorker
 from verl.workers.sft.role import SFTRole
-from verl.workers.shares import Arrays, from_arrays
+from verl.workers.shard_batch import Arrays, from_arrays
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig

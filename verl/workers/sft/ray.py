@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.workers.rank import RankSetup
-from verl.workers.ray_actor import ServingActor
+from verl.workers.ray_actor import RankProcess
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_group import CLOSE_S, START_S, build_ranks
@@ -15,13 +15,13 @@ from verl.workers.sft.group import SpreadSFT
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
-    from verl.workers.serving import CallServer
+    from verl.workers.rpc_server import RPCServer
 
 
-class SFTRankActor(ServingActor):
+class SFTRankActor(RankProcess):
     """A rank of fine-tuning."""
 
-    def server(self, rank: int, world_size: int) -> CallServer:
+    def server(self, rank: int, world_size: int) -> RPCServer:
         from verl.workers.sft.rank import SFTRankWorker
 
         return SFTRankWorker(rank, world_size)
@@ -42,7 +42,7 @@ def ray_sft(cfg: SFTConfig, tokenizer: Any, *, training_steps: int, run_folder: 
         build_ranks(cluster, calls, setup)
 
         def close() -> None:
-            calls.dismiss(CLOSE_S)
+            calls.shutdown(CLOSE_S)
             cluster.close()
 
         return SpreadSFT(calls, close)

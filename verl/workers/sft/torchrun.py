@@ -25,16 +25,16 @@ import torch.distributed as dist
 from verl.config.load import from_dict, to_dict
 from verl.config.schema import SFTConfig
 from verl.errors import ConfigError
+from verl.workers.hang_report import RESUME, who_waits_for_whom
 from verl.workers.local import choose_device
 from verl.workers.outcome import Failure, Outcome, WorkersLost
 from verl.workers.rank import RankSetup
 from verl.workers.sft.channel import CONNECT_S, Channel, Freshness, Job, Signs, pause_s
 from verl.workers.sft.group import SpreadSFT
 from verl.workers.sft.rank import SFTRankWorker
-from verl.workers.silence import RESUME, who_waits_for_whom
 
 if TYPE_CHECKING:
-    from verl.workers.pulse import Sign
+    from verl.workers.watchdog import Sign
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +104,11 @@ def torchrun_sft(
 ) -> SpreadSFT:
     """On rank 0: let every rank join and load its part of the model."""
     calls = TorchrunCalls(job, TorchrunWorker(job, tokenizer), cfg.trainer.watchdog_s)
-    calls.introduce()
+    calls.handshake()
     config = to_dict(cfg)
     config["trainer"]["device"] = choose_device(cfg.trainer.device).type
     calls.all("start", config, training_steps, str(run_folder.absolute()))
-    return SpreadSFT(calls, lambda: calls.dismiss(CLOSE_S))
+    return SpreadSFT(calls, lambda: calls.shutdown(CLOSE_S))
 
 
 class TorchrunCalls:
@@ -135,7 +135,7 @@ class TorchrunCalls:
             call, args = task
             self._done.put(self._worker.serve(call, *args))
 
-    def introduce(self) -> None:
+    def handshake(self) -> None:
         """Learn who the ranks are, so that a later message can name them. Processes may take long to come up."""
         watchdog_s, self.watchdog_s = self.watchdog_s, max(self.watchdog_s, CONNECT_S)
         found = self.all("who")
@@ -237,7 +237,7 @@ class TorchrunCalls:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def dismiss(self, seconds: float) -> None:
+    def shutdown(self, seconds: float) -> None:
         """Let the ranks close what they opened, for as long as that may take; whatever they answer is unheard."""
         self._signs.stop()
         if self.broken:

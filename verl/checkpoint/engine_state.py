@@ -1,0 +1,226 @@
+"""One trained model in a checkpoint: an engine's state on disk and back.
+
+    model/model_world_size_{W}_rank_{R}.safetensors          the master weights, under their own names
+    optimizer/optimizer_world_size_{W}_rank_{R}.safetensors  moments and counts
+    {model,optimizer,extra}/{...}_rank_{R}.json              what is not a tensor, such as the schedule
+
+What always holds: `snapshot` is the only moment at which the engine must stand still; writing a snapshot needs no
+other rank; loading takes any sharding into any other and refuses, by name, what does not fit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.checkpoint.direct_io import Writers
+from verl.checkpoint.files import FileRecord, inside, write_file
+from verl.checkpoint.manifest import Manifest
+from verl.checkpoint.pytree_json import Encoded, encode, read_tree
+from verl.checkpoint.tensors import Chunk, check_fit, local_chunks, read_into, read_whole, write_chunks
+from verl.engines.base import TrainEngine
+from verl.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+# Which entries of an engine's state belong to which word of `checkpoint.save_contents`.
+SECTIONS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("scheduler", "extra")}
+
+
+@dataclass
+class Snapshot:
+    """A rank's share of an engine's state, by section."""
+
+    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, Chunk]]:
+        for section, chunks in self.chunks.items():
+            for chunk in chunks:
+                yield section, chunk
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(chunk.tensor.numel() * chunk.tensor.element_size() for _, chunk in self.tensors())
+
+
+def snapshot(state: Mapping[str, Any], contents: Sequence[str], rank: int = 0) -> Snapshot:
+    """A rank's share of what `contents` asks for of an engine's state. Tensors are the engine's own, not copies."""
+    taken = Snapshot()
+    for section, entries in SECTIONS.items():
+        if section not in contents:
+            continue
+        tree = {entry: state.get(entry, {}) for entry in entries}
+        tensors = _tensors_by_name(tree if section == "extra" else tree[section])
+        taken.chunks[section] = local_chunks(tensors, rank)
+        taken.plain[section] = _without_tensors(tree if section == "extra" else tree[section])
+    return taken
+
+
+def write_snapshot(
+    folder: Path, taken: Snapshot, rank: int = 0, world_size: int = 1
+) -> dict[str, FileRecord]:
+    """Write this rank's files below `folder`; returns their records by name relative to it."""
+
+    def write(section: str) -> dict[str, FileRecord]:
+        records = {}
+        (folder / section).mkdir(parents=True, exist_ok=True)
+        stem = f"{section}/{section}_world_size_{world_size}_rank_{rank}"
+        if taken.chunks[section]:
+            records[f"{stem}.safetensors"] = write_chunks(
+                folder / f"{stem}.safetensors", taken.chunks[section], writers
+            )
+        if taken.plain[section]:
+            text, _ = encode(taken.plain[section])
+            records[f"{stem}.json"] = write_file(folder / f"{stem}.json", text)
+        return records
+
+    # Side by side, so that the end of one file leaves no thread idle.
+    with Writers() as writers, ThreadPoolExecutor(len(SECTIONS)) as pool:
+        return {name: record for part in pool.map(write, taken.chunks) for name, record in part.items()}
+
+
+def wanted_sections(manifest: Manifest, part: str, contents: Sequence[str] | None = None) -> list[str]:
+    """What of an engine's state the checkpoint replaces; `contents` limits it (None: all that was saved)."""
+    saved = manifest.parts.get(part, [])
+    return [section for section in SECTIONS if section in saved and (contents is None or section in contents)]
+
+
+def check_part(
+    folder: Path, manifest: Manifest, part: str, engine: TrainEngine, contents: Sequence[str] | None = None
+) -> None:
+    """Raise unless `load_part` would do. Reads no values of tensors and changes nothing."""
+    state = engine.state_dict()
+    for section in wanted_sections(manifest, part, contents):
+        target, shards, plain = _section(folder, manifest, part, section, state, engine.rank)
+        leaves = _tensors_by_name(target)
+        if leaves or shards:
+            check_fit(shards, leaves, f"{folder.name}/{part}/{section}")
+        _check_plain(target, plain, f"{folder.name}/{part}/{section}")
+
+
+def load_part(
+    folder: Path, manifest: Manifest, part: str, engine: TrainEngine, contents: Sequence[str] | None = None
+) -> None:
+    """Give the engine what the checkpoint `folder` holds of `part`; `contents` limits it (None: all of it)."""
+    sections = wanted_sections(manifest, part, contents)
+    for section in SECTIONS if contents is None else contents:
+        if section in SECTIONS and section not in sections:
+            logger.warning(
+                "checkpoint %s holds no '%s' of the %s: the engine keeps its own (saved: %s)",
+                folder.name,
+                section,
+                part,
+                ", ".join(manifest.parts.get(part, [])),
+            )
+    state = engine.state_dict()
+    for section in sections:
+        target, shards, plain = _section(folder, manifest, part, section, state, engine.rank)
+        leaves = _tensors_by_name(target)
+        if leaves or shards:
+            read_into(shards, leaves, f"{folder.name}/{part}/{section}")
+        merged = _with_plain(target, plain)
+        state.update(merged if section == "extra" else {section: merged})
+    engine.load_state_dict(state)
+
+
+def _section(
+    folder: Path, manifest: Manifest, part: str, section: str, state: Mapping[str, Any], rank: int
+) -> tuple[Any, list[Path], Any]:
+    """The engine's own tree of a section, the files with its tensors, and the saved plain values."""
+    tree = {entry: state.get(entry, {}) for entry in SECTIONS[section]}
+    files = manifest.files_of(folder, f"{part}/{section}/")
+    shards = [file for file in files if file.suffix == ".safetensors"]
+    return tree if section == "extra" else tree[section], shards, _own_plain(files, rank)
+
+
+def _own_plain(files: Sequence[Path], rank: int) -> Any:
+    """This rank's plain values; a rank the checkpoint does not know takes those of the first."""
+    by_rank = {int(file.stem.rpartition("_")[2]): file for file in files if file.suffix == ".json"}
+    if not by_rank:
+        return {}
+    return read_tree(by_rank.get(rank, by_rank[min(by_rank)]), {})
+
+
+def save_tree(folder: Path, name: str, tree: Encoded) -> dict[str, FileRecord]:
+    """An encoded tree as `{name}.json` and, where there are tensors, `{name}.safetensors`."""
+    text, tensors = tree
+    records = {f"{name}.json": write_file(folder / f"{name}.json", text)}
+    if tensors:
+        chunks = [Chunk(key, (0,) * tensor.ndim, tensor) for key, tensor in tensors.items()]
+        records[f"{name}.safetensors"] = write_chunks(folder / f"{name}.safetensors", chunks)
+    return records
+
+
+def load_tree(folder: Path, manifest: Manifest, name: str) -> Any:
+    if f"{name}.json" not in manifest.files:
+        raise CheckpointError(f"{folder} holds no {name}.json")
+    tensors = read_whole(manifest.files_of(folder, f"{name}.safetensors"))
+    return read_tree(inside(folder, f"{name}.json"), tensors)
+
+
+def _tensors_by_name(tree: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in _tensor_leaves(tree):
+        if name in found:
+            raise CheckpointError(f"two tensors of the engine's state have the name {name!r}")
+        found[name] = tensor
+    return found
+
+
+def _tensor_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensor_leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from _tensor_leaves(value, f"{path}.{index}" if path else str(index))
+
+
+def _without_tensors(tree: Any) -> Any:
+    """The same tree with an empty place where a tensor was."""
+    if isinstance(tree, torch.Tensor):
+        return None
+    if isinstance(tree, Mapping):
+        kept = {key: _without_tensors(v) for key, v in tree.items() if not isinstance(v, torch.Tensor)}
+        return {key: value for key, value in kept.items() if value != {} or tree[key] == {}}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_without_tensors(value) for value in tree)
+    return tree
+
+
+def _check_plain(own: Any, saved: Any, where: str) -> None:
+    """Raise unless the saved plain values have the form of the engine's own; further ones do no harm."""
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        for key in own.keys() & saved.keys():
+            _check_plain(own[key], saved[key], f"{where}.{key}")
+    elif isinstance(own, (int, float)) and not isinstance(own, bool):
+        number = isinstance(saved, (int, float)) and not isinstance(saved, bool)
+        if not number or not abs(saved) < 1 << 63:
+            raise CheckpointError(f"{where} is {str(saved)[:40]!r}, not a number of this size")
+    elif not isinstance(own, torch.Tensor) and own is not None and not isinstance(saved, type(own)):
+        raise CheckpointError(f"{where} is a {type(saved).__name__}, not a {type(own).__name__}")
+
+
+_ABSENT = object()
+
+
+def _with_plain(target: Any, plain: Any) -> Any:
+    """`target`'s tensors with the saved plain values around them; what was not saved stays as it is."""
+    if plain is _ABSENT or isinstance(target, torch.Tensor):
+        return target
+    if isinstance(target, Mapping) and isinstance(plain, Mapping):
+        merged = {key: _with_plain(value, plain.get(key, _ABSENT)) for key, value in target.items()}
+        return merged | {key: value for key, value in plain.items() if key not in target}
+    if isinstance(target, (list, tuple)) and isinstance(plain, (list, tuple)) and len(target) == len(plain):
+        return type(target)(_with_plain(t, p) for t, p in zip(target, plain, strict=True))
+    return plain

@@ -1,0 +1,95 @@
+"""A model handed in by the user: taken out of FSDP or DDP for training, and given what it learned afterwards."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from verl.config.device import cpu_has_bf16
+from verl.errors import ConfigError
+from verl.models.loading import cast_parameters
+from verl.models.meta_init import parameters_on_meta
+
+log = logging.getLogger(__name__)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP1 or FSDP2 is around the model or parts of it."""
+    return any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in model.modules())
+
+
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """The model itself, or a plain one with the weights of a sharded one; the sharded one gets the weights at the end.
+
+    The training engine shards in its own way, copies the model and calls parts of it, none of which FSDP's wrappers
+    allow."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        yield model.module
+        return
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile(model)
+        yield model._orig_mod  # type: ignore[misc]
+        return
+    if not is_sharded(model):
+        yield model
+        return
+    plain = _plain(model)
+    log.info(
+        "the model is wrapped in FSDP: a plain copy is trained, and its weights are copied back at the end"
+    )
+    try:
+        yield plain
+    finally:
+        set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    inner: Any = model.module if isinstance(model, FullyShardedDataParallel) else model
+    kind = type(inner)
+    if issubclass(kind, FSDPModule):
+        kind = kind.__bases__[1]  # fully_shard puts a class of its own between the module and its class
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    try:
+        with parameters_on_meta():
+            plain = kind(copy.deepcopy(inner.config))
+        plain.load_state_dict(weights, strict=False, assign=True)
+        plain.tie_weights()
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"the model given is a {kind.__name__} wrapped in FSDP and cannot be taken out of it ({error}); give the "
+            "model without FSDP: training shards it itself"
+        ) from error
+    left = [name for name, param in plain.named_parameters() if param.is_meta]
+    if left:
+        raise ConfigError(
+            f"the model given is wrapped in FSDP, which does not give the weights of {', '.join(left[:3])}; give the "
+            "model without FSDP: training shards it itself"
+        )
+    if getattr(inner, "generation_config", None) is not None:
+        plain.generation_config = copy.deepcopy(inner.generation_config)
+    return plain.train(model.training)
+
+
+def avoid_slow_bf16(model: nn.Module, device: torch.device) -> None:
+    """On a CPU without bf16 instructions a bf16 model becomes float32, in place."""
+    slow = any(param.dtype == torch.bfloat16 for param in model.parameters())
+    if device.type != "cpu" or not slow or cpu_has_bf16():
+        return
+    cast_parameters(model, torch.float32)
+    log.warning(
+        "the model given is bfloat16, and this CPU has no bf16 instructions, which makes it many times slower: it is "
+        "converted to float32, and checkpoints are float32. Load it with dtype=torch.float32, or keep bfloat16 by "
+        "overrides={'actor_rollout_ref.model.dtype': 'bfloat16'}"
+    )

@@ -1,0 +1,107 @@
+"""Process set-up shared by every command: seeds, third-party logging, exit codes and signals."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from verl.errors import CommandAnswered, VerlError
+
+logger = logging.getLogger(__name__)
+
+
+def seed_everything(seed: int) -> None:
+    """Every global generator, for whatever a model or a user's function draws from them."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no reports on loading and saving weights: they tear the display, and what is wrong
+    with a model folder is said by our own errors."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: what is open is closed on the way out, as after Ctrl-C."""
+
+
+@contextmanager
+def closed_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises `Terminated` in the main thread; elsewhere nothing changes."""
+
+    def handle(number: int, frame: Any) -> None:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, handle)
+    except ValueError:  # only the main thread may set handlers
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_command(body: Callable[[], int | None]) -> int:
+    """Run a command's body and turn what it raises into one message and an exit code.
+
+    0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 130: interrupted;
+    143: terminated. Anything else is a defect of ours and keeps its traceback."""
+    from verl.observe.logs import setup_logging
+    from verl.observe.terminal import protect_terminal
+
+    protect_terminal()
+    setup_logging()
+    try:
+        with closed_on_sigterm(), exits_as_errors():
+            return body() or 0
+    except VerlError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        from verl.observe.causes import likely_fix
+
+        sys.stderr.write(f"error: {error}. {likely_fix(error)}\n")
+        return VerlError.exit_code
+    except Terminated:
+        sys.stderr.write("terminated\n")
+        return 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+
+
+@contextmanager
+def exits_as_errors() -> Iterator[None]:
+    """`sys.exit` in code that we call (a reward, a plug-in, a tracker, a model's own code) is an error: what was not
+    finished must not end like what was."""
+    try:
+        yield
+    except CommandAnswered:
+        raise
+    except SystemExit as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        where = f" in {trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}" if trace else ""
+        raise VerlError(
+            f"sys.exit({error.code!r}) was called{where}, before the command was done. Code that is given to a run "
+            "must return or raise an exception"
+        ) from error

@@ -1,0 +1,175 @@
+"""A user's own dataloader as a source of prompts for the loop.
+
+A batch may be a list of strings (prompts), a list of rows (dicts with the columns of a data file), a dict of
+columns as torch's DataLoader collates them, or a DataProto with `prompt_ids`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from verl.data.files import Rows
+from verl.data.proto import DataProto
+from verl.data.rl_dataset import RLDataset
+from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from verl.config.schema import DataConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+class ExternalLoader:
+    """The part of `verl.data.loader.Loader` the loop uses, over batches that come from outside."""
+
+    def __init__(self, batches: Iterable[Any], config: DataConfig, tokenizer: Any) -> None:
+        if isinstance(batches, (str, bytes, Mapping)) or not hasattr(batches, "__iter__"):
+            raise DataError(
+                f"train() was given a {type(batches).__name__}; give a dataloader: an iterable of batches of prompts "
+                "or rows. Files are trained on by `verl train data.train_files=...`"
+            )
+        self._batches = _of_rows(batches) if hasattr(batches, "__len__") else list(batches)
+        if len(self._batches) == 0:  # type: ignore[arg-type]
+            raise DataError("the dataloader given to train() has no batches")
+        self._config = config
+        self._tokenizer = tokenizer
+        self.epoch = 0
+        self.position = 0
+        self._opened: Iterator[Any] | None = None
+        self._first: RLDataset | None = None
+
+    @property
+    def dataset(self) -> RLDataset | None:
+        """The rows of the first batch, to be checked before training; None where batches have no rows. The batch is
+        the first of the first epoch, too: a sampler is asked once."""
+        if self._first is None and self._opened is None:
+            opened = iter(self._batches)
+            batch = next(opened, None)
+            self._opened = opened if batch is None else chain([batch], opened)
+            if batch is not None and not isinstance(batch, DataProto):
+                self._first = self._rows(batch)
+                self._compare_size(len(self._first))
+        return self._first
+
+    def _compare_size(self, prompts: int) -> None:
+        size = self._config.train_batch_size
+        if prompts != size:
+            logger.warning(
+                "the dataloader gives %d prompts a batch, TrainingConfig(batch_size=%d) counts on %d: a batch is cut "
+                "into optimiser steps by mini_batch_size (default: batch_size)",
+                prompts,
+                size,
+                size,
+            )
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[DataProto]:
+        epoch, skip = self.epoch, self.position
+        opened, self._opened = self._opened or iter(self._batches), None
+        for number, batch in enumerate(opened):
+            if number < skip:
+                continue
+            last = number + 1 == len(self)
+            self.epoch, self.position = (epoch + 1, 0) if last else (epoch, number + 1)
+            yield self._prompts(batch, f"{epoch}-{number}")
+        if self.epoch == epoch:
+            raise DataError(
+                f"the dataloader given to train() says that it has {len(self)} batches but gave {self.position}; "
+                "its __len__ must be the number of batches it gives"
+            )
+
+    def _prompts(self, batch: Any, name: str) -> DataProto:
+        if isinstance(batch, DataProto):
+            return batch
+        dataset = self._rows(batch)
+        positions = range(len(dataset))
+        return dataset.batch(positions, [f"{name}-{position}" for position in positions])
+
+    def _rows(self, batch: Any) -> RLDataset:
+        rows = rows_of(batch, self._config.prompt_key)
+        return RLDataset(self._config, Rows.from_list(rows, "the given batch"), self._tokenizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+
+def _of_rows(batches: Any) -> Any:
+    """A torch DataLoader of the same batches, in the same order, whose rows stay as they are: its default collation
+    takes conversations apart, and refuses those of different lengths."""
+    if not isinstance(batches, DataLoader) or batches.collate_fn is not default_collate:
+        return batches
+    twin = copy.copy(batches)
+    twin.collate_fn = list
+    twin._iterator = None  # workers that are kept alive collate as before
+    return twin
+
+
+def rows_of(batch: Any, prompt_key: str) -> list[dict[str, Any]]:
+    """Rows as a data file would have them."""
+    if isinstance(batch, Mapping):
+        _require_prompt(batch, prompt_key)
+        collated = _conversations_collated(batch[prompt_key])
+        pick = _pick_collated if collated else _pick
+        count = len(batch[prompt_key][0]["role"]) if collated else len(batch[prompt_key])
+        return [{name: pick(column, row) for name, column in batch.items()} for row in range(count)]
+    items = list(batch) if isinstance(batch, (list, tuple)) else []
+    if items and all(isinstance(item, Mapping) for item in items) and "role" not in items[0]:
+        _require_prompt(items[0], prompt_key)
+        return [dict(item) for item in items]
+    if items and all(_is_prompt(item) for item in items):
+        return [{prompt_key: item} for item in items]
+    of = f" of {type(items[0]).__name__}" if items else ""
+    raise DataError(
+        f"a batch of the dataloader is a {type(batch).__name__}{of}; give a list of prompts, a list of rows (dicts), "
+        "a dict of columns, or a DataProto"
+    )
+
+
+def _require_prompt(row: Mapping[str, Any], prompt_key: str) -> None:
+    if prompt_key not in row:
+        raise DataError(
+            f"a batch of the dataloader has the columns {sorted(map(str, row))} but no '{prompt_key}'; rename the "
+            "column or give TrainingConfig(overrides={'data.prompt_key': ...})"
+        )
+
+
+def _is_prompt(item: Any) -> bool:
+    """A text, or a conversation."""
+    return isinstance(item, str) or (
+        isinstance(item, (list, tuple)) and all(isinstance(message, Mapping) for message in item)
+    )
+
+
+def _conversations_collated(column: Any) -> bool:
+    """Whether default collation has turned conversations into one list of messages that hold a list of contents."""
+    first = column[0] if isinstance(column, (list, tuple)) and column else None
+    return isinstance(first, Mapping) and isinstance(first.get("role"), (list, tuple))
+
+
+def _pick(column: Any, row: int) -> Any:
+    if isinstance(column, Mapping):
+        return {name: _pick(values, row) for name, values in column.items()}
+    value = column[row]
+    return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def _pick_collated(column: Any, row: int) -> Any:
+    """One row's value out of what default collation made of a column."""
+    if isinstance(column, Mapping):
+        return {name: _pick_collated(values, row) for name, values in column.items()}
+    if isinstance(column, (list, tuple)) and column and not isinstance(column[0], (str, bytes)):
+        return [_pick_collated(values, row) for values in column]
+    return _pick(column, row)

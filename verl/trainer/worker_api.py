@@ -1,0 +1,206 @@
+"""Workers for people who write their own loop: one generates, one learns. Built from the same roles as the loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.config.load import from_dict
+from verl.config.schema import PPOConfig
+from verl.config.unused import unused_keys
+from verl.data.chat import load_tokenizer
+from verl.data.proto import DataProto, object_column
+from verl.errors import ConfigError, RewardError
+from verl.rollout import build_rollout
+from verl.workers.actor import ActorRole
+from verl.workers.mini_batches import mini_batches
+from verl.workers.rollout import RolloutRole, training_settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+logger = logging.getLogger(__name__)
+
+
+def _config(overrides: dict[str, Any] | None, device: str, **values: Any) -> PPOConfig:
+    place = {"trainer.device": torch.device(device).type}
+    cfg = from_dict(PPOConfig, {**place, **values, **(overrides or {})}, checked=False)
+    for warning in unused_keys(cfg):
+        logger.warning("%s", warning)
+    return cfg
+
+
+def _tokenizer_of(model: Any) -> Any:
+    name = getattr(model, "name_or_path", "")
+    if not name:
+        raise ConfigError(
+            "the model does not say which folder it came from; give RolloutWorker(..., tokenizer=...)"
+        )
+    return load_tokenizer(name)
+
+
+def _present(device: str) -> torch.device:
+    wanted = torch.device(device)
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}, but torch sees no GPU; give device='cpu'")
+    return wanted
+
+
+def _prepared(model: Any, device: str, dtype: str) -> torch.device:
+    """The device, with the model in a form a worker can use."""
+    from verl.models.external_model import avoid_slow_bf16, is_sharded
+
+    if is_sharded(model):
+        raise ConfigError(
+            "the model is wrapped in FSDP; a worker needs the model without it (PPOTrainer and GRPOTrainer take both)"
+        )
+    where = _present(device)
+    if dtype == "auto":
+        avoid_slow_bf16(model, where)
+    return where
+
+
+class RolloutWorker:
+    """Generates from a model's current weights.
+
+    `inference_engine` is a rollout engine's name (native, hf); `overrides` reaches every config key."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inference_engine: str = "native",
+        device: str = "cpu",
+        tokenizer: Any = None,
+        n: int = 1,
+        max_response_length: int = 512,
+        temperature: float = 1.0,
+        overrides: dict[str, Any] | None = None,
+    ) -> None:
+        self.cfg = _config(
+            overrides,
+            device,
+            **{
+                "actor_rollout_ref.rollout.name": inference_engine,
+                "actor_rollout_ref.rollout.n": n,
+                "actor_rollout_ref.rollout.temperature": temperature,
+                "data.max_response_length": max_response_length,
+                "data.truncation": "left",
+            },
+        )
+        self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
+        model.to(_prepared(model, device, self.cfg.actor_rollout_ref.model.dtype))
+        rollout = self.cfg.actor_rollout_ref.rollout
+        engine = build_rollout(inference_engine, model, self.tokenizer, rollout)
+        pad = self.tokenizer.pad_token_id
+        self._role = RolloutRole(engine, pad if pad is not None else (self.tokenizer.eos_token_id or 0))
+        self._calls = 0
+
+    def generate(self, prompts: Sequence[Any] | DataProto) -> DataProto:
+        """`n` responses for each prompt (a string, a list of messages, or a row of a data file)."""
+        from verl.trainer.external_batches import ExternalLoader
+
+        self._calls += 1
+        batch = prompts if isinstance(prompts, DataProto) else None
+        if batch is None:
+            batch = next(iter(ExternalLoader([prompts], self.cfg.data, self.tokenizer)))
+        settings = training_settings(
+            self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length, self._calls
+        )
+        out = self._role.generate(batch, settings)
+        responses = out.batch["responses"]
+        lengths = out.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
+        texts = [
+            self.tokenizer.decode(row[: int(length)], skip_special_tokens=True)
+            for row, length in zip(responses.tolist(), lengths, strict=True)
+        ]
+        out.non_tensor_batch["response_text"] = object_column(texts)
+        sampling = settings.sampling
+        # The distribution its log-probs belong to, so that a trainer recomputes the same one.
+        plain = sampling.raw_log_probs or sampling.temperature == 0
+        out.meta_info["temperature"] = 1.0 if plain else sampling.temperature
+        return out
+
+    def close(self) -> None:
+        self._role.engine.close()
+
+
+class TrainerWorker:
+    """Learns from what a RolloutWorker generated: one optimiser step per `train_step`, with your optimiser.
+
+    Rewards come from `reward_function` (any signature of the reward page) or stand in the data as
+    `token_level_scores`. Advantages are by `adv_estimator`: grpo where prompts have several responses,
+    reinforce_plus_plus otherwise."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        device: str = "cpu",
+        reward_function: Callable[..., Any] | None = None,
+        adv_estimator: str | None = None,
+        overrides: dict[str, Any] | None = None,
+    ) -> None:
+        from verl.engines import build_engine
+
+        self.cfg = _config(overrides, device)
+        arr = self.cfg.actor_rollout_ref
+        where = _prepared(model, device, arr.model.dtype)
+        self._engine = build_engine("actor", arr.model, arr.actor, model=model, device=where, seed=0)
+        self._role = ActorRole(self._engine, arr.actor, loss_scale_factor=self.cfg.data.max_response_length)
+        self._adv_estimator = adv_estimator
+        self._rewards = None
+        if reward_function is not None:
+            from verl.reward import build_reward_manager
+
+            self._rewards = build_reward_manager(
+                self.cfg.reward,
+                function=reward_function,
+                max_response_length=self.cfg.data.max_response_length,
+            )
+        if optimizer is not None:
+            from verl.engines.external_optimizer import ExternalOptimizer
+
+            ExternalOptimizer.install(self._engine, optimizer, grad_clip=arr.actor.grad_clip)
+
+    def train_step(self, data: DataProto) -> dict[str, float]:
+        """Score, estimate advantages, and take one optimiser step; returns the metrics of the step."""
+        from verl.observe.batch_metrics import batch_metrics
+        from verl.observe.metrics import average_metrics
+        from verl.trainer import advantage
+
+        if "token_level_scores" not in data.batch:
+            data = self._score(data)
+        algorithm = self.cfg.algorithm
+        several = len(set(data.non_tensor_batch["uid"])) < len(data)
+        algorithm.adv_estimator = self._adv_estimator or ("grpo" if several else "reinforce_plus_plus")
+        data.batch["token_level_rewards"] = data.batch["token_level_scores"]
+        data.meta_info.setdefault("temperature", self.cfg.actor_rollout_ref.rollout.temperature)
+        advantage.estimate(data, algorithm)
+        (mini,) = mini_batches(data, len(data), 1, seed=0)
+        metrics = average_metrics([self._role.train_mini_batch(mini)])
+        return metrics | batch_metrics(data)
+
+    def _score(self, data: DataProto) -> DataProto:
+        from verl.trainer.experience import attach_scores, reward_sample
+
+        if self._rewards is None:
+            raise RewardError(
+                "the data has no token_level_scores; give TrainerWorker(..., reward_function=...) "
+                "or put the scores there"
+            )
+        for row in range(len(data)):
+            self._rewards.submit(
+                reward_sample(
+                    data,
+                    row,
+                    text=data.non_tensor_batch["response_text"][row],
+                    length=int(data.batch["response_mask"][row].sum()),
+                    truncated=data.non_tensor_batch["finish_reason"][row] == "length",
+                )
+            )
+        results = self._rewards.collect()
+        return attach_scores(data, [results[row] for row in range(len(data))])
