@@ -56,7 +56,7 @@ def test_a_loaded_engine_is_the_saved_one_and_goes_on_alike(
     assert set(found) == set(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert [job.train(other, seed) for seed in (3, 4)] == after
-    whole, again = (dict(e.export_parameters()) for e in (engine, other))
+    whole, again = (dict(e.weights().named_tensors()) for e in (engine, other))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
@@ -403,7 +403,7 @@ def test_whole_weights_alone_can_be_saved(tmp_path: Path, job: ModuleType) -> No
     step = CheckpointManager(tmp_path, {"actor": PartSettings(["hf_model"])}).save(1, {"actor": engine}, {})
     assert step is not None
     saved = load_file(step / "actor/huggingface/model.safetensors")
-    assert all(torch.equal(saved[name], weight) for name, weight in engine.export_parameters())
+    assert all(torch.equal(saved[name], weight) for name, weight in engine.weights().named_tensors())
 
 
 def test_a_background_save_is_of_its_moment_however_late_it_is_written(

@@ -91,7 +91,7 @@ def test_greedy_answers_of_the_merged_model_are_the_trainers(tmp_path: Path, job
     merged = AutoModelForCausalLM.from_pretrained(target).eval()
     prompt = torch.tensor([[5, 9, 3]])
     answers = []
-    with engine.full_parameters() as own:
+    with engine.weights().module() as own:
         own.set_attn_implementation("sdpa")
         for model in (own.eval(), merged):
             tokens = prompt
@@ -110,7 +110,7 @@ def test_a_value_model_merges_and_is_recognised(tmp_path: Path, job: ModuleType)
     part = save(tmp_path / "run", engine, "critic")
     target = merge(MergeOptions(part, tmp_path / "out", is_value_model=True))
     model = AutoModelForTokenClassification.from_pretrained(target)
-    assert torch.equal(model.score.weight, dict(engine.export_parameters())["score.weight"])
+    assert torch.equal(model.score.weight, dict(engine.weights().named_tensors())["score.weight"])
     actor = save(tmp_path / "other", job.make_engine())
     with pytest.raises(CheckpointError, match="--is-value-model was given, but .* holds a LlamaForCausalLM"):
         merge(MergeOptions(actor, tmp_path / "out2", is_value_model=True))
@@ -121,7 +121,7 @@ def test_another_precision_can_be_asked_for(tmp_path: Path, job: ModuleType) -> 
     job.train(engine, 1)
     target = merge(MergeOptions(save(tmp_path / "run", engine), tmp_path / "out", dtype="bfloat16"))
     found = load_file(target / "model.safetensors")
-    for name, value in engine.export_parameters():
+    for name, value in engine.weights().named_tensors():
         assert same_bits(found[name], value.to(torch.bfloat16))
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -137,7 +137,7 @@ def test_lora_is_merged_as_the_engine_merges_it_or_kept(tmp_path: Path, job: Mod
     merged = load_file(
         merge(MergeOptions(part, tmp_path / "m", base_dir=tmp_path / "base")) / "model.safetensors"
     )
-    exported = dict(engine.export_parameters())
+    exported = dict(engine.weights().named_tensors())
     assert set(merged) == set(exported)
     for name, value in exported.items():
         assert torch.allclose(merged[name], value, atol=1e-7), name

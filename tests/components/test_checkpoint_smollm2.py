@@ -63,15 +63,15 @@ def trained(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
             "response_mask": torch.ones(1, ids.shape[1] - len(prompts[0]), dtype=torch.long),
         }
     )
-    before = dict(engine.export_parameters())["model.norm.weight"].clone()
+    before = dict(engine.weights().named_tensors())["model.norm.weight"].clone()
     for _ in range(2):
         engine.forward_backward(batch, lambda out, micro: (-out.log_probs.sum(), {}))
         engine.optimizer_step()
-    assert not torch.equal(before, dict(engine.export_parameters())["model.norm.weight"])
+    assert not torch.equal(before, dict(engine.weights().named_tensors())["model.norm.weight"])
     folder = tmp_path_factory.mktemp("smollm2")
     settings = {"actor": PartSettings(["model", "optimizer", "extra"])}
     CheckpointManager(folder / "run", settings).save(2, {"actor": engine}, {}, tokenizer=tokenizer)
-    with engine.full_parameters() as model:
+    with engine.weights().module() as model:
         model.set_attn_implementation("sdpa")
         answers = [greedy(model.eval(), prompt) for prompt in prompts]
     merged = merge(MergeOptions(folder / "run/global_step_2/actor", folder / "merged"))

@@ -184,7 +184,7 @@ def two_steps(engine: Any, **limits: Any) -> str:
     rollout = make_rollout(engine, **limits)
     seen, kept = [], []
     for _ in range(2):
-        with engine.full_parameters() as module:
+        with engine.weights().module() as module:
             tokens = generate(rollout)
             weights = {name: param.detach().clone() for name, param in module.named_parameters()}
             size = sum(param.nbytes for param in module.parameters())
@@ -336,14 +336,14 @@ def rank_main(rank: int, meeting: str) -> None:
     from verl.workers.rank_group import GatheredWeights
 
     engine = make_engine(make_model(), sharded=True)
-    held = GatheredWeights(engine)
+    held = GatheredWeights(engine.weights())
     rollout = make_rollout(held)
     sessions, said = [], "no prompts"
     for _ in range(2):
         with held.hold():
             if rank == 0:
                 tokens = generate(rollout)
-            with held.full_parameters() as module:
+            with held.module() as module:
                 weights = {name: param.detach().clone() for name, param in module.named_parameters()}
         for name, shard in engine.model.named_parameters():
             own = shard.to_local().to(DTYPE)

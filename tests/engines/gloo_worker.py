@@ -40,7 +40,7 @@ def train(engine: Any, rank: int, world: int, critic: bool = False) -> dict[str,
     for _ in range(STEPS):
         engine.forward_backward(batch, loss, with_entropy=not critic)
         norms.append(engine.optimizer_step()["grad_norm"])
-    return {"before": before, "norms": norms, "weights": dict(engine.export_parameters())}
+    return {"before": before, "norms": norms, "weights": dict(engine.weights().named_tensors())}
 
 
 def base(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def generate_and_resume(rank: int, world: int, folder: Path) -> dict[str, Any]:
     held = {name: _whole(value).clone() for name, value in state["model"].items()}
     moments = {name: _whole(value).clone() for name, value in state["optimizer"]["exp_avg"].items()}
     batch = conftest.make_batch()
-    with engine.full_parameters() as model:
+    with engine.weights().module() as model:
         for name, param in model.named_parameters():
             assert torch.equal(param.detach(), first["weights"][name]), name
         model.set_attn_implementation("sdpa")
@@ -157,7 +157,7 @@ def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     engine = conftest.make_engine(model=conftest.make_model(), role=ROLE, dtype="bfloat16")
     masters = {str(master.dtype) for master in engine.optimizer.masters.values()}
     assert masters == {"torch.float32"}
-    with engine.full_parameters() as model:
+    with engine.weights().module() as model:
         assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     _check_one_context_for_all_layers(engine)
     return train(engine, rank, world)
@@ -202,7 +202,7 @@ def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=240), engine.ranks.mesh.get_group())
     if without_copy:
         engine.whole_copy = None
-    held = GatheredWeights(engine)
+    held = GatheredWeights(engine.weights())
     rollout = NativeRollout(held, None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
     batch = share(conftest.make_batch(holes=True), rank, world)
@@ -215,15 +215,17 @@ def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -
                 found["tokens"].append([r.token_ids for r in sorted(responses, key=lambda r: r.sample)])
                 found["kept"].append(rollout._session is before)
                 found["fused"].append(rollout._session.runner.fused is not None)
-            with held.full_parameters() as module:
+            with held.module() as module:
                 found["addresses"].append([x.data_ptr() for x in (*module.parameters(), *module.buffers())])
                 names = {name: param.clone() for name, param in module.named_parameters()}
         assert all(
-            torch.equal(value, names[name]) for name, value in engine.export_parameters() if name in names
+            torch.equal(value, names[name])
+            for name, value in engine.weights().named_tensors()
+            if name in names
         )
         engine.forward_backward(batch, conftest.policy_loss)
         engine.optimizer_step()
-    found["weights"] = dict(engine.export_parameters())
+    found["weights"] = dict(engine.weights().named_tensors())
     return found
 
 
@@ -253,7 +255,7 @@ def same_as_sharded(rank: int, world: int, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             expected = engine.passes.run(described, HeadOptions())["log_probs"]
             engine.passes.release()
-            with engine.full_parameters() as module:
+            with engine.weights().module() as module:
                 assert not any(type(part).__name__.startswith("FSDP") for part in module.modules())
                 own = module.verl_forward(described, HeadOptions())["log_probs"]
         assert torch.equal(own, expected), architecture

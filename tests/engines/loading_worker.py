@@ -119,7 +119,7 @@ def cases(rank: int, world: int, folder: Path, names: Sequence[str] = tuple(CASE
             own[way]["answers"] = answers
             if name in SAVED:
                 engine.save_hf(folder / f"saved_{name}_{world}_{way}")
-                own[way]["exported"] = dict(engine.export_parameters())
+                own[way]["exported"] = dict(engine.weights().named_tensors())
             if kind != "ref":
                 loss = conftest.value_loss if kind == "critic" else conftest.policy_loss
                 engine.forward_backward(batch, loss)

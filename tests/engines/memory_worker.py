@@ -87,7 +87,7 @@ def compare(
             "answers": answers,
             "gradients": gradients,
             "norm": norm,
-            "weights": dict(engine.export_parameters()),
+            "weights": dict(engine.weights().named_tensors()),
         }
         if device:
             found["failures"] = device.failures

@@ -16,7 +16,7 @@ from verl.errors import ConfigError, DataError, ModelError, TrainingHalted
 
 
 def weights(engine):
-    return {name: value.clone() for name, value in engine.export_parameters()}
+    return {name: value.clone() for name, value in engine.weights().named_tensors()}
 
 
 def same(left, right, **tolerance):
@@ -239,7 +239,7 @@ def test_weights_come_back_to_their_addresses_so_generation_keeps_its_session(to
     found = []
     for offloads in (True, False):
         engine = tools.engine(model=tools.model(), role={"optim.lr": 0.01})
-        rollout = NativeRollout(engine, None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
+        rollout = NativeRollout(engine.weights(), None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
         tokens, sessions, addresses = [], [], []
         for _ in range(2):
             if offloads:
@@ -499,7 +499,7 @@ def test_tied_weights_are_exported_under_both_names(tools):
 
 def test_generating_sees_the_very_tensors_that_are_trained(tools):
     engine = tools.engine(model=tools.model(), dtype="bfloat16", role={"optim.lr": 0.05})
-    with engine.full_parameters() as module:
+    with engine.weights().module() as module:
         shared = module.lm_head.weight
     before = shared.detach().clone()
     engine.forward_backward(tools.batch(), tools.policy_loss)

@@ -12,6 +12,7 @@ import torch
 from verl.errors import ConfigError, MissingPackage, RolloutError
 from verl.rollout import Request, SamplingParams, build_rollout, register_rollout
 from verl.rollout.hf import HFRollout
+from verl.rollout.source import ModuleWeights
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
@@ -146,15 +147,15 @@ def test_the_module_is_left_as_it_was(tiny: Callable[..., Any]) -> None:
     before = model.config._attn_implementation
     held: list[str] = []
 
-    class Engine:
+    class Engine(ModuleWeights):
         @contextmanager
-        def full_parameters(self) -> Any:
+        def module(self) -> Any:
             held.append("in")
             yield model
             held.append("out")
 
     model.set_attn_implementation("eager")
-    answers = HFRollout(Engine(), None).generate([Request("a", [1, 2], SamplingParams(max_tokens=2))])
+    answers = HFRollout(Engine(model), None).generate([Request("a", [1, 2], SamplingParams(max_tokens=2))])
     next(answers)
     assert held[-1] == "out" and held.count("in") == held.count("out")
     assert model.config._attn_implementation == "eager"

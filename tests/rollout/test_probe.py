@@ -18,7 +18,7 @@ from verl.rollout.weight_sync.probe import (
     IN_A_ROW,
     Probe,
     ProbeCheck,
-    TrainerLogProbs,
+    SourceLogProbs,
     judge,
     measure,
     probe_request,
@@ -53,7 +53,7 @@ class Run:
         )
         theirs = truth + self.noise((self.trainer or 0.0) * scale)
         exact = None if self.trainer is None else truth.tolist()
-        return measure(ours.tolist(), TrainerLogProbs(theirs.tolist(), exact))
+        return measure(ours.tolist(), SourceLogProbs(theirs.tolist(), exact))
 
 
 def verdicts(probes: list[Probe], precision: str = "bfloat16") -> list[str]:
@@ -91,7 +91,7 @@ def test_weights_that_were_never_loaded_are_found_at_once(precision: str) -> Non
     run = Run(0, 0.1, 0.02)
     ours = torch.full((ROWS, TOKENS), -10.8)
     theirs = -18 - 2 * torch.rand(ROWS, TOKENS, generator=run.generator)
-    lost = measure(ours.tolist(), TrainerLogProbs(theirs.tolist(), (theirs + 0.02).tolist()))
+    lost = measure(ours.tolist(), SourceLogProbs(theirs.tolist(), (theirs + 0.02).tolist()))
     assert judge([], lost, precision) == "wrong"
     before = [run.probe() for _ in range(5)]
     assert judge(before, lost, precision) == "wrong"
@@ -128,8 +128,8 @@ def test_one_odd_probe_is_a_warning_and_no_end(caplog: pytest.LogCaptureFixture)
     history = [run.probe() for _ in range(BASELINE)]
     check.history = list(history)
     rows = [[-1.0, -4.0, -2.0, -7.0]]
-    odd = TrainerLogProbs([[-2.2, -4.9, -3.1, -5.9]], [[-2.2, -4.9, -3.1, -5.91]])
-    same = TrainerLogProbs([[-1.0, -4.1, -2.0, -7.0]], [[-1.0, -4.0, -2.0, -7.0]])
+    odd = SourceLogProbs([[-2.2, -4.9, -3.1, -5.9]], [[-2.2, -4.9, -3.1, -5.91]])
+    same = SourceLogProbs([[-1.0, -4.1, -2.0, -7.0]], [[-1.0, -4.0, -2.0, -7.0]])
     with caplog.at_level(logging.WARNING):
         for trainer in (odd, odd, same, odd, same):
             check.add(9, rows, trainer)
@@ -159,7 +159,7 @@ def test_float32_stays_sharp_whatever_came_before() -> None:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_gap_that_is_no_number_is_wrong(precision: str) -> None:
     rows = [[float("nan"), -1.0]]
-    probe = measure(rows, TrainerLogProbs([[-1.0, -1.0]], [[-1.0, -1.0]]))
+    probe = measure(rows, SourceLogProbs([[-1.0, -1.0]], [[-1.0, -1.0]]))
     assert judge([], probe, precision) == "wrong"
 
 

@@ -288,7 +288,7 @@ def _trained(
     config = ModelConfig(dtype="float32", **model_options)
     model = new_model(work, device, torch.float32)
     engine = build_engine("actor", config, role, model=model, device=device)
-    before = {name: value.clone().cpu() for name, value in engine.export_parameters()}
+    before = {name: value.clone().cpu() for name, value in engine.weights().named_tensors()}
 
     def loss(output: Any, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         return -(output.log_probs * micro.batch["advantages"]).mean(), {}
@@ -300,6 +300,6 @@ def _trained(
         engine.optimizer_step()
         if between:
             engine.offload()
-    after = {name: value.clone().cpu() for name, value in engine.export_parameters()}
+    after = {name: value.clone().cpu() for name, value in engine.weights().named_tensors()}
     offload = engine.passes.activation_offload  # type: ignore[attr-defined]
     return after, before, offload.moved_bytes if offload else 0

@@ -99,7 +99,7 @@ def check_part(
     """Raise unless `load_part` would do. Reads no values of tensors and changes nothing."""
     state = engine.state_dict()
     for section in wanted_sections(manifest, part, contents):
-        target, shards, plain = _section(folder, manifest, part, section, state, engine.rank)
+        target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
         leaves = _tensors_by_name(target)
         if leaves or shards:
             check_fit(shards, leaves, f"{folder.name}/{part}/{section}")
@@ -122,7 +122,7 @@ def load_part(
             )
     state = engine.state_dict()
     for section in sections:
-        target, shards, plain = _section(folder, manifest, part, section, state, engine.rank)
+        target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
         leaves = _tensors_by_name(target)
         if leaves or shards:
             read_into(shards, leaves, f"{folder.name}/{part}/{section}")

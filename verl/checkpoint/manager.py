@@ -173,7 +173,7 @@ class CheckpointManager:
         for name, engine in engines.items():
             state = engine.state_dict()
             job.contents[name] = self._contents(name, state)
-            job.snapshots[name] = snapshot(state, job.contents[name], engine.rank)
+            job.snapshots[name] = snapshot(state, job.contents[name], engine.info.rank)
         job.trees[RANDOM_STATE.format(self._ranks.rank)] = encode(rng.capture(), for_people=False)
         if self._ranks.first:
             job.trees[TRAINER_STATE] = encode(dict(trainer_state))
@@ -212,10 +212,12 @@ class CheckpointManager:
         engines = _present(parts)
         # To ask for a state makes the moments of an optimiser that has none yet. In the memory of a device that
         # would come too early: others are still to find out how much there is.
-        if not self._is_async(engines) or any(engine.device.type != "cpu" for engine in engines.values()):
+        if not self._is_async(engines) or any(
+            engine.info.device.type != "cpu" for engine in engines.values()
+        ):
             return
         states = {name: engine.state_dict() for name, engine in engines.items()}
-        taken = {n: snapshot(s, self._contents(n, s), engines[n].rank) for n, s in states.items()}
+        taken = {n: snapshot(s, self._contents(n, s), engines[n].info.rank) for n, s in states.items()}
 
         def reserve() -> None:
             for name, each in taken.items():

@@ -14,17 +14,16 @@ which it reads from `micro_batch.meta_info`: `batch_num_tokens` (policy tokens, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from verl.data.proto import DataProto
+    from verl.models.weight_source import WeightSource
     from verl.observe.metrics import Metric
 
 
@@ -41,12 +40,45 @@ LossFn = Callable[["ModelOutput", "DataProto"], "tuple[torch.Tensor, dict[str, M
 """Gets the outputs and the micro-batch they belong to; returns the micro-batch's share of the loss and metrics."""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism; their product is the number of ranks."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What code outside the engine may know of it."""
+
+    dtype: torch.dtype
+    """What the model computes with; master weights may be wider."""
+    device: torch.device
+    rank: int
+    """Of this process among those that share the model."""
+    layout: Layout
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    active_parameters: int
+    """That take part in matrix products for each token (of a mixture: the experts a token is sent to)."""
+    frozen_parameters: int
+    """Those of `active_parameters` that get no gradient (under LoRA, the base model's)."""
+    lora_config: Any = None
+    """peft's `LoraConfig`; None without adapters."""
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.dp * self.layout.tp * self.layout.pp * self.layout.cp
+
+
 class TrainEngine(ABC):
     """A model, its optimiser and schedule, on one rank."""
 
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device
+    info: EngineInfo
 
     @abstractmethod
     def log_probs(
@@ -82,12 +114,12 @@ class TrainEngine(ABC):
         weights were left as they were)."""
 
     @abstractmethod
-    def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """The module with whole, unsharded weights, for generating in place; released on exit."""
+    def weights(self) -> WeightSource:
+        """The current weights, for rollout engines and exports."""
 
     @abstractmethod
-    def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight, whole, under its Hugging Face name; one at a time. LoRA adapters are merged in."""
+    def barrier(self) -> None:
+        """Wait for all ranks of this engine."""
 
     @abstractmethod
     def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:

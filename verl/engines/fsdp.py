@@ -18,8 +18,8 @@ from torch import nn
 
 from verl.algorithms.aggregation import batch_counts
 from verl.data.proto import DataProto
-from verl.engines.base import LossFn, TrainEngine
-from verl.engines.export import exported_weights, save_folder
+from verl.engines.base import EngineInfo, Layout, LossFn, TrainEngine
+from verl.engines.export import save_folder
 from verl.engines.guard import NonFiniteGuard
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
@@ -27,10 +27,12 @@ from verl.engines.optim import MasterAdamW
 from verl.engines.ranks import Ranks
 from verl.engines.settings import EngineSettings
 from verl.engines.sharding import gathered
+from verl.engines.weights import FSDPWeights
 from verl.engines.whole_copy import WholeCopy
 from verl.errors import ConfigError, ModelError
 from verl.models.fused_linear import HeadOptions
 from verl.models.lora import adapters_off, has_lora, save_adapter
+from verl.models.sizes import token_weights
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric, reduce_metrics
 
@@ -56,7 +58,7 @@ class FSDPEngine(TrainEngine):
         self.model = model
         self.settings = settings
         self.ranks = ranks
-        self.rank, self.world_size, self.device = ranks.rank, ranks.world_size, ranks.device
+        self.info = _info(model, settings, ranks)
         self.passes = passes
         self.optimizer = optimizer
         self.sharded = sharded
@@ -140,7 +142,7 @@ class FSDPEngine(TrainEngine):
     def _with_counts(self, batch: DataProto) -> dict[str, Any]:
         """The denominators of the whole mini-batch over all ranks, unless the caller gave them."""
         given = batch.meta_info
-        counts: dict[str, Any] = {"dp_size": self.world_size}
+        counts: dict[str, Any] = {"dp_size": self.info.layout.dp}
         if "batch_num_tokens" not in given or "global_batch_size" not in given:
             own = batch_counts(batch.batch["response_mask"])
             names = ("batch_num_tokens", "global_batch_size")
@@ -172,13 +174,16 @@ class FSDPEngine(TrainEngine):
         with self.ranks.watching(), whole as module:
             yield module
 
-    def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return exported_weights(self.model, self.settings.dtype)
+    def weights(self) -> FSDPWeights:
+        return FSDPWeights(self)
+
+    def barrier(self) -> None:
+        self.ranks.barrier()
 
     def save_hf(self, folder: Path) -> None:
         with self.ranks.watching():
             try:
-                save_folder(self.model, Path(folder), self.settings.dtype, write=self.rank == 0)
+                save_folder(self.model, Path(folder), self.settings.dtype, write=self.ranks.rank == 0)
             finally:
                 self.ranks.barrier()  # also where rank 0 could not write: the others are on their way there
 
@@ -188,7 +193,7 @@ class FSDPEngine(TrainEngine):
             raise ConfigError("there is no adapter to save; set model.lora_rank")
         with self.ranks.watching():
             try:
-                save_adapter(self.model, Path(folder), write=self.rank == 0)
+                save_adapter(self.model, Path(folder), write=self.ranks.rank == 0)
             finally:
                 self.ranks.barrier()
 
@@ -260,9 +265,29 @@ class FSDPEngine(TrainEngine):
             if part == "model":
                 self._memory.enter()
             elif self.optimizer:
-                self.optimizer.move(self.device)
+                self.optimizer.move(self.ranks.device)
             self._away.discard(part)
 
     def close(self) -> None:
         if self.optimizer:
             self.optimizer.close()
+
+
+def _info(model: Any, settings: EngineSettings, ranks: Ranks) -> EngineInfo:
+    config = model.config.get_text_config()
+    # A lookup is no matrix product; a tied matrix is multiplied with at the output.
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    lookup = None if tied or isinstance(model, ValueModel) else model.get_input_embeddings().weight
+    counts = [(param, count) for param, count in token_weights(model, config) if param is not lookup]
+    return EngineInfo(
+        dtype=settings.dtype,
+        device=ranks.device,
+        rank=ranks.rank,
+        layout=Layout(dp=ranks.world_size),
+        hidden_size=int(config.hidden_size),
+        num_layers=int(config.num_hidden_layers),
+        vocab_size=int(config.vocab_size),
+        active_parameters=round(sum(count for _, count in counts)),
+        frozen_parameters=round(sum(count for param, count in counts if not param.requires_grad)),
+        lora_config=getattr(model, "verl_lora_config", None),
+    )

@@ -1,4 +1,4 @@
-"""Where a rollout engine takes weights from."""
+"""Where a rollout engine takes weights from, and the tensors of a module in the forms engines need."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from verl.models.lora import has_lora, merged_weights, plain_name
+from verl.models.value_model import ValueModel
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+Names = Literal["hf", "module"]
+"""`hf`: as in the model's files, for other engines; `module`: as in the state dict, for a copy of the module."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +25,8 @@ class Adapter:
 
     config: Any
     """peft's `LoraConfig`."""
-    named_tensors: Iterator[tuple[str, torch.Tensor]]
-    """The adapter's weights under the names its module gives them, whole, one at a time."""
+    named_tensors: NamedTensors
+    """Under the names of the module's state dict, whole, one at a time."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +39,22 @@ class SourceLogProbs:
 
 
 class WeightSource(ABC):
-    """The weights of one policy. With several ranks every method is collective: all ranks call it in the same order."""
+    """The weights of one policy. With several ranks every method is collective: all ranks call it in the same order,
+    and iterate to the end."""
 
     version: int = 0
+    dtype: torch.dtype
+    """What the owner computes with; shards or masters may be wider."""
+    device: torch.device
+    """Where the owner computes; weights may be offloaded to host memory meanwhile."""
 
     @abstractmethod
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, one at a time, adapters merged."""
+    def named_tensors(self, names: Names = "hf") -> NamedTensors:
+        """Every weight, whole, one at a time, adapters merged."""
 
     @abstractmethod
-    def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight without adapters under its Hugging Face name, for engines that take adapters apart."""
+    def base_tensors(self, names: Names = "hf") -> NamedTensors:
+        """Every weight without the adapter, whole, one at a time."""
 
     @abstractmethod
     def adapter(self) -> Adapter | None:
@@ -54,10 +66,51 @@ class WeightSource(ABC):
 
     @abstractmethod
     def structure(self) -> AbstractContextManager[nn.Module]:
-        """The module for its config, names and shapes only: weights may be sharded or on another device."""
+        """The module for its config, names and shapes only: its weights may be sharded or offloaded."""
 
     @abstractmethod
     def log_probs(
         self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
     ) -> SourceLogProbs | None:
         """Log-probs of each response after the prompt at temperature 1; None where the source cannot compute."""
+
+
+def full_tensor(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A weight gathered from its shards (a collective), in `dtype` where it is a float."""
+    tensor = value.detach()
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def merged_tensors(model: Any, dtype: torch.dtype, names: Names = "hf") -> NamedTensors:
+    """Every weight with adapters merged. A tied weight comes under each of its names: an engine with a copy of the
+    output matrix would otherwise keep a stale one."""
+    for name, value in merged_weights(model):
+        yield from _renamed(model, name, value.to(dtype) if value.is_floating_point() else value, names)
+
+
+def base_tensors(model: Any, dtype: torch.dtype, names: Names = "hf") -> NamedTensors:
+    """Every weight without the adapter; with `module` names, as a module that has the adapter names them."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        plain = plain_name(name)
+        if plain is not None:
+            yield from _renamed(model, plain if names == "hf" else name, full_tensor(value, dtype), names)
+
+
+def adapter_of(model: Any, dtype: torch.dtype) -> Adapter | None:
+    """The adapter of a module that has one."""
+    if not has_lora(model):
+        return None
+    weights = model.state_dict(keep_vars=True).items()
+    tensors = ((name, full_tensor(value, dtype)) for name, value in weights if plain_name(name) is None)
+    return Adapter(model.verl_lora_config, tensors)
+
+
+def _renamed(model: Any, name: str, value: torch.Tensor, names: Names) -> NamedTensors:
+    """Where transformers joins tensors on loading (the experts of a mixture), files have them apart."""
+    if names == "module" or isinstance(model, ValueModel):
+        yield name, value
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    yield from revert_weight_conversion(model, {name: value}).items()

@@ -18,7 +18,9 @@ from verl.errors import RolloutError
 from verl.rollout.base import BatchEngine, FinishReason, Request, Response, RolloutStats
 from verl.rollout.noise import mix, sequence_key
 from verl.rollout.requests import Stopper, check_finite, check_requests
-from verl.rollout.weight_sync.probe import ProbeCheck, probe_request, trainer_log_probs
+from verl.rollout.source import as_source
+from verl.rollout.weight_sync.probe import ProbeCheck, probe_request
+from verl.rollout.weight_sync.received import ReceivedWeights
 
 _SEEDS = (1 << 63) - 1
 
@@ -86,7 +88,7 @@ class ExternalRollout(BatchEngine):
         max_length: int | None,
         precision: str,
     ) -> None:
-        self.source = source
+        self.source = as_source(source)
         self.stopper = Stopper(tokenizer, eos_ids)
         self.vocab_size, self.eos_ids = vocab_size, eos_ids
         self.max_length, self.precision = max_length, precision
@@ -158,7 +160,7 @@ class ExternalRollout(BatchEngine):
     def update_weights(self, source: Any, version: int) -> None:
         """Take the trainer's weights (or, with LoRA, its adapter) and prove that they are in use."""
         if source is not None:
-            self.source = source
+            self.source = as_source(source)
         self.version = version
         self._take_weights(source is not None)
         self._forget_prefixes()
@@ -168,20 +170,20 @@ class ExternalRollout(BatchEngine):
 
     def take_first_weights(self, source: Any) -> None:
         """What an engine is built with; a source whose weights come from another process has none yet."""
-        if not getattr(source, "arrives_later", False):
+        if not isinstance(source, ReceivedWeights):
             self.update_weights(source, 0)
 
     def prove(self) -> None:
         """Compare a few log-probs with the trainer's. Where the trainer is another process, whoever holds both asks
         for them (`verl.rollout.weight_sync.received`)."""
         self._unproven = False
-        if getattr(self.source, "arrives_later", False):
+        if isinstance(self.source, ReceivedWeights):
             return
         request = probe_request(self.vocab_size, self.max_length)
         self._aborted.clear()
         self._abort_all = False
         responses = list(self._run([Sample(request, number) for number in range(request.n)]))
-        trainer = trainer_log_probs(self.source, request.prompt_ids, [r.token_ids for r in responses])
+        trainer = self.source.log_probs(request.prompt_ids, [r.token_ids for r in responses])
         if trainer is not None:
             self._probes = self._probes or ProbeCheck(self.name, self.precision)
             self._probes.add(self.version, [r.log_probs for r in responses], trainer)

@@ -23,7 +23,7 @@ from verl.rollout.base import BatchEngine, FinishReason, Request, Response
 from verl.rollout.noise import sequence_key
 from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
 from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
-from verl.rollout.source import causal_lm, generation_mode, whole_module
+from verl.rollout.source import as_source, causal_lm, generation_mode
 from verl.rollout.verify import verify
 
 DEFAULT_BATCH = 256
@@ -89,7 +89,7 @@ class HFRollout(BatchEngine):
     """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model."""
 
     def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
-        self.source = source
+        self.source = as_source(source)
         self.tokenizer = tokenizer
         self.batch_size = min(int(getattr(config, "max_num_seqs", DEFAULT_BATCH)), DEFAULT_BATCH)
         self.version = 0
@@ -101,7 +101,7 @@ class HFRollout(BatchEngine):
     def run_batch(self, requests: list[Request]) -> Iterator[Response]:
         self._aborted.clear()
         self._abort_all = False
-        with whole_module(self.source) as module:
+        with self.source.module() as module:
             model = causal_lm(module)
             stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
             vocab_size = int(model.get_input_embeddings().num_embeddings)
@@ -114,7 +114,7 @@ class HFRollout(BatchEngine):
         # Rows of like length together: less padding. Noise is keyed, so the order changes no token.
         rows.sort(key=lambda row: len(row.known))
         for start in range(0, len(rows), self.batch_size):
-            with whole_module(self.source) as module, generation_mode(module, None) as model:
+            with self.source.module() as module, generation_mode(module, None) as model:
                 self._require_equal(model)
                 finished = self._run_batch(model, rows[start : start + self.batch_size], stopper)
             yield from finished
@@ -216,5 +216,5 @@ class HFRollout(BatchEngine):
     def update_weights(self, source: Any, version: int) -> None:
         """The weights are the trainer's own: only the version is new (and the source, when one is given)."""
         if source is not None:
-            self.source = source
+            self.source = as_source(source)
         self.version = version

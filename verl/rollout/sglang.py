@@ -29,7 +29,7 @@ from verl.rollout.http_server import Chunk, Client, ServerProcess, ServerRollout
 from verl.rollout.vllm.settings import ModelFacts, max_length, own_devices, read_model
 from verl.rollout.weight_sync.buckets import cut, shared_folder
 from verl.rollout.weight_sync.stale_files import remove
-from verl.rollout.weight_sync.weights import Pairs, weights_of, with_tied_head
+from verl.rollout.weight_sync.weights import Pairs, with_tied_head
 
 OLDEST, BEFORE = (0, 5), (0, 6)
 FILE_BYTES = 1 << 30
@@ -188,7 +188,7 @@ class SGLangRollout(ServerRollout):
             self.asleep.discard("weights")
         folder = shared_folder()
         try:
-            small = self._write_weights(with_tied_head(weights_of(self.source), self.facts.tied), folder)
+            small = self._write_weights(with_tied_head(self.source.named_tensors(), self.facts.tied), folder)
             body = {
                 "model_path": str(folder),
                 "load_format": "safetensors",

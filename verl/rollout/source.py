@@ -1,34 +1,75 @@
-"""Where an engine that generates in place finds its weights: a TrainEngine or a plain module.
-
-What always holds: whatever generation changes about the module (training mode, attention implementation) is
-put back on the way out, also after an error.
-"""
+"""Plain modules as weight sources, and a module's state while it generates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from verl.errors import RolloutError
 from verl.models.attention import ATTENTION_NAME, register_attention
+from verl.models.float32 import FAULTS, first_line, float32_arithmetic
+from verl.models.weight_source import (
+    Adapter,
+    NamedTensors,
+    Names,
+    SourceLogProbs,
+    WeightSource,
+    adapter_of,
+    base_tensors,
+    merged_tensors,
+)
+
+log = logging.getLogger(__name__)
 
 
-@contextmanager
-def whole_module(source: Any) -> Iterator[nn.Module]:
-    """The module with whole weights: `source.full_parameters()` of a TrainEngine, or the module itself."""
-    if hasattr(source, "full_parameters"):
-        with source.full_parameters() as module:
-            yield module
-    elif isinstance(source, nn.Module):
-        yield source
-    else:
-        raise RolloutError(
-            f"cannot generate from a {type(source).__name__}; "
-            "give a TrainEngine (with full_parameters) or an nn.Module"
-        )
+class ModuleWeights(WeightSource):
+    """The weights of a plain causal language model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        weight = causal_lm(module).get_input_embeddings().weight
+        self.dtype, self.device = weight.dtype, weight.device
+
+    def named_tensors(self, names: Names = "hf") -> NamedTensors:
+        return merged_tensors(causal_lm(self._module), self.dtype, names)
+
+    def base_tensors(self, names: Names = "hf") -> NamedTensors:
+        return base_tensors(causal_lm(self._module), self.dtype, names)
+
+    def adapter(self) -> Adapter | None:
+        return adapter_of(causal_lm(self._module), self.dtype)
+
+    def module(self) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self._module)
+
+    def structure(self) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self._module)
+
+    def log_probs(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> SourceLogProbs:
+        with torch.no_grad(), generation_mode(self._module, None) as model:
+            log_probs = _log_probs(model, prompt_ids, responses)
+            try:
+                with float32_arithmetic(model):
+                    return SourceLogProbs(log_probs, _log_probs(model, prompt_ids, responses))
+            except FAULTS as error:
+                log.info("rounding noise of log-probs cannot be measured in float32: %s", first_line(error))
+                return SourceLogProbs(log_probs, None)
+
+
+def _log_probs(model: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    ids = torch.tensor([[*prompt, *row] for row in rows], device=model.get_input_embeddings().weight.device)
+    logits_BTV = model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].float()
+    return logits_BTV.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])[..., 0].tolist()
+
+
+def as_source(source: WeightSource | nn.Module) -> WeightSource:
+    """A module handed in by a user is a source of its own weights."""
+    return source if isinstance(source, WeightSource) else ModuleWeights(source)
 
 
 def causal_lm(module: nn.Module) -> Any:
@@ -55,7 +96,8 @@ def _require_exchangeable_attention(model: Any) -> None:
 
 @contextmanager
 def generation_mode(module: nn.Module, attention: str | None) -> Iterator[Any]:
-    """The causal model in evaluation mode with another attention implementation (None: transformers' own)."""
+    """The causal model in evaluation mode with another attention implementation (None: transformers' own); both are
+    restored on exit."""
     model = causal_lm(module)
     attention = attention or stock_attention(model)
     if attention == ATTENTION_NAME:

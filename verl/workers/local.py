@@ -16,11 +16,9 @@ import torch
 from verl.data.proto import DataProto
 from verl.engines import build_engine
 from verl.errors import ConfigError
-from verl.models.sizes import token_weights
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout import build_rollout
-from verl.rollout.weight_sync.weights import module_of
 from verl.workers.actor import ActorRole
 from verl.workers.critic import CriticRole
 from verl.workers.group import WorkerGroup
@@ -109,7 +107,9 @@ class LocalGroup(WorkerGroup):
         """The engine that generates from the actor."""
         rollout = self.cfg.actor_rollout_ref.rollout
         watchdog_s = self.cfg.trainer.watchdog_s
-        return build_rollout(rollout.name, self.actor_engine, tokenizer, rollout, watchdog_s=watchdog_s)
+        return build_rollout(
+            rollout.name, self.actor_engine.weights(), tokenizer, rollout, watchdog_s=watchdog_s
+        )
 
     def generate(
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
@@ -150,22 +150,14 @@ class LocalGroup(WorkerGroup):
             return worker.train_mini_batch(mini)
 
     def sync_weights(self) -> None:
-        self.rollout.engine.update_weights(self.actor_engine, self.policy_version)
+        self.rollout.engine.update_weights(self.actor_engine.weights(), self.policy_version)
 
     def rollout_metrics(self) -> dict[str, float]:
         return self.rollout.engine.stats().weight_sync
 
     def model_size(self) -> ModelSize:
-        module: Any
-        with module_of(self.actor_engine) as module:
-            config = module.config.get_text_config()
-            tied = bool(getattr(config, "tie_word_embeddings", False))
-            # A lookup is no matrix product; a tied matrix is multiplied with at the output.
-            lookup = None if tied else module.get_input_embeddings().weight
-            weights = [(p, count) for p, count in token_weights(module, config) if p is not lookup]
-            active = round(sum(count for _, count in weights))
-            frozen = round(sum(count for p, count in weights if not p.requires_grad))
-        return ModelSize(active, config.num_hidden_layers, config.hidden_size, frozen)
+        info = self.actor_engine.info
+        return ModelSize(info.active_parameters, info.num_layers, info.hidden_size, info.frozen_parameters)
 
     def checkpoint_parts(self) -> dict[str, Any]:
         return {name: engine for name, engine in self._engines() if name != "ref"}

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from verl.config.schema import PPOConfig
     from verl.data.proto import DataProto
+    from verl.models.weight_source import SourceLogProbs
     from verl.rollout.vllm.settings import ModelFacts
-    from verl.rollout.weight_sync.probe import TrainerLogProbs
 
 
 @dataclass
@@ -202,7 +202,7 @@ class RankWorker(RPCServer):
 
     def do_probe(
         self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
-    ) -> list[TrainerLogProbs | None]:
+    ) -> list[SourceLogProbs | None]:
         return self.group.probe(prompt, answers)
 
     # -- checkpoints --------------------------------------------------------------------------------------------

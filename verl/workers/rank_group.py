@@ -10,59 +10,66 @@ What always holds: every rank makes the same collective calls in the same order,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.config.pools import EXTERNAL_ENGINES, engine_size, rollout_pool
-from verl.engines.export import whole_weights
+from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.rollout import build_rollout
 from verl.rollout.vllm.settings import ModelFacts, read_model
-from verl.rollout.weight_sync.adapters import adapter_weights, carrier_weights
-from verl.rollout.weight_sync.probe import TrainerLogProbs, trainer_log_probs
 from verl.rollout.weight_sync.tp_followers import RemoteEngine, TPFollower
-from verl.rollout.weight_sync.weights import Pairs, base_weights
+from verl.rollout.weight_sync.weights import Pairs
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from verl.engines.base import TrainEngine
     from verl.rollout.base import RolloutEngine
     from verl.workers.rank import RankSetup
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-class GatheredWeights:
-    """The actor as a rollout engine sees it: whole while held, so that generating needs no step with others."""
+class GatheredWeights(WeightSource):
+    """The actor's weights, gathered once for a whole generation: inside `hold`, `module` is no collective."""
 
-    def __init__(self, engine: TrainEngine) -> None:
-        self._engine = engine
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
         self._module: nn.Module | None = None
+        self.dtype, self.device = weights.dtype, weights.device
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        with self._engine.full_parameters() as module:
+        with self._weights.module() as module:
             self._module = module
             try:
                 yield
             finally:
                 self._module = None
 
-    @contextmanager
-    def full_parameters(self) -> Iterator[nn.Module]:
-        if self._module is not None:
-            yield self._module
-            return
-        with self._engine.full_parameters() as module:
-            yield module
+    def module(self) -> AbstractContextManager[nn.Module]:
+        return self._weights.module() if self._module is None else nullcontext(self._module)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    def structure(self) -> AbstractContextManager[nn.Module]:
+        return self._weights.structure()
+
+    def named_tensors(self, names: Names = "hf") -> NamedTensors:
+        return self._weights.named_tensors(names)
+
+    def base_tensors(self, names: Names = "hf") -> NamedTensors:
+        return self._weights.base_tensors(names)
+
+    def adapter(self) -> Adapter | None:
+        return self._weights.adapter()
+
+    def log_probs(
+        self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
+    ) -> SourceLogProbs | None:
+        return self._weights.log_probs(prompt_ids, responses)
 
 
 class RankGroup(LocalGroup):
@@ -85,7 +92,7 @@ class RankGroup(LocalGroup):
     def rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """This rank's engine, or what stands in its place."""
         rollout, size = self.cfg.actor_rollout_ref.rollout, engine_size(self.cfg)
-        self.held = GatheredWeights(self.actor_engine)
+        self.held = GatheredWeights(self.actor_engine.weights())
         if rollout_pool(self.cfg):
             return RemoteEngine()
         if self._rank % size:
@@ -124,8 +131,7 @@ class RankGroup(LocalGroup):
         if self.device.type == "cuda" and self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES:
             torch.cuda.empty_cache()
             if engine_size(self.cfg) > 1:
-                engine: Any = self.actor_engine
-                engine.ranks.barrier()
+                self.actor_engine.barrier()
 
     # -- for processes that only generate -----------------------------------------------------------------------
 
@@ -139,38 +145,34 @@ class RankGroup(LocalGroup):
 
     def model_facts(self) -> ModelFacts:
         """What such a process has to know of the model."""
-        facts = read_model(self.actor_engine, None)
+        facts = read_model(self.actor_engine.weights(), None)
         return facts if self._adapters_apart else replace(facts, lora_rank=0)
 
     def adapter(self) -> Any:
         """peft's description of the adapter such a process gets; None where it gets whole weights."""
-        engine: Any = self.actor_engine
-        return engine.model.verl_lora_config if self._adapters_apart else None
+        return self.actor_engine.info.lora_config if self._adapters_apart else None
 
     @contextmanager
     def outgoing(self) -> Iterator[list[Pairs]]:
         """Every weight, gathered one at a time: all ranks go through them in step. With adapters apart, what they sit
         on (nothing, once it has been sent: it never changes), and then the adapter. Engines of other makers know the
         names of the model's files, our own those of the module."""
-        engine: Any = self.actor_engine
-        own_names, dtype = (
-            self.cfg.actor_rollout_ref.rollout.name not in EXTERNAL_ENGINES,
-            engine.settings.dtype,
-        )
-        with self._resident("actor", optimizer=False), engine.ranks.watching():
-            if self._adapters_apart:
-                base = carrier_weights(engine.model, dtype) if own_names else base_weights(engine)
-                yield [() if self._base_sent else base, adapter_weights(engine.model, dtype)]
+        weights = self.actor_engine.weights()
+        names: Names = "hf" if self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES else "module"
+        with self._resident("actor", optimizer=False):
+            adapter = weights.adapter() if self._adapters_apart else None
+            if adapter is not None:
+                yield [() if self._base_sent else weights.base_tensors(names), adapter.named_tensors]
                 self._base_sent = True
             else:
-                yield [whole_weights(engine.model, dtype) if own_names else engine.export_parameters()]
+                yield [weights.named_tensors(names)]
 
     def probe(
         self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
-    ) -> list[TrainerLogProbs | None]:
+    ) -> list[SourceLogProbs | None]:
         """The trainer's own log-probs of what engines elsewhere drew after `prompt`."""
         with self._resident("actor", optimizer=False):
-            return [trainer_log_probs(self.actor_engine, prompt, rows) for rows in answers]
+            return [self.actor_engine.weights().log_probs(prompt, rows) for rows in answers]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from verl.rollout.native.scheduler import Scheduler, Step
 from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
 from verl.rollout.sampling import Kinds
-from verl.rollout.source import causal_lm, generation_mode, whole_module
+from verl.rollout.source import as_source, causal_lm, generation_mode
 from verl.rollout.verify import verify
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class NativeRollout(BatchEngine):
         on_device: bool | None = None,
         verify: bool = True,
     ) -> None:
-        self.source = source
+        self.source = as_source(source)
         self.tokenizer = tokenizer
         self.limits = Limits.of(config)
         self.on_device = on_device
@@ -80,7 +80,7 @@ class NativeRollout(BatchEngine):
             raise RolloutError("this engine is generating already; finish or close that generate first")
         self._aborted.clear()
         self._abort_all = False
-        with whole_module(self.source) as module:
+        with self.source.module() as module:
             model = causal_lm(module)
             stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
             vocab_size = int(model.get_input_embeddings().num_embeddings)
@@ -96,7 +96,7 @@ class NativeRollout(BatchEngine):
         # Prompts of like length side by side: decoding rows then need little padding.
         requests = sorted(requests, key=lambda r: len(r.prompt_ids))
         try:
-            with whole_module(self.source) as module, generation_mode(module, "verl") as model:
+            with self.source.module() as module, generation_mode(module, "verl") as model:
                 weight = model.get_input_embeddings().weight
                 on_device = self.on_device
                 if on_device is None:  # on the CPU only the device's path knows fp8, and emulates it
@@ -300,7 +300,7 @@ class NativeRollout(BatchEngine):
     def update_weights(self, source: Any, version: int) -> None:
         """The weights are the trainer's own: only the version is new (and the source, when one is given)."""
         if source is not None:
-            self.source = source
+            self.source = as_source(source)
         self.version = version
 
     def sleep(self) -> None:

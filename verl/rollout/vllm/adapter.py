@@ -10,7 +10,8 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from verl.rollout.weight_sync.adapters import adapter_of, read_adapter, write_adapter
+from verl.models.weight_source import WeightSource
+from verl.rollout.weight_sync.adapters import read_adapter, write_adapter
 from verl.rollout.weight_sync.fingerprint import Manifest, compare
 from verl.rollout.weight_sync.stale_files import new_path
 
@@ -25,14 +26,15 @@ class Adapters:
         self._count = 0
         self.current: Any = None
 
-    def take(self, source: Any, version: int) -> None:
+    def take(self, source: WeightSource, version: int) -> None:
         """Load the source's adapter (that of policy `version`) under a new number in place of the old one."""
         old_folder = self._folder / str(self._count)
         self._count += 1
         folder = self._folder / str(self._count)
         sent = Manifest()
-        with adapter_of(source) as (pairs, config):
-            write_adapter(sent.watch(pairs), config, folder)
+        adapter = source.adapter()
+        assert adapter is not None
+        write_adapter(sent.watch(adapter.named_tensors), adapter.config, folder)
         compare(sent, read_adapter(folder, sent), version, "vllm")
         if self.current is not None:
             self._unload(self.current)

@@ -33,7 +33,6 @@ from verl.rollout.vllm.settings import (
     sampling_arguments,
     set_environment,
 )
-from verl.rollout.weight_sync import base_weights, weights_of
 from verl.rollout.weight_sync.server_watchdog import Guard
 from verl.rollout.weight_sync.stale_files import remember_segments, remove
 
@@ -75,7 +74,7 @@ class VLLMRollout(ExternalRollout):
         self.guard: Guard | None = None if self.by_reference else self._guard(watchdog_s)
         self.adapters: Adapters | None = None
         if self.facts.lora_rank:
-            sync_weights(base_weights(source), self.facts.tied, 0, self._deliver)
+            sync_weights(self.source.base_tensors(), self.facts.tied, 0, self._deliver)
             self.adapters = Adapters(self._load_adapter, self._unload_adapter)
         self.take_first_weights(source)
 
@@ -198,7 +197,7 @@ class VLLMRollout(ExternalRollout):
         if self.adapters is not None:
             self.adapters.take(self.source, self.version)
         elif new_source:
-            sync_weights(weights_of(self.source), self.facts.tied, self.version, self._deliver)
+            sync_weights(self.source.named_tensors(), self.facts.tied, self.version, self._deliver)
 
     def _deliver(self, pairs: Any) -> list[str]:
         if self.guard is None:

@@ -28,7 +28,6 @@ from verl.rollout.vllm.settings import (
     read_model,
     sampling_arguments,
 )
-from verl.rollout.weight_sync import base_weights, weights_of
 from verl.rollout.weight_sync.processes import members
 from verl.rollout.weight_sync.stale_files import remember_segments, remove
 
@@ -81,7 +80,7 @@ class VLLMServerRollout(ServerRollout):
             self.open(watchdog_s)
             remember_segments(self.facts.folder, [process.pid for process in members(self.process.pid)])
             if self.facts.lora_rank:
-                sync_weights(base_weights(source), self.facts.tied, 0, self._deliver)
+                sync_weights(self.source.base_tensors(), self.facts.tied, 0, self._deliver)
                 self.adapters = Adapters(self._load_adapter, self._unload_adapter)
             self.take_first_weights(source)
         except BaseException:
@@ -114,7 +113,7 @@ class VLLMServerRollout(ServerRollout):
         if self.adapters is not None:
             self.adapters.take(self.source, self.version)
         elif new_source:
-            sync_weights(weights_of(self.source), self.facts.tied, self.version, self._deliver)
+            sync_weights(self.source.named_tensors(), self.facts.tied, self.version, self._deliver)
 
     def _deliver(self, pairs: Any) -> list[str]:
         return by_buckets(pairs, self.workers, self._receive_buckets, self.guard)

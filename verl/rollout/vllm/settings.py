@@ -17,9 +17,10 @@ from verl.errors import ConfigError
 from verl.models.lora import has_lora
 from verl.rollout.base import SamplingParams
 from verl.rollout.requests import eos_token_ids
-from verl.rollout.source import causal_lm
+from verl.rollout.source import as_source, causal_lm
+from verl.rollout.weight_sync.received import ReceivedWeights
 from verl.rollout.weight_sync.stale_files import new_path, sweep
-from verl.rollout.weight_sync.weights import TiedHead, module_of, tied_head
+from verl.rollout.weight_sync.weights import TiedHead, tied_head
 
 WORKER_EXTENSION = "verl.rollout.vllm.worker.WeightReceiver"
 _OURS = ("model", "load_format", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode")
@@ -64,27 +65,20 @@ class ModelFacts:
 
 def read_model(source: Any, tokenizer: Any) -> ModelFacts:
     """The facts of a source's model. A source that is far from its model brings them along."""
-    given: ModelFacts | None = getattr(source, "model_facts", None)
-    if given is not None:
-        return replace(given, folder=new_path("rollout"))
-    with module_of(source) as module:
+    if isinstance(source, ReceivedWeights):
+        return replace(source.model_facts, folder=new_path("rollout"))
+    source = as_source(source)
+    with source.structure() as module:
         model = causal_lm(module)
         embeddings = model.get_input_embeddings()
-        weight = embeddings.weight
-        settings = getattr(source, "settings", None)
-        dtype = getattr(settings, "dtype", None)
-        dtype = dtype if isinstance(dtype, torch.dtype) else weight.dtype
         config = model.config.get_text_config()
-        # Of the engine where there is one: its weights may be waiting in host memory.
-        device = getattr(source, "device", None)
-        device = device if isinstance(device, torch.device) else weight.device
         return ModelFacts(
             folder=new_path("rollout"),
             config_json=_config_json(model),
             vocab_size=int(embeddings.num_embeddings),
             eos_ids=eos_token_ids(model, tokenizer),
-            dtype=str(dtype).removeprefix("torch."),
-            device=device.type,
+            dtype=str(source.dtype).removeprefix("torch."),
+            device=source.device.type,
             tied=tied_head(model),
             lora_rank=int(model.verl_lora_config.r) if has_lora(model) else 0,
             max_positions=getattr(config, "max_position_embeddings", None),

@@ -9,17 +9,14 @@ with both values in the message.
 """
 
 from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
-from verl.rollout.weight_sync.probe import ProbeCheck, probe_request, trainer_log_probs
-from verl.rollout.weight_sync.weights import base_weights, weights_of, with_tied_head
+from verl.rollout.weight_sync.probe import ProbeCheck, probe_request
+from verl.rollout.weight_sync.weights import with_tied_head
 
 __all__ = [
     "Manifest",
     "ProbeCheck",
-    "base_weights",
     "compare",
     "fingerprint",
     "probe_request",
-    "trainer_log_probs",
-    "weights_of",
     "with_tied_head",
 ]

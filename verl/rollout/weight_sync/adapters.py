@@ -7,7 +7,6 @@ lost in the rounding of a large weight; ranks that share a model gather the adap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,38 +16,12 @@ from torch import nn
 
 from verl.errors import RolloutError
 from verl.models.lora import ADAPTER, plain_name
-from verl.rollout.source import causal_lm
 from verl.rollout.weight_sync.broadcast import Link
 from verl.rollout.weight_sync.fingerprint import Manifest, fingerprint
 from verl.rollout.weight_sync.receiving import load_into
-from verl.rollout.weight_sync.weights import Pairs, computed_type, module_of, whole
+from verl.rollout.weight_sync.weights import Pairs
 
 _FILE = "adapter_model.safetensors"
-
-
-def adapter_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The adapter under the names the module gives it."""
-    for name, value in model.state_dict(keep_vars=True).items():
-        if plain_name(name) is None:
-            yield name, whole(value, dtype)
-
-
-def carrier_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the adapter sits on, and all the rest, under the names the module with the adapter gives it."""
-    for name, value in model.state_dict(keep_vars=True).items():
-        if plain_name(name) is not None:
-            yield name, whole(value, dtype)
-
-
-@contextmanager
-def adapter_of(source: Any) -> Iterator[tuple[Pairs, Any]]:
-    """The adapter of a TrainEngine, of a module, or of a source that receives it, and peft's description of it."""
-    if hasattr(source, "adapter_parameters"):
-        yield source.adapter_parameters(), source.adapter
-        return
-    with module_of(source) as module:
-        model = causal_lm(module)
-        yield adapter_weights(model, computed_type(source)), model.verl_lora_config
 
 
 def write_adapter(pairs: Pairs, config: Any, folder: Path) -> None:

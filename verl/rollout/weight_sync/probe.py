@@ -16,16 +16,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import nn
 
-from verl.data.proto import DataProto
 from verl.errors import TrainingHalted
-from verl.models.float32 import FAULTS, first_line, float32_arithmetic
+from verl.models.weight_source import SourceLogProbs
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.source import generation_mode
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +53,6 @@ Verdict = Literal["explained", "stands out", "wrong"]
 
 
 @dataclass(frozen=True)
-class TrainerLogProbs:
-    """The trainer's log-probs of some rows, and the same with float32 arithmetic (None where that is not possible)."""
-
-    log_probs: Rows
-    exact: Rows | None
-
-
-@dataclass(frozen=True)
 class Probe:
     """Mean differences of log-probs after one update of the weights."""
 
@@ -84,47 +73,11 @@ def probe_request(vocab_size: int, max_length: int | None) -> Request:
     return Request("verl-probe", prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), n=SAMPLES)
 
 
-def trainer_log_probs(
-    source: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]]
-) -> TrainerLogProbs | None:
-    """Log-probs of each row of tokens after `prompt` at temperature 1; None where the source cannot compute."""
-    if hasattr(source, "log_probs"):
-        ids = torch.tensor([[*prompt, *row] for row in rows])
-        wanted = torch.ones(len(rows), len(rows[0]), dtype=torch.int64)
-        batch = DataProto.from_dict(
-            tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": wanted}
-        )
-        log_probs = source.log_probs(batch, temperature=1.0)["log_probs"]
-        exact = source.float32_log_probs(batch, temperature=1.0)
-        return TrainerLogProbs(log_probs.tolist(), None if exact is None else exact.tolist())
-    if isinstance(source, nn.Module):
-        with torch.no_grad(), generation_mode(source, None) as model:
-            return TrainerLogProbs(
-                _module_log_probs(model, prompt, rows), _exact_log_probs(model, prompt, rows)
-            )
-    return None
-
-
-def _module_log_probs(model: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]]) -> list[list[float]]:
-    ids = torch.tensor([[*prompt, *row] for row in rows], device=model.get_input_embeddings().weight.device)
-    logits_BTV = model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].float()
-    return logits_BTV.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])[..., 0].tolist()
-
-
-def _exact_log_probs(model: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]]) -> Rows | None:
-    try:
-        with float32_arithmetic(model):
-            return _module_log_probs(model, prompt, rows)
-    except FAULTS as error:
-        log.info("rounding noise of log-probs cannot be measured in float32: %s", first_line(error))
-        return None
-
-
 def _flat(rows: Rows) -> torch.Tensor:
     return torch.tensor([list(row) for row in rows], dtype=torch.float64).flatten()
 
 
-def measure(engine: Rows, trainer: TrainerLogProbs) -> Probe:
+def measure(engine: Rows, trainer: SourceLogProbs) -> Probe:
     """Compare the log-probs of both sides, row by row."""
     ours, theirs = _flat(engine), _flat(trainer.log_probs)
     others = ~torch.eye(len(ours), dtype=torch.bool)
@@ -176,7 +129,7 @@ class ProbeCheck:
         self.name, self.precision, self.advice = name, precision, advice
         self.history: list[Probe] = []
 
-    def add(self, version: int, engine: Rows, trainer: TrainerLogProbs) -> Probe:
+    def add(self, version: int, engine: Rows, trainer: SourceLogProbs) -> Probe:
         """The newest probe; TrainingHalted, with both sides, when the weights in use are not the trainer's."""
         new = measure(engine, trainer)
         verdict = judge(self.history, new, self.precision)
@@ -217,7 +170,7 @@ class ProbeCheck:
             "row end it. Watch training/rollout_probs_diff_mean"
         )
 
-    def _wrong(self, version: int, new: Probe, engine: Rows, trainer: TrainerLogProbs) -> str:
+    def _wrong(self, version: int, new: Probe, engine: Rows, trainer: SourceLogProbs) -> str:
         shown = "  ".join(f"{a:.4f}/{b:.4f}" for a, b in zip(engine[0], trainer.log_probs[0], strict=True))
         return (
             f"{self.name} does not compute with the trainer's weights of policy version {version}: log-probs of a "

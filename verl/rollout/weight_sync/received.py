@@ -6,12 +6,15 @@ and what is computed with it by a few log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import nn
 
+from verl.errors import RolloutError
+from verl.models.weight_source import Adapter, NamedTensors, Names, WeightSource
 from verl.rollout.base import RolloutEngine
 from verl.rollout.weight_sync.adapters import NotYet, unless_empty
 from verl.rollout.weight_sync.broadcast import Link
@@ -31,31 +34,40 @@ class Arrival:
     precision: str
 
 
-class ReceivedWeights:
+class ReceivedWeights(WeightSource):
     """A source for engines that keep a copy: every `update_weights` takes what the trainer sends at that time.
 
     With an `adapter` (peft's description of it) that is the weights it sits on, the first time, and the adapter."""
 
-    arrives_later = True
-    """There is nothing to take when the engine is built."""
-
-    def __init__(self, model_facts: Any, adapter: Any = None) -> None:
-        self.model_facts, self.adapter = model_facts, adapter
+    def __init__(self, model_facts: Any, lora_config: Any = None) -> None:
+        self.model_facts, self.lora_config = model_facts, lora_config
         self.link: Link | None = None
         self.version = 0
         self.received = Manifest()
         self._take_base: Callable[[Pairs, int], None] | None = None
 
-    def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_tensors(self, names: Names = "hf") -> NamedTensors:
         yield from self._arriving(Manifest())
 
-    def base_parameters(self) -> NotYet:
+    def base_tensors(self, names: Names = "hf") -> NotYet:  # type: ignore[override]
         def leave_word(take: Callable[[Pairs, int], None]) -> None:
             self._take_base = take
 
         return NotYet(leave_word)
 
-    def adapter_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def adapter(self) -> Adapter | None:
+        return None if self.lora_config is None else Adapter(self.lora_config, self._adapter_tensors())
+
+    def module(self) -> AbstractContextManager[nn.Module]:
+        raise RolloutError("the module is in the trainer's process")
+
+    def structure(self) -> AbstractContextManager[nn.Module]:
+        raise RolloutError("the module is in the trainer's process")
+
+    def log_probs(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
+        """The trainer computes them in its own process."""
+
+    def _adapter_tensors(self) -> NamedTensors:
         """The adapter; what it sits on has reached the engine before, where that came too."""
         received = Manifest()
         base = unless_empty(self._arriving(received))
@@ -64,7 +76,7 @@ class ReceivedWeights:
             self._take_base(base, self.version)
         yield from self._arriving(received)
 
-    def _arriving(self, received: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    def _arriving(self, received: Manifest) -> NamedTensors:
         assert self.link is not None
         self.received = received
         yield from received.watch(self.link.receive())

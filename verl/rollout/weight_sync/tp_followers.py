@@ -12,9 +12,7 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import BatchEngine, Request, Response
 from verl.rollout.external_engine import ExternalRollout, Sample
-from verl.rollout.weight_sync.adapters import adapter_of
-from verl.rollout.weight_sync.probe import probe_request, trainer_log_probs
-from verl.rollout.weight_sync.weights import base_weights, weights_of
+from verl.rollout.weight_sync.probe import probe_request
 
 
 class RemoteEngine(BatchEngine):
@@ -53,7 +51,7 @@ class TPFollower(ExternalRollout):
         # SGLang gets adapters merged into the weights, vLLM gets them apart.
         self._adapters = name == "vllm" and facts.lora_rank > 0
         if self._adapters:
-            _take_part(base_weights(source))
+            _take_part(self.source.base_tensors())
         self.update_weights(source, 0)
 
     def _run(self, samples: list[Sample]) -> Iterator[Response]:
@@ -61,10 +59,11 @@ class TPFollower(ExternalRollout):
 
     def _take_weights(self, new_source: bool) -> None:
         if self._adapters:
-            with adapter_of(self.source) as (pairs, _):
-                _take_part(pairs)
+            adapter = self.source.adapter()
+            assert adapter is not None
+            _take_part(adapter.named_tensors)
         elif new_source:
-            _take_part(weights_of(self.source))
+            _take_part(self.source.named_tensors())
         if new_source or self.name == "vllm":
             self.asleep.discard("weights")
 
@@ -75,7 +74,7 @@ class TPFollower(ExternalRollout):
         """The host compares log-probs; the trainer computes them on all ranks together."""
         self._unproven = False
         request = probe_request(self.vocab_size, self.max_length)
-        trainer_log_probs(self.source, request.prompt_ids, [[0] * request.sampling.max_tokens] * request.n)
+        self.source.log_probs(request.prompt_ids, [[0] * request.sampling.max_tokens] * request.n)
 
     def sleep(self) -> None:
         if self._can_sleep and not self.asleep:

@@ -67,8 +67,7 @@ class SFTRole:
 
     def hidden_size(self) -> int:
         """What the work of a sequence is estimated by."""
-        model: Any = getattr(self.engine, "model", None)
-        return DEFAULT_HIDDEN_SIZE if model is None else int(model.config.get_text_config().hidden_size)
+        return self.engine.info.hidden_size
 
     def close(self) -> None:
         self.engine.close()
