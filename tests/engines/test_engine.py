@@ -239,7 +239,9 @@ def test_weights_come_back_to_their_addresses_so_generation_keeps_its_session(to
     found = []
     for offloads in (True, False):
         engine = tools.engine(model=tools.model(), role={"optim.lr": 0.01})
-        rollout = NativeRollout(engine.weights(), None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
+        rollout = NativeRollout(
+            engine.weights(), None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True
+        )
         tokens, sessions, addresses = [], [], []
         for _ in range(2):
             if offloads:

@@ -1,8 +1,7 @@
-"""From scores to advantages: KL in the reward, the estimator, and what leaves the loss afterwards.
+"""From scores to advantages: KL penalty in the reward, the estimator, then masking.
 
-What always holds: group statistics see every scored response; responses that are rejected (rollout
-correction) or cut off (overlong filtering) leave the response mask, and with it the loss and its
-denominator, only after that.
+Group statistics see every scored response; responses rejected by rollout correction or overlong filtering leave the
+response mask, and with it the loss and its denominator, only afterwards.
 """
 
 from __future__ import annotations

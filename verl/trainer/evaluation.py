@@ -1,8 +1,7 @@
-"""From a file of responses to numbers: every response scored by the rewards of training, statistics per data source.
+"""`python -m verl.trainer.main_eval`: score a file of responses with the rewards of training, statistics per source.
 
-What always holds: a reward that fails costs its response the score and nothing else, and is counted and named; the
-file of numbers appears whole, also when nothing could be scored; the statistics are those of validation in training
-(`verl.algorithms.validation`), a row being a prompt.
+The statistics are those of validation in training (`verl.algorithms.validation`); a row is a prompt. A reward function
+that fails costs its response the score only, and is counted.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""From prompts to scored responses: generate, score while generating, and where asked filter and refill.
+"""From prompts to scored responses: generate, score while generating, and with dynamic sampling filter and refill.
 
-What always holds: a response without a score (its reward function failed) has an empty response mask and a
-group of its own, so it neither teaches nor shifts what the others are compared with.
+A response without a score (its reward function failed) has an empty response mask and a group of its own: it adds
+nothing to the loss and does not change the baseline of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,42 +27,48 @@ if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
 
 
-class Experience:
-    """Draws prompts and turns them into the scored batch of a training step."""
+_COUNTS = ("reward/failed", "reward/calls")
+"""Metrics that add up over the rounds of dynamic sampling."""
 
-    def __init__(
-        self,
-        cfg: PPOConfig,
-        workers: WorkerGroup,
-        rewards: RewardManager,
-        tokenizer: Any,
-        final_rewards: Callable[[DataProto, Timer], None],
-    ) -> None:
+
+class Experience(ABC):
+    """The source of a step's batch: prompts in, responses with scores out."""
+
+    @abstractmethod
+    def collect(
+        self, prompts: Iterator[DataProto], step: int, timer: Timer
+    ) -> tuple[DataProto, dict[str, float]]:
+        """`data.train_batch_size` prompts with `rollout.n` scored responses each, and metrics of their rewards."""
+
+    @abstractmethod
+    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+        """Generate and score these prompts now (validation)."""
+
+
+class SyncExperience(Experience):
+    """Generates with the weights of the step that trains on the responses."""
+
+    def __init__(self, cfg: PPOConfig, workers: WorkerGroup, rewards: RewardManager, tokenizer: Any) -> None:
         self.cfg = cfg
         self.workers = workers
         self.rewards = rewards
         self.tokenizer = tokenizer
         self.failures = FailureAccount(cfg.reward.max_failure_ratio)
-        self._final_rewards = final_rewards
 
     def collect(
         self, prompts: Iterator[DataProto], step: int, timer: Timer
     ) -> tuple[DataProto, dict[str, float]]:
-        """The batch of `step`: `train_batch_size` prompts with `n` scored responses each."""
-        cfg = self.cfg
-        settings = training_settings(cfg.actor_rollout_ref.rollout, cfg.data.max_response_length, step)
-        self._calls()  # those of validation are not of this step
-        if cfg.algorithm.filter_groups.enable:
-            batch, metrics = self._until_full(prompts, settings, timer)
-        else:
-            batch = self._one_round(next(prompts), settings, timer)
-            metrics = reward_metrics(batch)
-        return batch, metrics | self._calls()
+        rollout, longest = self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length
+        self._take_calls()  # those of validation do not belong to this step
+        drawn = next(prompts)
+        batch = self.score(drawn, training_settings(rollout, longest, step), timer)
+        if self.cfg.algorithm.adv_estimator == "remax":
+            attach_baselines(batch, self.score(drawn, greedy_settings(rollout, longest), timer), rollout.n)
+        return batch, reward_metrics(batch) | self._take_calls()
 
-    def _calls(self) -> dict[str, float]:
-        """Calls of reward functions since this was last asked; nothing where nobody counts them."""
-        take = getattr(self.rewards, "take_calls", None)
-        count = take() if take is not None else None
+    def _take_calls(self) -> dict[str, float]:
+        """Calls of reward functions since the last time; empty for managers that do not count."""
+        count = self.rewards.take_calls()
         return {} if count is None else {"reward/calls": float(count)}
 
     def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
@@ -88,49 +95,54 @@ class Experience:
         self.failures.add(in_order)
         return attach_scores(batch, in_order)
 
-    def _one_round(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        batch = self.score(prompts, settings, timer)
-        if self.cfg.algorithm.adv_estimator == "remax":
-            greedy = greedy_settings(self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length)
-            attach_baselines(batch, self.score(prompts, greedy, timer), settings.n)
-        return batch
 
-    def _until_full(
-        self, prompts: Iterator[DataProto], settings: GenerationSettings, timer: Timer
-    ) -> tuple[DataProto, dict[str, float]]:
-        """Dynamic sampling: groups that all score the same are dropped and replaced by fresh prompts."""
-        rules, wanted = self.cfg.algorithm.filter_groups, self.cfg.data.train_batch_size * settings.n
-        kept: list[DataProto] = []
-        drawn = dropped = rounds = failed = 0
-        metrics: dict[str, float] = {}
-        while sum(len(part) for part in kept) < wanted:
-            if rules.max_num_gen_batches and rounds >= rules.max_num_gen_batches:
-                raise dynamic_sampling_failed(rounds, drawn, dropped, self.cfg.data.train_batch_size)
-            batch = self._one_round(next(prompts), settings, timer)
-            found = reward_metrics(batch)
-            failed += int(found["reward/failed"])
-            metrics = metrics or found
-            if rules.metric == "seq_final_reward":
-                self._final_rewards(batch, timer)
-            values = group_filter_values(
-                rules.metric,
-                batch.batch["token_level_scores"],
-                batch.batch.get("token_level_rewards"),
-                batch.batch["response_mask"],
-                extra_columns(batch),
-            )
-            # A prompt stays or goes with all its responses, those without a score too: groups stay whole.
-            differs = ~constant_groups(values, batch.non_tensor_batch["uid"])
-            keep = differs.view(-1, settings.n).any(-1)
-            rounds, drawn, dropped = rounds + 1, drawn + len(keep), dropped + int((~keep).sum())
-            if keep.any():
-                kept.append(batch[keep.repeat_interleave(settings.n)])
-        metrics |= {
-            "reward/failed": float(failed),
-            "training/num_gen_batches": rounds,
-            "training/constant_groups": dropped / drawn,
+class DynamicSampling:
+    """Keeps the groups whose responses differ (`algorithm.filter_groups`) until a batch is full.
+
+    A prompt stays or goes with all its responses, also those without a score, so that groups stay whole."""
+
+    def __init__(self, cfg: PPOConfig, pad_token_id: int) -> None:
+        self.cfg, self.rules = cfg, cfg.algorithm.filter_groups
+        self.n, self.prompts = cfg.actor_rollout_ref.rollout.n, cfg.data.train_batch_size
+        self._pad_token_id = pad_token_id
+        self._kept: list[DataProto] = []
+        self._metrics: dict[str, float] = {}
+        self._rounds = self._drawn = self._dropped = 0
+
+    @property
+    def needs_final_rewards(self) -> bool:
+        return self.rules.metric == "seq_final_reward"
+
+    def add(self, batch: DataProto, metrics: dict[str, float]) -> bool:
+        """Take one round of responses; whether the batch is full."""
+        values = group_filter_values(
+            self.rules.metric,
+            batch.batch["token_level_scores"],
+            batch.batch.get("token_level_rewards"),
+            batch.batch["response_mask"],
+            extra_columns(batch),
+        )
+        differs = ~constant_groups(values, batch.non_tensor_batch["uid"])
+        keep = differs.view(-1, self.n).any(-1)
+        self._rounds += 1
+        self._drawn += len(keep)
+        self._dropped += int((~keep).sum())
+        if keep.any():
+            self._kept.append(batch[keep.repeat_interleave(self.n)])
+        summed = {k: self._metrics.get(k, 0.0) + metrics[k] for k in _COUNTS if k in metrics}
+        self._metrics = {**(self._metrics or metrics), **summed}
+        full = sum(len(part) for part in self._kept) >= self.prompts * self.n
+        if not full and self._rounds == self.rules.max_num_gen_batches:
+            raise dynamic_sampling_failed(self._rounds, self._drawn, self._dropped, self.prompts)
+        return full
+
+    def result(self) -> tuple[DataProto, dict[str, float]]:
+        batch = concat_rollouts(self._kept, self._pad_token_id)[: self.prompts * self.n]
+        return batch, {
+            **self._metrics,
+            "training/num_gen_batches": self._rounds,
+            "training/constant_groups": self._dropped / self._drawn,
         }
-        return concat_rollouts(kept, self.tokenizer.pad_token_id or 0)[:wanted], metrics
 
 
 def reward_sample(prompts: DataProto, row: int, *, text: str, length: int, truncated: bool) -> RewardSample:

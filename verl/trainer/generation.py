@@ -1,9 +1,7 @@
-"""From a file of prompts to a file of responses, in pieces that survive a kill.
+"""`python -m verl.trainer.main_generation`: a file of prompts in, a file of responses out; resumes after a kill.
 
-What always holds: the output has every row that was asked for, in the order of the input, with exactly `rollout.n`
-responses each, or it is not there; the responses do not depend on batch sizes, on the number of processes or on how
-often the generation was interrupted, because each is keyed by its row's number and the seed; everything that can be
-wrong with config, rows and output is found before weights are loaded.
+Responses do not depend on batch sizes, the number of processes or interruptions: each is keyed by its row number and
+the seed. The output appears complete or not at all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which weights `model.path` means: a Hugging Face folder or id, a folder of a run of ours, or an adapter on a model.
-
-What always holds: nothing is loaded here; a folder without whole weights is refused with the command that makes them;
-a value model, whose output layer is no vocabulary, is never taken for a policy.
-"""
+"""Resolve `model.path` of generation: a Hugging Face folder or id, a run folder, a checkpoint, or a LoRA adapter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The training loop, the same for every estimator, on one process or many. Read `step` top to bottom.
+"""The training loop, the same for every algorithm, on one process or many. Read `step` top to bottom.
 
-What always holds: the loop reaches models only through the worker group; two runs of one config on one machine
-give the same numbers; whatever happens, the run folder says how far it came.
+The loop reaches models only through the worker group. Two runs of one config on one machine give the same numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from verl.observe.batch_metrics import ModelSize, batch_metrics, step_metrics
 from verl.observe.health import HealthMonitor, HealthSettings
 from verl.observe.timing import Timer
 from verl.trainer import advantage
-from verl.trainer.experience import Experience
+from verl.trainer.experience import DynamicSampling, SyncExperience
 from verl.trainer.setup import resume_note, whole_number
 from verl.trainer.validate import sample_rows, validate
 from verl.workers.needs import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
@@ -65,7 +64,7 @@ class RLLoop:
         self.checkpoints = checkpoints
         self.total_steps = total_steps
         self.model_size = model_size
-        self.experience = Experience(cfg, workers, rewards, tokenizer, self.final_rewards)
+        self.experience = SyncExperience(cfg, workers, rewards, tokenizer)
         self.kl_controller = get_kl_controller(cfg.algorithm.kl_ctrl)
         self.health = HealthMonitor(HealthSettings.from_config(cfg))
         self.generator = torch.Generator().manual_seed(cfg.trainer.seed)
@@ -112,8 +111,7 @@ class RLLoop:
         """One training step: a batch of prompts in, better weights out."""
         cfg, timer = self.cfg, Timer()
         with timer("step"):
-            batch, metrics = self.experience.collect(prompts, self.step_number, timer)
-            self.final_rewards(batch, timer)
+            batch, metrics = self.collect(prompts, timer)
             if needs_critic(cfg):
                 with timer("values"):
                     batch = batch.union(self.workers.values(batch))
@@ -147,10 +145,26 @@ class RLLoop:
             "training/epoch": self.train_loader.epoch,
         }
 
+    def collect(self, prompts: Iterator[DataProto], timer: Timer) -> tuple[DataProto, dict[str, float]]:
+        """Scored responses with final rewards; with dynamic sampling, as many rounds as fill the batch."""
+        if not self.cfg.algorithm.filter_groups.enable:
+            batch, metrics = self.experience.collect(prompts, self.step_number, timer)
+            self.final_rewards(batch, timer)
+            return batch, metrics
+        sampling = DynamicSampling(self.cfg, self.tokenizer.pad_token_id or 0)
+        full = False
+        while not full:
+            batch, metrics = self.experience.collect(prompts, self.step_number, timer)
+            if sampling.needs_final_rewards:
+                self.final_rewards(batch, timer)
+            full = sampling.add(batch, metrics)
+        batch, metrics = sampling.result()
+        if not sampling.needs_final_rewards:
+            self.final_rewards(batch, timer)
+        return batch, metrics
+
     def final_rewards(self, batch: DataProto, timer: Timer) -> None:
-        """Add the log-probs the step needs and `token_level_rewards`: the scores, less the KL where asked."""
-        if "token_level_rewards" in batch.batch:
-            return
+        """Add the log-probs the step needs and `token_level_rewards`: the scores, with the KL penalty if configured."""
         cfg, tensors = self.cfg, batch.batch
         rollout = cfg.actor_rollout_ref.rollout
         batch.meta_info["temperature"] = 1.0 if rollout.raw_log_probs else rollout.temperature
@@ -210,7 +224,7 @@ class RLLoop:
         timer = Timer()
         self.val_loader.restart()  # the same draws every time, and after resuming too
         with timer("testing"):
-            metrics, rows = validate(self.cfg, self.experience, self.val_loader)
+            metrics, rows = validate(self.cfg, self.experience, self.val_loader, self.tokenizer)
         self.run_folder.write_validation(self.step_number, rows)
         if self.cfg.trainer.log_val_generations:
             self.tracker.log_samples(self.step_number, rows[: self.cfg.trainer.log_val_generations])

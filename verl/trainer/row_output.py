@@ -1,8 +1,6 @@
-"""The rows of files once more, with further columns: written whole or not at all.
+"""Write rows of an input file with added columns, in chunks, atomically.
 
-What always holds: whatever could be wrong with the rows, the format or the place is found when the output is opened,
-before anything expensive is done for it; the rows are written one piece at a time, so that memory holds the input and
-not the result; the file has its name only once it is complete and on the disk.
+Problems with rows, format or path are raised when the output is opened, before anything is generated for it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ AT_ONCE = 8192
 
 
 def validate(
-    cfg: PPOConfig, experience: Experience, batches: Iterable[DataProto]
+    cfg: PPOConfig, experience: Experience, batches: Iterable[DataProto], tokenizer: Any
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics (`val-core/...`, `val-aux/...`) over all of `batches`, and one row per response for people."""
     settings = validation_settings(cfg.actor_rollout_ref.rollout, cfg.data.max_response_length)
@@ -36,7 +36,7 @@ def validate(
         # A response without a score gets a uid of its own in training; here it still answers its prompt.
         asked = [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
         batch = experience.score(prompts, settings, timer)
-        found = sample_rows(batch, experience.tokenizer)
+        found = sample_rows(batch, tokenizer)
         for uid, row, extra in zip(asked, found, batch.non_tensor_batch["reward_extra"], strict=True):
             for name in extra:
                 columns.setdefault(name, [None] * len(uids))
