@@ -20,11 +20,11 @@ from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.source import Source
 from verl.checkpoint.tensors import write_stream
 from verl.errors import CheckpointError
+from verl.models.dtypes import DTYPES
 
 SHARD_BYTES = 5_000_000_000
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_config(folder: Path) -> Any:

@@ -21,7 +21,6 @@ from verl.checkpoint.files import files_below, remove_folder, sync_all, sync_fol
 from verl.checkpoint.hf_check import check_logits, check_tensors, memory_allows
 from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER, copy_small_files, set_in_config
 from verl.checkpoint.hf_weights import (
-    DTYPES,
     default_dtype,
     empty_model,
     is_value_config,
@@ -35,6 +34,7 @@ from verl.checkpoint.source import LoraSettings, WeightSource
 from verl.checkpoint.steps import in_use, list_steps
 from verl.errors import CheckpointError
 from verl.json_input import read_json
+from verl.models.dtypes import torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def _merge_into(work: Path, part: PartFolder, options: MergeOptions) -> None:
     model = empty_model(config, value_model=value_model)
     with _source(part, lora, options.base_dir) as source:
         source.computed_in = default_dtype(config, source)
-        dtype = source.computed_in if options.dtype == "auto" else DTYPES[options.dtype]
+        dtype = source.computed_in if options.dtype == "auto" else torch_dtype(options.dtype)
         set_in_config(work, dtype=str(dtype).removeprefix("torch."))
         write_weights(work, source, model, dtype)
         count = check_tensors(work, source, model, dtype)

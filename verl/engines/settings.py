@@ -14,9 +14,9 @@ import torch
 
 from verl.engines.microbatches import CutRule
 from verl.errors import ConfigError
+from verl.models.dtypes import parameter_dtype
 
 Kind = Literal["actor", "ref", "critic"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,6 @@ class EngineSettings:
     max_skipped_steps: int = 3
     bad_batch_dir: Path | None = None
     seed: int = 0
-
-
-def parameter_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on a CPU, whose half-precision arithmetic is far slower."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise ConfigError(f"model.dtype={name!r} is not known; allowed: auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def _cut_rule(sequences: int | None, dynamic: bool, tokens: int | None) -> CutRule:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, ModelError, TrainingHalted
+from verl.models.dtypes import torch_dtype
 from verl.reward.base import RewardResult, RewardSample
 from verl.reward.functions import Signature
 
 DEFAULT_BATCH = 8
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class RewardModel:
@@ -52,7 +52,8 @@ class RewardModel:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        chosen = _DTYPES.get(dtype, "auto" if where.type == "cuda" else torch.float32)
+        auto = "auto" if where.type == "cuda" else torch.float32
+        chosen = auto if dtype == "auto" else torch_dtype(dtype, "reward.reward_model.dtype", ("auto",))
         try:
             model, found = AutoModelForSequenceClassification.from_pretrained(
                 path, dtype=chosen, trust_remote_code=trust_remote_code, output_loading_info=True

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from verl.config.generation import engines
 from verl.config.pools import EXTERNAL_ENGINES
 from verl.config.schema import RolloutConfig
-from verl.engines.settings import parameter_dtype
 from verl.models.adapter import merge_adapter
+from verl.models.dtypes import parameter_dtype
 from verl.models.loading import load_causal_lm
 from verl.rollout import build_rollout
 from verl.workers.local import choose_device

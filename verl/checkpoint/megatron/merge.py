@@ -17,7 +17,6 @@ import torch
 from verl.checkpoint.hf_check import answers, check_tensors, fixed_prompt, memory_allows, quietly
 from verl.checkpoint.hf_folder import copy_small_files, set_in_config
 from verl.checkpoint.hf_weights import (
-    DTYPES,
     default_dtype,
     empty_model,
     is_value_config,
@@ -29,6 +28,7 @@ from verl.checkpoint.megatron.folder import MegatronFolder
 from verl.checkpoint.megatron.forward import megatron_logits
 from verl.checkpoint.megatron.source import MegatronSource
 from verl.errors import CheckpointError
+from verl.models.dtypes import torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def merge_megatron(
             f"{found.tensors} has no output matrix, and config.json does not tie it to the embedding: "
             "add --tie-word-embedding if the model was trained so"
         )
-    kind = default_dtype(config, source) if dtype == "auto" else DTYPES[dtype]
+    kind = default_dtype(config, source) if dtype == "auto" else torch_dtype(dtype)
     set_in_config(work, dtype=str(kind).removeprefix("torch."))
     write_weights(work, source, model, kind)
     count = check_tensors(work, source, model, kind)

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.hf_weights import DTYPES
 from verl.checkpoint.megatron.distcp import DistTensors, Region
 from verl.errors import CheckpointError
+from verl.models.dtypes import DTYPES
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _NOT_WEIGHTS = re.compile(

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from verl.models.dtypes import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class Limits:
 
     def check_dtype(self, weights: torch.dtype) -> None:
         """The native engine generates from the trainer's own tensors: their type, or fp8 made from them."""
-        if self.dtype in ("auto", "fp8") or _DTYPES.get(self.dtype) == weights:
+        if (
+            self.dtype in ("auto", "fp8")
+            or torch_dtype(self.dtype, "rollout.dtype", ("auto", "fp8")) == weights
+        ):
             return
-        if self.dtype not in _DTYPES:
-            known = ", ".join(["auto", *_DTYPES, "fp8"])
-            raise ConfigError(f"rollout.dtype={self.dtype!r} is unknown; known: {known}")
         raise ConfigError(
             f"rollout.dtype={self.dtype}, but the model's weights are {str(weights).removeprefix('torch.')} and "
             "rollout.name=native generates from these very tensors; use rollout.dtype=auto (or fp8), or give the "
