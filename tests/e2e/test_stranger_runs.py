@@ -21,7 +21,7 @@ def test_the_same_command_with_another_model_says_whose_weights_go_on(
     assert main([*line, f"actor_rollout_ref.model.path={other}"]) == 0
     out, said = capfd.readouterr()
     assert f"begun from '{tiny_model_dir}'" in said and str(other) in said
-    assert "nothing is left to do: this run has done 1 of 1 steps" in out and "step 1/1" not in out
+    assert "nothing left to do: 1 of 1 steps are done" in out and "step 1/1" not in out
 
 
 def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_in_the_next(train, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_disk_without_room_for_the_model_fails_the_run_at_its_end_only(
     said = capfd.readouterr().err
     assert code == 2 and "Traceback" not in said
     assert "the checkpoint of step 1 could not be saved" in said
-    assert "error: training ended after step 2, but its checkpoint could not be saved" in said
+    assert "error: the checkpoint of the last step (2) could not be saved" in said
     assert "trainer.default_local_dir" in said
     run = tmp_path / "run"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2

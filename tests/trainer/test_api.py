@@ -124,7 +124,7 @@ def test_a_dataloader_that_miscounts_itself_is_refused(tiny_tokenizer, said):
         def __iter__(self):
             return iter([["repeat 1"], ["repeat 2"], ["repeat 3"]])
 
-    with pytest.raises(DataError, match=f"says that it has {said} batches but gave 3"):
+    with pytest.raises(DataError, match=rf"len\(dataloader\) is {said}, but it yielded 3"):
         list(loader(Wrong(), tiny_tokenizer))
 
 

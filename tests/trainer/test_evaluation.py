@@ -253,7 +253,7 @@ def test_a_generations_output_is_an_evaluations_input(
         (
             {"responses_score": [1]},
             ["data.output_path=scored.jsonl"],
-            "already has the column responses_score",
+            "has a column responses_score",
         ),
         ({}, ["reward.timout_s=3"], "'reward.timeout_s'"),
         ({}, ["data.max_samples=0"], "'data.max_samples' is 0"),

@@ -309,8 +309,8 @@ def test_rows_of_a_dataloader_train(tiny_model_dir: Path, tiny_tokenizer: Any, t
 @pytest.mark.parametrize(
     ("batches", "says"),
     [
-        ("train.jsonl", "given a str; give a dataloader"),
-        (3, "given a int"),
+        ("train.jsonl", "got a str; expected a dataloader"),
+        (3, "got a int"),
         ([[torch.zeros(3)]], "a list of Tensor; give a list of prompts"),
         (DataLoader([{"input_ids": torch.zeros(3)}]), r"the columns \['input_ids'\] but no 'prompt'"),
     ],

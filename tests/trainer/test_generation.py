@@ -304,7 +304,7 @@ def test_other_weights_are_not_mixed_in(interrupted, keys, tiny_model_dir, tmp_p
 def test_one_process_at_a_time(tmp_path) -> None:
     with (
         Journal(tmp_path / "out.jsonl", {"a": 1}),
-        pytest.raises(DataError, match="another process is generating"),
+        pytest.raises(DataError, match="another process writes to"),
     ):
         Journal(tmp_path / "out.jsonl", {"a": 1})
 
@@ -334,7 +334,7 @@ def test_a_journal_gives_back_what_it_was_given(tmp_path) -> None:
         (["data.path=missing.parquet"], "missing.parquet does not exist"),
         (["rollout.name=natve"], "Did you mean 'native'"),
         (["rollout.temprature=1"], "'rollout.temperature' in section 'rollout'"),
-        (["data.response_key=number"], "already has the column number"),
+        (["data.response_key=number"], "has a column number"),
         (["model.path=/nowhere"], "/nowhere"),
         (["rollout.max_model_len=8"], "at least 38"),
         (["rollout.name=sglang"], "rollout.mode=server"),

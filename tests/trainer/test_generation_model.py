@@ -104,7 +104,7 @@ def test_a_lora_run_without_whole_weights_is_its_adapter_on_its_model(
     assert (choice.path, choice.adapter) == (str(tiny_model_dir), actor / "lora_adapter")
     assert choice.tokenizer == str(actor / "huggingface")
     assert choose(tiny_model_dir, lora_path=str(actor)).adapter == actor / "lora_adapter"
-    with pytest.raises(ModelError, match="adapter already"):
+    with pytest.raises(ModelError, match="is an adapter"):
         choose(actor, lora_path=str(actor))
     plain = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device="cpu")
     merged = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device="cpu")

@@ -60,9 +60,9 @@ def test_a_run_that_goes_on_with_other_settings_says_which(
         caplog.clear()
         record_config(config(actor_rollout_ref__model__path="org/b", trainer__resume_mode="disable"), folder)
         assert "other settings" not in caplog.text
-        assert "holds checkpoints of an earlier run, up to step 1" in caplog.text
+        assert "holds checkpoints up to step 1" in caplog.text
         record_config(config(actor_rollout_ref__model__path="org/c"), folder)
-        assert "The weights are those of its checkpoint, begun from 'org/b'" in caplog.text
+        assert "The weights are those of its checkpoint, started from 'org/b'" in caplog.text
 
 
 def test_fine_tuning_says_it_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +73,7 @@ def test_fine_tuning_says_it_too(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         record_config(sft("org/a"), folder)
         (tmp_path / "global_step_1").mkdir()
         record_config(sft("org/b"), folder)
-    assert "model.path 'org/a' -> 'org/b'" in caplog.text and "begun from 'org/a'" in caplog.text
+    assert "model.path 'org/a' -> 'org/b'" in caplog.text and "started from 'org/a'" in caplog.text
 
 
 def test_changes_are_of_keys_both_have() -> None:
@@ -119,7 +119,7 @@ def test_a_full_disk_costs_samples_and_report_but_not_the_run(
 def test_a_run_whose_last_checkpoint_is_missing_has_failed(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         with pytest.raises(
-            CheckpointError, match=r"after step 3.*there is none in .*trainer.default_local_dir"
+            CheckpointError, match=r"last step .3.*there is none in .*trainer.default_local_dir"
         ):
             require_saved(folder, 3, 0)
         for step in (2, 10, 12):

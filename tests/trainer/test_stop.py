@@ -25,7 +25,7 @@ def test_the_first_signal_is_answered_and_the_second_ends_at_once(
     with pytest.raises(KeyboardInterrupt), stop_on_signal(loop):  # type: ignore[arg-type]
         os.kill(os.getpid(), number)
         assert loop.asked == 1
-        assert f"{number.name}: the run ends after this step, with a checkpoint" in caplog.text
+        assert f"{number.name}: stopping after this step, with a checkpoint" in caplog.text
         os.kill(os.getpid(), number)
         raise AssertionError("the second signal was not heard")
     assert loop.asked == 1

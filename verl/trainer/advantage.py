@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def kl_in_reward(batch: DataProto, cfg: AlgorithmConfig, coef: float) -> tuple[torch.Tensor, float]:
-    """Token-level rewards with the KL to the reference taken off, and the KL an adaptive controller is fed."""
+    """Token-level rewards minus the KL penalty, and the mean KL for the adaptive controller."""
     tensors = batch.batch
     return apply_kl_penalty(
         tensors["token_level_scores"],
@@ -73,7 +73,7 @@ def rewards_by_key(batch: DataProto, keys: list[str]) -> dict[str, torch.Tensor]
 
 
 def correct_rollout(batch: DataProto, cfg: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
-    """Importance weights into the batch; returns the mask that is left after rejection, and metrics."""
+    """Add importance weights to the batch; return the mask after rejection, and metrics."""
     tensors = batch.batch
     weights, mask, metrics = compute_rollout_correction(
         old_log_prob=tensors["old_log_probs"],
@@ -87,12 +87,12 @@ def correct_rollout(batch: DataProto, cfg: AlgorithmConfig) -> tuple[torch.Tenso
 
 
 def drop_overlong(batch: DataProto, mask: torch.Tensor) -> torch.Tensor:
-    """Responses cut at the longest length teach nothing about how to end."""
+    """Mask responses that were cut at the maximum length."""
     return mask_overlong(mask, [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
 
 
 def resample(batch: DataProto, cfg: AlgorithmConfig, generator: torch.Generator) -> DataProto:
-    """PF-PPO: draw responses anew, weighted by their score; those without one are not drawn."""
+    """PF-PPO: resample responses, weighted by their score; those without a score are not drawn."""
     scored = torch.tensor(
         [row for row, error in enumerate(batch.non_tensor_batch["reward_error"]) if error is None],
         dtype=torch.int64,

@@ -1,4 +1,4 @@
-"""Put a run together: tokenizer, rows, rewards, run folder, and then, last and dearest, the models."""
+"""Build a run: tokenizer, data, rewards, run folder, then the models."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRIED_ROWS = 4
-"""Rows every reward is tried on before a model is loaded."""
+"""Rows every reward function is tried on before a model is loaded."""
 
 
 @dataclass
 class RunParts:
-    """What a run needs beside its models, all of it checked."""
+    """Everything a run needs beside its models, checked."""
 
     tokenizer: Any
     train_loader: Any
@@ -139,13 +139,12 @@ def build_loop(
 
 
 def check_rewards(rewards: RewardManager, loaders: Sequence[Any]) -> None:
-    """Refuse before training what could only fail in it: rows nobody can score, functions that cannot work."""
+    """Fail before training on rows without a scorer and on reward functions that raise."""
     for loader in loaders:
         dataset = getattr(loader, "dataset", None)
         if dataset is None:
             continue
-        if hasattr(rewards, "check"):
-            rewards.check(dataset.data_sources(), dataset.rows.column_names)
+        rewards.check(dataset.data_sources(), dataset.rows.column_names)
         if hasattr(rewards, "preflight"):
             names = [f"try-{number}" for number in range(min(TRIED_ROWS, len(dataset)))]
             rows = dataset.batch(range(len(names)), names)
@@ -153,7 +152,7 @@ def check_rewards(rewards: RewardManager, loaders: Sequence[Any]) -> None:
 
 
 def perfect_answer(prompts: DataProto, row: int) -> RewardSample:
-    """The truth as response: whatever a reward function makes of it, it must make something."""
+    """The ground truth as the response: a reward function must return something for it."""
     truth = prompts.non_tensor_batch["ground_truth"][row]
     text = "" if truth is None else str(truth)
     return reward_sample(prompts, row, text=text, length=len(text.split()), truncated=False)

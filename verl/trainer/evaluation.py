@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.algorithms.validation import validation_metrics
 from verl.data.chat import as_messages, plain_text
 from verl.data.columns import require_column
 from verl.data.files import Rows, read_rows
 from verl.data.rl_dataset import as_mapping, truth_of
 from verl.errors import DataError, RewardError
 from verl.observe.jsonable import dumps, jsonable
+from verl.observe.logs import shared_console
 from verl.observe.progress import counting
 from verl.reward.base import RewardManager, RewardResult, RewardSample
 from verl.reward.failures import causes
 from verl.reward.managers import build_reward_manager
-from verl.trainer.evaluation_report import SourceReport, source_report
-from verl.trainer.row_output import ExtendedRows, check_place
+from verl.trainer.row_output import ExtendedRows, require_writable
 
 if TYPE_CHECKING:
     from verl.config.schema import EvaluationConfig, EvaluationDataConfig
@@ -32,9 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALL = "all"
-_TAKEN_APART = ("ground_truth", "extra_info")
+_OWN_FIELDS = ("ground_truth", "extra_info")
 _BESIDE = ("", "_finish_reason", "_length", "_token_ids", "_log_probs")
-"""Endings of the columns a generation writes; none of them is a column of the data."""
+"""Suffixes of the columns a generation writes."""
+
+
+_ORDER = ("mean", "pass", "best", "maj")
+"""Statistics of the table, in this order."""
 
 
 @dataclass
@@ -44,6 +50,39 @@ class ScoredRow:
     number: int
     data_source: str
     results: list[RewardResult] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """One data source."""
+
+    rows: int
+    responses: int
+    failed: int
+    """Responses without a score."""
+    core: dict[str, float]
+    """`acc/mean@4` (or `reward/...`, where the reward gives no acc) and the like: what to look at first."""
+    aux: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def measure(self) -> str:
+        """What the core statistics are of: acc or reward."""
+        return next(iter(self.core), "reward/").split("/")[0]
+
+    def shown(self) -> dict[str, float]:
+        """Statistics of that measure by name: mean@n, pass@k (or best@k, where values are not only 0 and 1), maj@k."""
+        both = {**self.core, **self.aux}
+        own = {
+            name.split("/", 1)[1]: value
+            for name, value in both.items()
+            if name.startswith(f"{self.measure}/")
+        }
+        hidden = {"best"} if any(name.startswith("pass@") for name in own) else set()
+        kept = [name for name in own if _kind(name) in _ORDER and _kind(name) not in hidden]
+        return {name: own[name] for name in sorted(kept, key=_place)}
 
 
 @dataclass(frozen=True)
@@ -58,11 +97,11 @@ class EvaluationResult:
 
 
 def evaluate_file(cfg: EvaluationConfig) -> EvaluationResult:
-    """Score as `cfg` says and write the numbers."""
+    """Score the file, write the metrics."""
     rows = read_rows(cfg.data.path, key="data.path", split="test")
     require_column(rows, cfg.data.response_key, "data.response_key", "response", "data.path")
     count = len(rows) if cfg.data.max_samples < 0 else min(cfg.data.max_samples, len(rows))
-    check_place(metrics_path(cfg.data), "data.metrics_path")
+    require_writable(metrics_path(cfg.data), "data.metrics_path")
     output = _open_output(cfg.data, rows, count)
     manager = build_reward_manager(cfg.reward, max_response_length=1)
     try:
@@ -76,7 +115,7 @@ def evaluate_file(cfg: EvaluationConfig) -> EvaluationResult:
         output.write(_columns(scored, cfg.data.response_key))
     if not any(report.responses > report.failed for report in result.sources.values()):
         raise RewardError(
-            f"no response got a score; {result.metrics_path} says so. {causes(result.failures)} Try the function "
+            f"no response got a score (see {result.metrics_path}). {causes(result.failures)} Try the function "
             "alone with `verl reward test --fn FILE --data FILE --response-key COLUMN`."
         )
     return result
@@ -98,13 +137,13 @@ def _open_output(data: EvaluationDataConfig, rows: Rows, count: int) -> Extended
 
 
 def _check(manager: RewardManager, data: EvaluationDataConfig, rows: Rows, count: int) -> None:
-    """What could only fail for every response is refused before the first."""
+    """Refuse before scoring what would fail for every response."""
     sources = {
         _source(value) for value, _ in zip(rows.column(data.data_source_key), range(count), strict=False)
     }
     columns = _data_columns(rows.column_names, data)
     if data.reward_model_key in columns:
-        columns.append("ground_truth")  # a truth there is, whatever its column is called
+        columns.append("ground_truth")
     manager.check(sources, columns)
 
 
@@ -144,7 +183,7 @@ def _samples(
     responses = _responses(row.get(data.response_key), origin, data.response_key)
     prompt = row.get(data.prompt_key)
     messages = as_messages(prompt)
-    named = (data.prompt_key, data.data_source_key, *_TAKEN_APART)
+    named = (data.prompt_key, data.data_source_key, *_OWN_FIELDS)
     columns = {name: row[name] for name in _data_columns(list(row), data) if name not in named}
     lengths = _beside(row.get(f"{data.response_key}_length"), len(responses), 0)
     reasons = _beside(row.get(f"{data.response_key}_finish_reason"), len(responses), "")
@@ -174,12 +213,12 @@ def _responses(value: Any, origin: str, key: str) -> list[str]:
 
 
 def _beside(value: Any, count: int, otherwise: Any) -> list[Any]:
-    """What a generation wrote about each response, where it did."""
+    """Per-response values written by a generation; `otherwise` where there are none."""
     return list(value) if isinstance(value, (list, tuple)) and len(value) == count else [otherwise] * count
 
 
 def _truth(row: Mapping[str, Any], key: str) -> Any:
-    """`key` as {ground_truth: ...} or as the truth itself, else what training would take."""
+    """`key` as {ground_truth: ...} or as the value itself, otherwise as in training."""
     value = row.get(key)
     nested = as_mapping(value)
     if nested is not None and nested.get("ground_truth") is not None:
@@ -203,7 +242,7 @@ def _report(name: str, rows: Sequence[ScoredRow]) -> SourceReport:
 
 
 def metrics_path(data: EvaluationDataConfig) -> Path:
-    """Where the numbers go: as told, else beside the first file; for an id of the hub, here."""
+    """`data.metrics_path`, or beside the first input file; for a hub id, the working directory."""
     if data.metrics_path:
         return Path(data.metrics_path)
     first = Path(data.path[0])
@@ -235,3 +274,51 @@ def _columns(scored: Sequence[ScoredRow], key: str) -> Iterator[dict[str, Any]]:
             f"{key}_error": [result.error for result in row.results],
             f"{key}_extra": [dumps(result.extra) for result in row.results],
         }
+
+
+def _kind(name: str) -> str:
+    return name.split("@")[0]
+
+
+def _place(name: str) -> tuple[int, int]:
+    number = re.search(r"\d+$", name)
+    return _ORDER.index(_kind(name)), int(number.group()) if number else 0
+
+
+def source_report(name: str, rows: Sequence[Sequence[RewardResult]]) -> SourceReport:
+    """`rows` holds the results of each prompt's responses."""
+    results = [(uid, result) for uid, row in enumerate(rows) for result in row]
+    keys = dict.fromkeys(key for _, result in results for key in result.extra)
+    columns: dict[str, list[Any]] = {"reward": [result.score for _, result in results]}
+    columns |= {key: [r.extra.get(key) for _, r in results] for key in keys if key != "reward"}
+    metrics = validation_metrics([name] * len(results), [uid for uid, _ in results], columns)
+    return SourceReport(
+        rows=len(rows),
+        responses=len(results),
+        failed=sum(result.score is None for _, result in results),
+        core=_under(f"val-core/{name}/", metrics),
+        aux=_under(f"val-aux/{name}/", metrics),
+    )
+
+
+def _under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+def show(sources: Mapping[str, SourceReport]) -> None:
+    """The table, on the command's own output."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    names = sorted({name for report in sources.values() for name in report.shown()}, key=_place)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("data source", "of"):
+        table.add_column(heading)
+    for heading in ("rows", "responses", "no score", *names):
+        table.add_column(heading, justify="right")
+    for source, report in sources.items():
+        shown = report.shown()
+        counts = [str(number) for number in (report.rows, report.responses, report.failed)]
+        values = [f"{shown[name]:.4f}" if name in shown else "" for name in names]
+        table.add_row(source, report.measure, *counts, *values)
+    shared_console().print(table)

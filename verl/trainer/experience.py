@@ -146,7 +146,7 @@ class DynamicSampling:
 
 
 def reward_sample(prompts: DataProto, row: int, *, text: str, length: int, truncated: bool) -> RewardSample:
-    """What the reward of one response may ask for; `prompts` has one row per response."""
+    """The reward input of one response; `prompts` has one row per response."""
     column = {name: values[row] for name, values in prompts.non_tensor_batch.items()}
     raw = column["raw_prompt"]
     return RewardSample(
@@ -164,7 +164,7 @@ def reward_sample(prompts: DataProto, row: int, *, text: str, length: int, trunc
 
 
 def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
-    """Put each score on its response's last policy token; keep the rest of what the rewards said by row."""
+    """Put each score on the last policy token of its response; keep extras and errors by row."""
     mask = batch.batch["response_mask"]
     failed = np.array([result.score is None for result in results])
     scores = torch.tensor([0.0 if result.score is None else result.score for result in results])
@@ -180,7 +180,7 @@ def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
         "uid": object_column(uids),
         "reward_extra": object_column(result.extra for result in results),
         "reward_error": object_column(
-            result.error if result.score is not None else result.error or "no reason given"
+            result.error if result.score is not None else result.error or "unknown error"
             for result in results
         ),
     }
@@ -188,7 +188,7 @@ def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
 
 
 def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
-    """ReMax: the score of each prompt's greedy response. Without one, the prompt's responses leave the loss."""
+    """ReMax: the score of each prompt's greedy response; without one, the prompt's responses are masked."""
     tensors = batch.batch
     tensors["reward_baselines"] = greedy.batch["token_level_scores"].sum(-1).repeat_interleave(n)
     scored = torch.tensor([error is None for error in greedy.non_tensor_batch["reward_error"]])
@@ -197,7 +197,7 @@ def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
 
 
 def reward_metrics(batch: DataProto) -> dict[str, float]:
-    """Failures, and the mean of every number the reward functions gave beside the score."""
+    """Failures, and the mean of every number the reward functions returned beside the score."""
     errors = batch.non_tensor_batch["reward_error"]
     metrics = {"reward/failed": float(sum(error is not None for error in errors))}
     numbers: dict[str, list[float]] = {}
@@ -209,7 +209,7 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def extra_columns(batch: DataProto) -> dict[str, list[Any]]:
-    """The keys every scored response has beside its score, as columns; rows without a score hold 0."""
+    """Extra keys that every scored response has, as columns; 0 for rows without a score."""
     extras, errors = batch.non_tensor_batch["reward_extra"], batch.non_tensor_batch["reward_error"]
     scored = [extra for extra, error in zip(extras, errors, strict=True) if error is None]
     shared = set.intersection(*(set(extra) for extra in scored)) if scored else set()

@@ -33,12 +33,12 @@ class ExternalLoader:
     def __init__(self, batches: Iterable[Any], config: DataConfig, tokenizer: Any) -> None:
         if isinstance(batches, (str, bytes, Mapping)) or not hasattr(batches, "__iter__"):
             raise DataError(
-                f"train() was given a {type(batches).__name__}; give a dataloader: an iterable of batches of prompts "
+                f"train() got a {type(batches).__name__}; expected a dataloader: an iterable of batches of prompts "
                 "or rows. Files are trained on by `verl train data.train_files=...`"
             )
         self._batches = _of_rows(batches) if hasattr(batches, "__len__") else list(batches)
         if len(self._batches) == 0:  # type: ignore[arg-type]
-            raise DataError("the dataloader given to train() has no batches")
+            raise DataError("the dataloader has no batches")
         self._config = config
         self._tokenizer = tokenizer
         self.epoch = 0
@@ -48,8 +48,8 @@ class ExternalLoader:
 
     @property
     def dataset(self) -> RLDataset | None:
-        """The rows of the first batch, to be checked before training; None where batches have no rows. The batch is
-        the first of the first epoch, too: a sampler is asked once."""
+        """The rows of the first batch, checked before training; None for batches without rows. The iterator is kept
+        for the first epoch, so that a sampler draws once."""
         if self._first is None and self._opened is None:
             opened = iter(self._batches)
             batch = next(opened, None)
@@ -84,7 +84,7 @@ class ExternalLoader:
             yield self._prompts(batch, f"{epoch}-{number}")
         if self.epoch == epoch:
             raise DataError(
-                f"the dataloader given to train() says that it has {len(self)} batches but gave {self.position}; "
+                f"len(dataloader) is {len(self)}, but it yielded {self.position} batches; "
                 "its __len__ must be the number of batches it gives"
             )
 
@@ -97,7 +97,7 @@ class ExternalLoader:
 
     def _rows(self, batch: Any) -> RLDataset:
         rows = rows_of(batch, self._config.prompt_key)
-        return RLDataset(self._config, Rows.from_list(rows, "the given batch"), self._tokenizer)
+        return RLDataset(self._config, Rows.from_list(rows, "the batch"), self._tokenizer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}
@@ -167,7 +167,7 @@ def _pick(column: Any, row: int) -> Any:
 
 
 def _pick_collated(column: Any, row: int) -> Any:
-    """One row's value out of what default collation made of a column."""
+    """One row of a column collated by torch's default_collate."""
     if isinstance(column, Mapping):
         return {name: _pick_collated(values, row) for name, values in column.items()}
     if isinstance(column, (list, tuple)) and column and not isinstance(column[0], (str, bytes)):

@@ -69,7 +69,7 @@ class GenerationResult:
 
 
 def generate_file(cfg: GenerationConfig) -> GenerationResult:
-    """Generate as `cfg` says, or go on with what was interrupted."""
+    """Generate, resuming an interrupted generation."""
     quiet_transformers()
     seed_everything(cfg.trainer.seed)
     choice = choose_model(cfg.model)
@@ -103,7 +103,7 @@ def generate_file(cfg: GenerationConfig) -> GenerationResult:
         tokens, seconds = 0, 0.0
         if left:
             with (
-                _kept_rows_said(journal, len(dataset)),
+                _log_kept_rows(journal, len(dataset)),
                 open_engine(cfg, choice.path, choice.adapter, tokenizer) as engine,
             ):
                 work = _Work(cfg, dataset, engine, tokenizer, journal)
@@ -116,7 +116,7 @@ def generate_file(cfg: GenerationConfig) -> GenerationResult:
 
 
 def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
-    """Refuse, with every reason at once, what can be seen to be wrong without loading anything."""
+    """Check everything that can be checked without loading the model; report all problems at once."""
     problems = [absent(entry, "data.path") for entry in cfg.data.path]
     problems.append(folder_problem(choice.path, "model.path"))
     packages = (
@@ -142,14 +142,14 @@ def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
 
 
 @contextmanager
-def _kept_rows_said(journal: Journal, total: int) -> Iterator[None]:
-    """Whatever ends the work early: what it leaves is not lost, and that is said."""
+def _log_kept_rows(journal: Journal, total: int) -> Iterator[None]:
+    """On an error, log how many rows are kept."""
     try:
         yield
     except BaseException:
         if len(journal):
             logger.warning(
-                "%d of %d rows are kept in %s; the same command goes on from there",
+                "%d of %d rows are kept in %s; the same command resumes from there",
                 len(journal),
                 total,
                 journal.folder,
@@ -165,7 +165,7 @@ def prompt_section(cfg: GenerationConfig) -> DataConfig:
 
 
 def added_columns(cfg: GenerationConfig) -> dict[str, str]:
-    """Names and types of what is written beside the input's own columns; a list with one entry per response."""
+    """Names and types of the added columns; each value is a list with one entry per response."""
     key, data = cfg.data.response_key, cfg.data
     columns = {key: "list<string>", f"{key}_finish_reason": "list<string>", f"{key}_length": "list<int64>"}
     if data.save_token_ids:
@@ -176,7 +176,7 @@ def added_columns(cfg: GenerationConfig) -> dict[str, str]:
 
 
 def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDataset) -> dict[str, Any]:
-    """Everything a response depends on: two generations that agree in it may share their rows."""
+    """Everything a response depends on; rows are reused only if all of it is equal."""
     settings = training_settings(rollout_section(cfg), cfg.data.max_response_length, step=0)
     return {
         "model.path": choice.path,
@@ -195,7 +195,7 @@ def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDat
 
 
 class _Work:
-    """The rows still to be answered, on their way through the engine into the journal."""
+    """Runs the remaining rows through the engine into the journal."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Work:
         self._tokens = 0
 
     def run(self, places: Sequence[int]) -> tuple[int, float]:
-        """Answer the prompts at these places; tokens generated and seconds taken."""
+        """Generate for these prompts; returns tokens and seconds."""
         began = time.monotonic()
         size = self._cfg.data.batch_size
         total = len(self._dataset)
@@ -263,7 +263,7 @@ class _Work:
 
 
 def _columns(journal: Journal, rows: Iterator[int], key: str) -> Iterator[Mapping[str, Any]]:
-    """What the journal holds of each row, under the columns' names."""
+    """Each row's record under the output's column names."""
     for row in rows:
         yield {f"{key}{name}": value for name, value in journal.read(row).items()}
 

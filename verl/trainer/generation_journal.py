@@ -1,11 +1,7 @@
-"""What an unfinished generation has so far: one line for each row that is answered, in the order of finishing.
+"""Finished rows of a running generation, one JSON line each, in `OUTPUT.unfinished/` until the output is complete.
 
-The folder `OUTPUT.unfinished/` holds `settings.json` (everything that decides the responses) and `rows.jsonl`. It is
-made before the first row and removed when the output is complete.
-
-A line that ends is whole and stays, whatever kills the process after it. What a kill or a full disk left of a line is
-cut off when the journal is opened again, and the row of a damaged line is generated again. Lines of other settings are
-never mixed with ours. One process at a time.
+A complete line survives any kill; a partial or damaged line is dropped when the journal is reopened and its row is
+generated again. Rows of other settings (`settings.json`) are never mixed in. One process at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from verl.observe.jsonl import parse_row
 logger = logging.getLogger(__name__)
 
 SYNC_S = 1.0
-"""A power cut may take the lines of the last so many seconds; a kill takes none."""
+"""Seconds between fsyncs: a power cut may lose that much, a kill loses nothing."""
 
 
 class Journal:
@@ -40,9 +36,7 @@ class Journal:
         self.folder = output.with_name(f"{output.name}.unfinished")
         self._places: dict[int, tuple[int, int]] = {}
         if output.exists() and not overwrite:
-            raise DataError(
-                f"data.output_path: {output} is there already; set data.overwrite=True to replace it, or another name"
-            )
+            raise DataError(f"data.output_path: {output} exists; set data.overwrite=True, or another name")
         self._make_folder()
         self._file = open(self.folder / "rows.jsonl", "a+b", buffering=0)  # noqa: SIM115 - closed by `close`
         try:
@@ -52,7 +46,7 @@ class Journal:
                 raise DataError(
                     f"{self.folder} holds responses of an interrupted generation with other settings:\n  "
                     + "\n  ".join(changed)
-                    + "\nGo on with those, set another data.output_path, or data.overwrite=True to start over"
+                    + "\nUse those settings, another data.output_path, or data.overwrite=True"
                 )
             if changed:
                 self._file.truncate(0)
@@ -68,7 +62,7 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(
-                f"data.output_path: {self.folder} cannot be made: {error.strerror or error}"
+                f"data.output_path: {self.folder} cannot be created: {error.strerror or error}"
             ) from error
 
     def _lock(self) -> None:
@@ -76,11 +70,11 @@ class Journal:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(
-                f"another process is generating into {self.folder}; wait for it, or set another data.output_path"
+                f"another process writes to {self.folder}; wait, or set another data.output_path"
             ) from None
 
     def _changed(self, settings: Mapping[str, Any]) -> list[str]:
-        """In which settings the lines that are there were made differently; they are not to be gone on with."""
+        """Settings in which the existing rows differ."""
         path = self.folder / "settings.json"
         if not self._file.seek(0, os.SEEK_END):
             return []
@@ -95,13 +89,13 @@ class Journal:
         return [f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}" for name in changed]
 
     def _recover(self) -> int:
-        """Learn what is there; the end of the last whole line, behind which the file is cut."""
+        """Index complete lines and truncate after the last one."""
         end = damaged = 0
         self._file.seek(0)
         with open(self._file.fileno(), "rb", closefd=False) as lines:
             for line in lines:
                 if not line.endswith(b"\n"):
-                    break  # what a kill left
+                    break  # interrupted write
                 row = _row_of(line)
                 if row is None:
                     damaged += 1
@@ -120,7 +114,7 @@ class Journal:
         return len(self._places)
 
     def add(self, row: int, record: Mapping[str, Any]) -> None:
-        """Keep the answer to a row."""
+        """Append a row."""
         line = (json.dumps({"row": row, **record}, ensure_ascii=False) + "\n").encode("utf-8")
         written = 0
         try:
@@ -137,14 +131,14 @@ class Journal:
             self._synced = time.monotonic()
 
     def read(self, row: int) -> dict[str, Any]:
-        """The answer to a row that is there."""
+        """The record of a finished row."""
         place, length = self._places[row]
         record: dict[str, Any] = json.loads(os.pread(self._file.fileno(), length, place))
         del record["row"]
         return record
 
     def remove(self) -> None:
-        """The output is complete: nobody needs this any more."""
+        """Delete the journal: the output is complete."""
         shutil.rmtree(self.folder)
         sync_folder(self.folder.parent)
 
@@ -162,7 +156,7 @@ class Journal:
 
 
 def _row_of(line: bytes) -> int | None:
-    """The row a line answers; None for a damaged one."""
+    """The row number of a line; None if damaged."""
     found = parse_row(line)
     row = found.get("row") if found is not None else None
     return row if isinstance(row, int) else None

@@ -56,7 +56,7 @@ def choose_model(config: GenerationModelConfig) -> ModelChoice:
     if config.lora_path:
         if adapter is not None:
             raise ModelError(
-                f"model.path={config.path} is an adapter already ({adapter}); leave model.lora_path out, or set "
+                f"model.path={config.path} is an adapter ({adapter}); remove model.lora_path, or set "
                 "model.path to the model below it"
             )
         adapter = _adapter_folder(Path(config.lora_path), "model.lora_path")
@@ -67,15 +67,15 @@ def choose_model(config: GenerationModelConfig) -> ModelChoice:
 def _find(given: str) -> tuple[str, Path | None]:
     folder = Path(given).expanduser()
     if not folder.is_dir():
-        return given, None  # a name of the hub; what it is not is said when it is loaded
+        return given, None  # a hub id
     for found in (_inside(folder), folder):
         if (found / "adapter_config.json").is_file() and not _has_weights(found):
             base = _base_of(found)
-            _say(folder, f"the adapter {found} on {base}")
+            _log_choice(folder, f"the adapter {found} on {base}")
             return base, found
         if (found / "config.json").is_file() and _has_weights(found):
             if found != folder:
-                _say(folder, str(found))
+                _log_choice(folder, str(found))
             return str(found), None
     raise ModelError(_no_weights(folder))
 
@@ -98,7 +98,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _base_of(adapter: Path) -> str:
-    """The model an adapter was trained on, as it says itself."""
+    """The base model named in adapter_config.json."""
     stated = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     base = stated.get("base_model_name_or_path") or ""
     if not base or (base.startswith(("/", ".", "~")) and not Path(base).expanduser().is_dir()):
@@ -130,7 +130,7 @@ def _refuse_value_model(path: str) -> None:
     try:
         named = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
     except ValueError:
-        return  # loading it says what is wrong with it
+        return  # reported when it is loaded
     if any(_VALUE_MODEL.search(name) for name in named):
         raise ModelError(
             f"{path} holds a {', '.join(named)}, which gives numbers and no text; set model.path to the policy "
@@ -144,7 +144,7 @@ def _no_weights(folder: Path) -> str:
     backend = "megatron" if holds_megatron(part) else "fsdp" if (part / "model").is_dir() else None
     if backend is not None:
         return (
-            f"{folder} holds a checkpoint without whole weights. Make a Hugging Face folder of it with\n"
+            f"{folder} is a sharded checkpoint. Merge it with\n"
             f"  python -m verl.model_merger merge --backend {backend} --local_dir {part} --target_dir OUT\n"
             "and set model.path=OUT"
         )
@@ -155,5 +155,5 @@ def _no_weights(folder: Path) -> str:
     return f"model.path={folder} is neither a Hugging Face folder with weights nor a run folder (it holds: {found})"
 
 
-def _say(folder: Path, what: str) -> None:
+def _log_choice(folder: Path, what: str) -> None:
     logger.info("model.path=%s: generating with %s", folder, what)

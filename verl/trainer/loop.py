@@ -95,7 +95,7 @@ class RLLoop:
             if self.due(trainer.test_freq) or ending:
                 last |= self.validate()
             noticed = self.health.check(self.step_number, last, self.batch)
-            # Read once: who asks after this gets another step, so that no run ends without its checkpoint.
+            # Read once: a stop requested after this gets another step, so that the last step has its checkpoint.
             stopping = self.stop_requested
             if self.due(trainer.save_freq) or ending or stopping:
                 last |= self.save(last)
@@ -185,7 +185,7 @@ class RLLoop:
             batch.non_tensor_batch["kl"] = np.full(len(batch), kl, dtype=object)
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Advantages and returns, then what leaves the loss: rejected, overlong, not drawn again."""
+        """Advantages and returns, then masking (rejection, overlong) and resampling."""
         algorithm = self.cfg.algorithm
         metrics: dict[str, float] = {}
         if algorithm.use_kl_in_reward:
@@ -211,7 +211,7 @@ class RLLoop:
         return batch, metrics
 
     def prompts(self) -> Iterator[DataProto]:
-        """Batches of prompts, epoch after epoch, from wherever the loader stands."""
+        """Batches of prompts, epoch after epoch, from the loader's position."""
         while True:
             yield from self.train_loader
 
@@ -251,11 +251,11 @@ class RLLoop:
         if state is not None:
             self.workers.sync_weights()
             if self.cfg.trainer.val_only:
-                pass  # later steps stay in the run folder: nothing here writes them again
+                pass  # writes no steps, so keeps later ones in the run folder
             elif not self.run_folder.rewind(self.step_number) and "metrics" in state:
                 # The run ended between the checkpoint and its line in the metrics.
                 self.tracker.log(self.step_number, state["metrics"])
-            # Validating needs no steps to be left.
+            # val_only runs even after the last step.
             left = self.step_number + 1 if self.cfg.trainer.val_only else self.total_steps
             self.tracker.note(resume_note(self.step_number, left))
 
@@ -270,7 +270,7 @@ class RLLoop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; where it cannot be used, nothing changes."""
+        """Restore `state`; if it is invalid, nothing changes."""
         before = self.state_dict()
         try:
             self._take(state)
@@ -281,7 +281,7 @@ class RLLoop:
     def _take(self, state: dict[str, Any]) -> None:
         self.step_number = whole_number(state, "step")
         self.workers.policy_version = whole_number(state, "policy_version")
-        if not self.cfg.trainer.val_only:  # which has no use for it, and may have no training data
+        if not self.cfg.trainer.val_only:  # which may have no training data
             self.train_loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.health.load_state_dict(state["health"])
@@ -290,5 +290,5 @@ class RLLoop:
             raise CheckpointError("its metrics are no mapping")
 
     def request_stop(self) -> None:
-        """End after the step that is running, with a checkpoint."""
+        """Stop after the current step, with a checkpoint."""
         self.stop_requested = True

@@ -19,8 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 
         cfg = load_evaluation_config(arguments)
         from verl.reward.failures import causes
-        from verl.trainer.evaluation import evaluate_file
-        from verl.trainer.evaluation_report import show
+        from verl.trainer.evaluation import evaluate_file, show
 
         result = evaluate_file(cfg)
         show(result.sources)

@@ -1,7 +1,7 @@
 """`python -m verl.trainer.main_ppo`: reinforcement learning, from a config to a trained model.
 
-Everything that can be wrong is looked at before the model is loaded: config, packages and files, tokenizer, rows,
-reward function, run folder, in this order.
+Checked before the model is loaded, in this order: config, packages and files, tokenizer, rows, reward function, run
+folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunResult:
-    """What a finished run leaves: its folder and its last metrics."""
+    """Run folder and last metrics of a finished run."""
 
     folder: Path
     metrics: dict[str, float]
@@ -57,7 +57,7 @@ def run(
     train_loader: Any = None,
     live: bool = False,
 ) -> RunResult:
-    """Train as `cfg` says. What is given as an object replaces what the config names."""
+    """Train with `cfg`; objects passed in replace what the config names."""
     from verl.trainer.preflight import preflight
 
     preflight(cfg, given_model=model is not None, given_data=train_loader is not None)
@@ -69,7 +69,7 @@ def run(
 
 
 def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, live: bool) -> RunResult:
-    """One start of a run, from its last checkpoint (or afresh) to its end."""
+    """One attempt: from the last checkpoint (or the start) to the end."""
     from verl.trainer.assembly import build_loop, open_run
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import leave_report, require_saved
@@ -91,7 +91,7 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
 
 @contextmanager
 def stop_on_signal(loop: RLLoop) -> Iterator[None]:
-    """The first SIGTERM or Ctrl-C ends the run after the current step, with a checkpoint; a second one at once."""
+    """The first SIGTERM or Ctrl-C stops after the current step, with a checkpoint; the second at once."""
     asked = False
 
     def handle(number: int, frame: Any) -> None:
@@ -100,7 +100,7 @@ def stop_on_signal(loop: RLLoop) -> Iterator[None]:
             raise KeyboardInterrupt
         asked = True
         logger.warning(
-            "%s: the run ends after this step, with a checkpoint; once more ends it at once",
+            "%s: stopping after this step, with a checkpoint; send it again to stop at once",
             signal.Signals(number).name,
         )
         loop.request_stop()

@@ -17,7 +17,7 @@ from verl.data.files import Rows
 from verl.errors import DataError
 from verl.observe.jsonable import dumps
 
-_PIECE = 1024
+_CHUNK_ROWS = 1024
 """Rows written at a time."""
 
 
@@ -36,19 +36,16 @@ class ExtendedRows:
         key: str,
         if_taken: str,
     ) -> None:
-        """`key` is the setting that names the path; `if_taken` is what to do when a column is there already."""
+        """`key` is the config key of the path; `if_taken` is the advice when a column exists."""
         self.rows, self.numbers, self.path, self.key = rows, list(numbers), path, key
         self.added = {name: _type(kind) for name, kind in added.items()}
         taken = [name for name in rows.column_names if name in self.added]
         if taken:
-            raise DataError(
-                f"{key}: the data already has the column{'s' if len(taken) > 1 else ''} {', '.join(taken)}, which "
-                f"would be written; {if_taken}"
-            )
+            raise DataError(f"{key}: the data has a column {', '.join(taken)}; {if_taken}")
         if any(path.resolve() == Path(name).resolve() for name in rows.names):
             raise DataError(f"{key}: {path} is the file that is read (data.path); give another name")
         self._table = self._checked_table() if path.suffix == ".parquet" else None
-        check_place(path, key)
+        require_writable(path, key)
 
     def _checked_table(self) -> Any:
         import pyarrow as pa
@@ -98,8 +95,8 @@ class ExtendedRows:
         table = self._table
         assert table is not None
         with pyarrow.parquet.ParquetWriter(file, schema) as writer:
-            for start in range(0, len(self.numbers), _PIECE):
-                piece = table.slice(start, _PIECE)
+            for start in range(0, len(self.numbers), _CHUNK_ROWS):
+                piece = table.slice(start, _CHUNK_ROWS)
                 new = list(islice(columns, piece.num_rows))
                 arrays = [
                     pa.array([row[name] for row in new], type=kind) for name, kind in self.added.items()
@@ -111,14 +108,14 @@ class ExtendedRows:
         lines = self.path.suffix == ".jsonl"
         between = "\n" if lines else ",\n"
         file.write(b"" if lines else b"[\n")
-        for place, (number, new) in enumerate(zip(self.numbers, columns, strict=True)):
-            file.write((between if place else "").encode())
+        for at, (number, new) in enumerate(zip(self.numbers, columns, strict=True)):
+            file.write((between if at else "").encode())
             file.write(dumps({**self.rows[number], **new}).encode("utf-8"))
         file.write(b"\n" if lines else b"\n]\n")
 
 
-def check_place(path: Path, key: str) -> None:
-    """Raise unless a file can be made there; the folder is made where it is not there yet."""
+def require_writable(path: Path, key: str) -> None:
+    """Create the folder; raise unless a file can be created in it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

@@ -1,4 +1,4 @@
-"""What every training program does before its loop: seeds, the size of a batch, the run folder."""
+"""Steps shared by training commands: batch size that fits the data, run folder, config record, resume notices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prometheus_address(cfg: BaseTrainerConfig) -> tuple[str, int] | None:
 
 
 def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:
-    """The folder `trainer.default_local_dir` names, made, checked and locked."""
+    """Create, check and lock `trainer.default_local_dir`."""
     path = cfg.default_local_dir or default_run_path(cfg.project_name, cfg.experiment_name)
     return RunFolder(
         path,
@@ -51,13 +51,13 @@ def fit_to(cfg: PPOConfig | SFTConfig) -> Callable[[int], None]:
 
 
 def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
-    """Write the config; where a run of other settings is about to go on, say which, before they are forgotten."""
+    """Write config.yaml; warn when a run resumes with other settings than it was started with."""
     steps = _saved_steps(folder)
     resuming = cfg.trainer.resume_mode == "auto" and bool(steps)
     if cfg.trainer.resume_mode == "disable" and steps:
         logger.warning(
-            "%s holds checkpoints of an earlier run, up to step %d: this one begins anew and puts them aside "
-            "(global_step_N.earlier) at its first checkpoint. For a folder of its own set trainer.experiment_name",
+            "%s holds checkpoints up to step %d; trainer.resume_mode=disable starts over and renames them to "
+            "global_step_N.earlier at the first checkpoint. For another folder set trainer.experiment_name",
             folder.path,
             max(steps),
         )
@@ -74,10 +74,10 @@ def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
         shown = ", ".join(f"{key} {old!r} -> {new!r}" for key, old, new in changed[:_SHOWN])
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         other = [(old, new) for key, old, new in changed if key in _MODEL_KEYS]
-        weights = f" The weights are those of its checkpoint, begun from {other[0][0]!r}." if other else ""
+        weights = f" The weights are those of its checkpoint, started from {other[0][0]!r}." if other else ""
         logger.warning(
-            "the run in %s goes on with other settings than before: %s%s.%s For a run of its own set "
-            "trainer.experiment_name, or trainer.resume_mode=disable to begin again here",
+            "the run in %s resumes with other settings: %s%s.%s For a new run set trainer.experiment_name, or "
+            "trainer.resume_mode=disable to start over",
             folder.path,
             shown,
             more,
@@ -106,18 +106,17 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def resume_note(step: int, total: int) -> str:
-    """What a run says after it found its checkpoint."""
+    """The notice after resuming."""
     if step < total:
         return f"resumed after step {step}"
     return (
-        f"nothing is left to do: this run has done {step} of {total} steps. To train on, raise "
-        f"trainer.total_training_steps or trainer.total_epochs; for a run of its own set trainer.experiment_name, "
-        f"or trainer.resume_mode=disable to begin again here"
+        f"nothing left to do: {step} of {total} steps are done. To train on, raise trainer.total_training_steps or "
+        "trainer.total_epochs; for a new run set trainer.experiment_name, or trainer.resume_mode=disable"
     )
 
 
 def whole_number(state: Mapping[str, Any], name: str) -> int:
-    """A count in the state of a checkpoint."""
+    """A non-negative integer in the state of a checkpoint."""
     value = state[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
         raise CheckpointError(f"its {name} is {str(value)[:40]!r}, which is no count")
@@ -125,19 +124,19 @@ def whole_number(state: Mapping[str, Any], name: str) -> int:
 
 
 def require_saved(folder: RunFolder, step: int, saved_step: int) -> None:
-    """A checkpoint that fails in the middle is one of many; the last one holds what the run was made for."""
+    """A failed checkpoint during the run is a warning; a failed last one is an error."""
     if saved_step == step:
         return
     steps = [saved for saved in _saved_steps(folder) if saved != step]
     left = f"the newest complete one is global_step_{max(steps)}" if steps else "there is none"
     raise CheckpointError(
-        f"training ended after step {step}, but its checkpoint could not be saved (see the warning above); {left} in "
-        f"{folder.path}. Free some space, or set trainer.default_local_dir to another disk, and start again"
+        f"the checkpoint of the last step ({step}) could not be saved (see the log); {left} in {folder.path}. "
+        "Free disk space or set trainer.default_local_dir to another disk, and start again"
     )
 
 
 def leave_report(folder: RunFolder) -> None:
-    """`report.html`, whatever happened; nothing that keeps it from being written is a reason to fail."""
+    """Write `report.html`; a failure is only a warning."""
     from verl.observe.report import write_report
 
     try:

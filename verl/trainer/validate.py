@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 AT_ONCE = 8192
-"""Responses held as padded tensors at a time: enough to keep engines busy, whatever the size of the data."""
+"""Responses generated at a time: enough to keep engines busy, bounded for large validation sets."""
 
 
 def validate(
@@ -33,7 +33,7 @@ def validate(
     rows: list[dict[str, Any]] = []
     size = max(1, AT_ONCE // settings.n)
     for prompts in (part for batch in batches for part in batch.split(size)):
-        # A response without a score gets a uid of its own in training; here it still answers its prompt.
+        # Training gives a response without a score its own uid; here it still belongs to its prompt.
         asked = [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
         batch = experience.score(prompts, settings, timer)
         found = sample_rows(batch, tokenizer)
@@ -49,7 +49,7 @@ def validate(
 
 
 def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
-    """What a person wants to read of each response: texts, truth, score."""
+    """One readable row per response: texts, ground truth, score."""
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
     lengths = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1).tolist()
     extras = batch.non_tensor_batch
