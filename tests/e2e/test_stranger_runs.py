@@ -20,7 +20,7 @@ def test_the_same_command_with_another_model_says_whose_weights_go_on(
     line = overrides("trainer.total_training_steps=1", "trainer.logger=[console]")
     assert main([*line, f"actor_rollout_ref.model.path={other}"]) == 0
     out, said = capfd.readouterr()
-    assert f"begun from '{tiny_model_dir}'" in said and str(other) in said
+    assert f"started from '{tiny_model_dir}'" in said and str(other) in said
     assert "nothing left to do: 1 of 1 steps are done" in out and "step 1/1" not in out
 
 
