@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_run import tiny_run
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=25), pytest.mark.timeout(1200)]
 PATIENCE_S = 180.0
@@ -134,20 +136,7 @@ def _wait_for_node(env: dict[str, str], folder: Path) -> None:
 
 
 def small_run(model: Path, data: Path, folder: Path) -> list[str]:
-    return [
-        f"data.train_files={data}/train.jsonl",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=16",
-        "data.max_response_length=4",
-        f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.rollout.n=2",
-        "algorithm.adv_estimator=grpo",
-        f"reward.custom_reward_function.path={data}/digits_reward.py",
-        "reward.in_process=True",
-        "trainer.device=cpu",
-        "trainer.logger=[]",
-        f"trainer.default_local_dir={folder}/run",
-    ]
+    return tiny_run(model, data, "actor_rollout_ref.rollout.n=2", folder=folder / "run")
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_run import read_metrics, tiny_run
 from verl.data.proto import DataProto
 from verl.workers.rollout import GenerationSettings
 
@@ -103,28 +103,17 @@ def watch(
             patch.setattr(LocalGroup, "train_mini_batch", watched_train)
             result = run(
                 load_ppo_config(
-                    [
-                        f"data.train_files={digits_data}/train.jsonl",
-                        "data.train_batch_size=8",
-                        "data.max_prompt_length=16",
-                        "data.max_response_length=4",
-                        f"actor_rollout_ref.model.path={tiny_model_dir}",
-                        "actor_rollout_ref.actor.optim.lr=3e-3",
-                        "actor_rollout_ref.rollout.n=4",
-                        "algorithm.adv_estimator=grpo",
-                        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
-                        "reward.in_process=True",
-                        "trainer.device=cpu",
-                        "trainer.logger=[]",
+                    tiny_run(
+                        tiny_model_dir,
+                        digits_data,
                         "trainer.total_training_steps=2",
-                        f"trainer.default_local_dir={tmp_path}/{folder}",
                         *extra,
-                    ]
+                        folder=tmp_path / folder,
+                    )
                 )
             )
         seen.folder = result.folder
-        file = result.folder / "metrics.jsonl"
-        seen.rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        seen.rows = read_metrics(result.folder) if (result.folder / "metrics.jsonl").exists() else []
         return seen
 
     return go

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny_run import tiny_run
 from verl.config.load import load_ppo_config
 from verl.config.schema import GenerationModelConfig
 from verl.errors import ModelError
@@ -33,23 +34,17 @@ def train(
         reward = folder.parent / "reward.py"
         # Responses of random weights differ in this, so there is something to learn.
         reward.write_text("def compute_score(solution_str):\n    return len(set(solution_str.split()))\n")
-        keys = [
-            f"data.train_files={digits_data}/train.jsonl",
+        keys = tiny_run(
+            tiny_model_dir,
+            digits_data,
             "data.train_batch_size=4",
-            "data.max_prompt_length=16",
-            "data.max_response_length=4",
-            f"actor_rollout_ref.model.path={tiny_model_dir}",
             "actor_rollout_ref.actor.optim.lr=1e-2",
             "actor_rollout_ref.rollout.n=2",
-            "algorithm.adv_estimator=grpo",
             f"reward.custom_reward_function.path={reward}",
-            "reward.in_process=True",
-            "trainer.device=cpu",
-            "trainer.logger=[]",
             "trainer.total_training_steps=1",
-            f"trainer.default_local_dir={folder}",
             *more,
-        ]
+            folder=folder,
+        )
         run(load_ppo_config(keys))
         return folder
 

@@ -1,0 +1,32 @@
+"""The command line of a small GRPO run on the tiny model and the digits task: tests add what they are about."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def tiny_run(model: Path, data: Path, *extra: str, folder: Path | None = None) -> list[str]:
+    """Overrides of `verl train`; later ones win, so `extra` may replace any of them."""
+    return [
+        f"data.train_files={data}/train.jsonl",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.optim.lr=3e-3",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        f"reward.custom_reward_function.path={data}/digits_reward.py",
+        "reward.in_process=True",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        *([] if folder is None else [f"trainer.default_local_dir={folder}"]),
+        *extra,
+    ]
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
