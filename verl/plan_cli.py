@@ -1,32 +1,37 @@
-"""`verl plan --gpus N --gpu-memory G --model M`: a proposal before anything is loaded, as text."""
+"""`verl plan --model M --gpus N --gpu-memory G`: settings with which a model fits on GPUs that need not be here."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from verl.config.batch_math import text_table
-from verl.config.model_shape import ModelShape, read_shape, shape_of
-from verl.config.plan import gib
-from verl.config.scale_plan import SAFE, Proposal, Wish, propose
-from verl.config.step_time import Speeds
+from verl.config.batch_math import batch_plan
+from verl.config.load import from_dict
+from verl.config.machine import Device
+from verl.config.memory import Estimate, estimate
+from verl.config.model_sizes import ModelSizes, read_sizes
+from verl.config.plan import USABLE, Plan, no_cache, render
+from verl.config.schema import PPOConfig
 from verl.errors import ConfigError
 
-_QWEN: dict[str, tuple[int, int, int, int, int, bool]] = {
-    "0.5b": (896, 24, 14, 2, 4864, True),
-    "1.5b": (1536, 28, 12, 2, 8960, True),
-    "3b": (2048, 36, 16, 2, 11008, True),
-    "7b": (3584, 28, 28, 4, 18944, False),
-    "14b": (5120, 48, 40, 8, 13824, False),
-    "32b": (5120, 64, 40, 8, 27648, False),
-    "72b": (8192, 80, 64, 8, 29568, False),
-}
-"""Hidden size, layers, heads, key-value heads, MLP width and tied head of Qwen2.5, for planning without a folder."""
+_ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
+_TOKEN_BUDGETS = (32768, 16384, 8192, 4096)
+# Settings that save memory, each slower than those before; a candidate has all up to one of them.
+_SAVINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {f"{_MODEL}.enable_gradient_checkpointing": True},
+    {"actor_rollout_ref.ref.fsdp_config.param_offload": True},
+    {f"{_ACTOR}.fsdp_config.optimizer_offload": True, "critic.fsdp_config.optimizer_offload": True},
+    {f"{_MODEL}.enable_activation_offload": True, "critic.fsdp_config.param_offload": True},
+    {f"{_ACTOR}.optim.moments": "int8", f"{_ACTOR}.optim.stochastic_rounding": True},
+    {f"{_MODEL}.lora_rank": 32},
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help=f"a model folder, or a size: {', '.join(_QWEN)}")
+    parser.add_argument("--model", required=True, help="a model folder, or an id of the Hugging Face hub")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs in all")
     parser.add_argument("--gpu-memory", type=float, required=True, help="GiB of each")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="default: 8")
@@ -36,94 +41,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response-length", type=int, default=2048, help="tokens at most (default: 2048)")
     parser.add_argument("--critic", action="store_true", help="PPO with a critic of the same size")
     parser.add_argument("--reference", action="store_true", help="with a reference policy (KL)")
-    parser.add_argument(
-        "--train-speed", type=float, help="tokens/s of `verl bench train` with this model on one such GPU"
-    )
-    parser.add_argument(
-        "--generate-speed",
-        type=float,
-        help="tokens/s of `verl bench rollout` with this model on one such GPU",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("gpus", "gpu_memory", "gpus_per_node", "prompts", "n", "prompt_length", "response_length"):
-        if getattr(args, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0")
-    shape = _shape(args.model)
-    wish = Wish(
-        gpus=args.gpus,
-        gpu_memory=int(args.gpu_memory * 2**30),
-        gpus_per_node=args.gpus_per_node,
-        prompts=args.prompts,
-        n=args.n,
-        prompt_length=args.prompt_length,
-        response_length=args.response_length,
-        critic=args.critic,
-        reference=args.reference,
-    )
-    speeds = Speeds.of(wish.gpu_memory, args.train_speed, args.generate_speed)
-    proposal = propose(wish, shape, speeds)
-    sys.stdout.write(render(wish, shape, proposal, args.model) + "\n")
-    return 0 if proposal.fits else 1
-
-
-def _shape(model: str) -> ModelShape:
-    size = _QWEN.get(model.lower())
-    if size is not None:
-        hidden, layers, heads, kv_heads, width, tied = size
-        values: dict[str, Any] = {
-            "model_type": "qwen2",
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": width,
-            "vocab_size": 151936 if tied else 152064,
-            "tie_word_embeddings": tied,
-        }
-        return shape_of(values)
-    shape = read_shape(model)
-    if shape is None:
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+    if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         raise ConfigError(
-            f"--model '{model}' is neither a folder nor in the Hugging Face cache; give a folder with config.json, or "
-            f"a size: {', '.join(_QWEN)}"
+            f"--gpus {args.gpus} is not a whole number of nodes; give a multiple of --gpus-per-node"
         )
-    return shape
-
-
-def render(wish: Wish, shape: ModelShape, proposal: Proposal, name: str) -> str:
-    """The proposal as text: keys, memory, the step, and what of it is an estimate."""
-    node = f"{wish.nodes} nodes of {wish.gpus_per_node}" if wish.nodes > 1 else "one node"
-    head = (
-        f"{name}: {shape.parameters:,} parameters on {wish.gpus} GPU{'s' if wish.gpus > 1 else ''} of "
-        f"{gib(wish.gpu_memory)} ({node})"
-    )
-    keys = "\n".join(f"  {key}={value}" for key, value in proposal.keys.items())
-    verdict = "fits" if proposal.fits else "does not fit"
-    memory = text_table(
-        f"memory of one GPU: {verdict} ({SAFE:.0%} of it is planned with)",
-        [
-            (phase.name, gib(phase.total), " + ".join(f"{k} {gib(v)}" for k, v in phase.parts.items() if v))
-            for phase in proposal.memory.phases
-        ],
-    )
-    basis = [
-        "exact: weights, gradients, optimiser state and KV cache. Estimated: activations.",
-        "Times marked 'measured' scale what you gave; 'assumed' ones take a share of the makers' peaks and may be off "
-        "by a factor of two: measure with `verl bench train` and `verl bench rollout`.",
-        "Not counted: gathering sharded weights, rewards, the tail in which only the longest responses run.",
-    ]
-    lines = [f"note: {note}" for note in proposal.notes]
-    step = [_step_table(proposal)] if proposal.fits else []
-    return "\n\n".join([head, "keys\n" + keys, memory, *step, "\n".join([*basis, *lines])])
-
-
-def _step_table(proposal: Proposal) -> str:
-    total = sum(part.seconds for part in proposal.parts)
+    sizes = read_sizes(args.model, download=True)
+    assert sizes is not None  # with `download` a model that cannot be had is an error
+    keys, result, fits = propose(args, sizes)
     lines = [
-        (part.name, f"{part.seconds:.1f} s", f"{part.seconds / total:4.0%}  {part.source}")
-        for part in proposal.parts
+        f"{args.model}: {sizes.parameters:,} parameters",
+        "",
+        *(f"  {key}={keys[key]}" for key in keys),
+        "",
     ]
-    lines.append(("together", f"{total:.1f} s", "an upper bound of what is counted"))
-    return text_table("one step, every response at its longest", lines)
+    sys.stdout.write("\n".join([*lines, render(result)]) + "\n")
+    return 0 if fits else 1
+
+
+def propose(args: argparse.Namespace, sizes: ModelSizes) -> tuple[dict[str, Any], Plan, bool]:
+    """The first candidate whose every phase fits, or the last one: its keys, its plan, and whether it fits."""
+    device = Device("cuda", "GPU", int(args.gpu_memory * 2**30), min(args.gpus, args.gpus_per_node))
+    for keys in _candidates(args):
+        share = _memory_share(args, _estimate(keys, sizes, device)[1])
+        keys[f"{_ROLLOUT}.gpu_memory_utilization"] = share
+        config, memory = _estimate(keys, sizes, device)
+        peak = max(memory.phases, key=lambda phase: phase.total)
+        fits = peak.total <= USABLE * args.gpu_memory * 2**30 and not no_cache(memory)
+        if fits:
+            break
+    result = Plan(batch_plan(config), device, memory)
+    if not fits:
+        result.warnings.append(
+            f"nothing tried fits: '{peak.name}' needs {peak.total / 2**30:.1f} GiB of {args.gpu_memory:g}. Use more "
+            "GPUs, or shorten --response-length"
+        )
+    return keys, result, fits
+
+
+def _candidates(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """From the fastest to the one that needs least memory."""
+    base = {
+        "trainer.nnodes": -(-args.gpus // args.gpus_per_node),
+        "trainer.n_gpus_per_node": min(args.gpus, args.gpus_per_node),
+        "data.train_batch_size": args.prompts,
+        "data.max_prompt_length": args.prompt_length,
+        "data.max_response_length": args.response_length,
+        "algorithm.adv_estimator": "gae" if args.critic else "grpo",
+        f"{_ROLLOUT}.n": args.n,
+        f"{_ACTOR}.use_dynamic_bsz": True,
+        f"{_ACTOR}.use_kl_loss": args.reference,
+    }
+    longest = args.prompt_length + args.response_length
+    # Sharding within a node comes first: less data crosses the slower network.
+    shard_sizes = [args.gpus_per_node, -1] if args.gpus > args.gpus_per_node else [-1]
+    for saving in _SAVINGS:
+        used = {"critic.": args.critic, "actor_rollout_ref.ref.": args.reference}
+        base |= {
+            key: value
+            for key, value in saving.items()
+            if all(wanted for prefix, wanted in used.items() if key.startswith(prefix))
+        }
+        for shards in shard_sizes:
+            for budget in [size for size in _TOKEN_BUDGETS if size >= longest] or [longest]:
+                sizes = {
+                    f"{_ACTOR}.fsdp_config.fsdp_size": shards,
+                    f"{_ACTOR}.ppo_max_token_len_per_gpu": budget,
+                }
+                yield base | sizes
+
+
+def _estimate(keys: dict[str, Any], sizes: ModelSizes, device: Device) -> tuple[PPOConfig, Estimate]:
+    config = from_dict(PPOConfig, keys, checked=False, quiet=True)
+    return config, estimate(config, sizes, sizes if config.critic.enable else None, device)
+
+
+def _memory_share(args: argparse.Namespace, memory: Estimate) -> float:
+    """`gpu_memory_utilization`: what the trainer leaves, in steps of 0.05."""
+    generate, whole = memory.phases[0], memory.roles[0].whole_weights
+    used = generate.total - generate.parts["KV cache"] - whole
+    share = int((USABLE - used / (args.gpu_memory * 2**30)) * 20) / 20
+    return min(max(share, 0.05), 0.9)

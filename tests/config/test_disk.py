@@ -9,14 +9,14 @@ import pytest
 
 from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.load import from_dict
-from verl.config.model_shape import shape_of
+from verl.config.model_sizes import ModelSizes
 from verl.config.schema import PPOConfig, SFTConfig
 
-SHAPE = shape_of(
-    {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-     "intermediate_size": 128, "vocab_size": 1000}
+SIZES = ModelSizes(
+    parameters=1000, embedding=300, head=300, hidden=10, layers=2, cache=8, kept=50, kept_float32=20,
+    linears=(("model.layers.0.q_proj", 20), ("model.layers.0.up_proj", 30)),
 )  # fmt: skip
-N, HEADLESS = SHAPE.parameters, SHAPE.value_parameters
+N, HEADLESS = SIZES.parameters, SIZES.value_parameters
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 GRPO = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}
 
@@ -26,7 +26,7 @@ def ppo(**more: Any) -> PPOConfig:
 
 
 def size(kind: str = "cpu", **more: Any) -> int:
-    return checkpoint_bytes(ppo(**more), SHAPE, SHAPE, kind)
+    return checkpoint_bytes(ppo(**more), SIZES, SIZES, kind)
 
 
 def test_a_checkpoint_holds_masters_moments_and_whole_weights() -> None:
@@ -42,10 +42,10 @@ def test_what_is_saved_and_how_is_counted() -> None:
     assert size(**GRPO, **{f"{ACTOR}.checkpoint.save_contents": ["model", "extra"]}) == 4 * N
     assert size(**GRPO, **{f"{ACTOR}.optim.moments": "int8"}) == (4 + 2) * N
     assert size("cuda", **GRPO, **{f"{ACTOR}.optim.stochastic_rounding": True}) == (2 + 8) * N
-    adapters = SHAPE.lora_parameters(8, ["all-linear"])
+    adapters = SIZES.lora_parameters(8, ["all-linear"])
     assert size(**GRPO, **{f"{MODEL}.lora_rank": 8}) == 12 * adapters + 4 * (N + adapters)
     sft = from_dict(SFTConfig, {"model.path": "m/m", "data.train_files": "o/d"}, checked=False)
-    assert checkpoint_bytes(sft, SHAPE, None, "cpu") == 12 * N
+    assert checkpoint_bytes(sft, SIZES, None, "cpu") == 12 * N
 
 
 def test_a_disk_without_room_for_one_is_an_error_with_the_key() -> None:
@@ -76,7 +76,7 @@ def test_room_for_all_that_are_planned_is_counted(
     assert not enough.warning and not enough.error
     if planned > 1:
         short = disk_verdict(ppo(**settings), 1000, planned * 1000 - 1, total_steps=steps, present=present)
-        assert f"{planned} checkpoints" in short.warning and f"room for {planned - 1}" in short.warning
+        assert f"{planned} checkpoints" in short.warning and f"enough for {planned - 1}" in short.warning
         for key in ("trainer.default_local_dir", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"):
             assert key in short.warning
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from verl.config import load
 from verl.config.keys import field_types, get, schema_keys, sections
-from verl.config.load import from_dict, to_dict
+from verl.config.load import from_dict, load_config, to_dict
 from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig
-from verl.config.unused import RULES, unused_keys
+from verl.config.unused import unused_keys
 from verl.errors import ConfigError
 
 GIVEN = {"model.path": "m", "data.path": "p.parquet", "data.output_path": "o.parquet"}
@@ -38,12 +37,6 @@ def test_a_key_of_training_has_trainings_type_default_and_bounds() -> None:
             assert bounds[0] == bounds[1], key.name
             compared += 1
     assert compared > 80
-
-
-@pytest.mark.parametrize("kind", [GenerationConfig, EvaluationConfig])
-def test_rules_name_keys_that_exist(kind: Any) -> None:
-    known = {*schema_keys(kind), *sections(kind)}
-    assert [name for rule in RULES[kind] for name in rule.keys if name not in known] == []
 
 
 @pytest.mark.parametrize(
@@ -90,9 +83,9 @@ def test_required_keys_are_asked_for_together() -> None:
         ({"rollout.mode": "server"}, "'rollout.mode'=server has no effect"),
         ({"rollout.temperature": 0, "rollout.top_p": 0.5}, "'rollout.top_p'=0.5 has no effect"),
         ({"rollout.raw_log_probs": True}, "data.save_log_probs is False"),
-        ({"trainer.watchdog_s": 5}, "no workers that could die"),
+        ({"trainer.watchdog_s": 5}, "no other processes"),
         ({"ray_kwargs.ray_init.num_cpus": 2}, "one process runs without Ray"),
-        ({"rollout.name": "hf", "rollout.enforce_eager": True}, "no CUDA graphs"),
+        ({"rollout.name": "hf", "rollout.enforce_eager": True}, "rollout.name is hf"),
         ({"rollout.n": 4, "rollout.temperature": 0}, "greedy responses are all the same"),
         ({"data.filter_overlong_prompts": True, "data.truncation": "left"}, "'data.truncation'=left"),
         ({"data.truncation": "left", "data.cache_dir": "c"}, "'data.cache_dir'=c"),
@@ -114,7 +107,7 @@ def test_the_longest_sequence_follows_the_lengths() -> None:
 
 
 def test_fp8_needs_an_engine_that_has_it() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.name=native"):
+    with pytest.raises(ConfigError, match="use native"):
         generation(**{"rollout.name": "hf", "rollout.dtype": "fp8"})
     assert generation(**{"rollout.dtype": "fp8"}).rollout.dtype == "fp8"
 
@@ -128,11 +121,11 @@ def test_a_resolved_config_loads_again(kind: Any) -> None:
 def test_check_says_what_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [f"{key}={value}" for key, value in {**GIVEN, "model.path": tmp_path}.items()]
     with pytest.raises(SystemExit):
-        load.load_generation_config([*words, "--check", "rollout.n=4", "rollout.mode=server"])
+        load_config(GenerationConfig, [*words, "--check", "rollout.n=4", "rollout.mode=server"])
     said = capsys.readouterr().out
     assert "p.parquet" in said and "o.parquet" in said and "4, temperature 1" in said and "warning:" in said
     with pytest.raises(SystemExit):
-        load.load_evaluation_config(["data.path=p.parquet", "--check"])
+        load_config(EvaluationConfig, ["data.path=p.parquet", "--check"])
     assert "the scorer of each data_source" in capsys.readouterr().out
 
 

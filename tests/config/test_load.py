@@ -13,7 +13,7 @@ import pytest
 
 from verl.algorithms.registry import _adv_estimators
 from verl.config.keys import get, schema_keys
-from verl.config.load import from_dict, load_ppo_config, load_sft_config, ppo_command, to_dict, to_yaml
+from verl.config.load import from_dict, load_ppo_config, load_sft_config, to_dict, to_yaml
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ConfigError
 
@@ -275,12 +275,14 @@ def test_a_given_dict_is_left_alone() -> None:
 def test_cfg_job_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -> None:
     import yaml
 
-    assert ppo_command(["--cfg", "job", *NEEDED, "rollout.n=3"]) is None
+    with pytest.raises(SystemExit):
+        load_ppo_config(["--cfg", "job", *NEEDED, "rollout.n=3"])
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["actor_rollout_ref"]["rollout"]["n"] == 3
     assert shown["critic"]["model"]["path"] == "org/model"
     assert "user_set" not in shown
-    assert ppo_command(["--cfg", "job"]) is None  # the defaults alone can be looked at
+    with pytest.raises(SystemExit):  # the defaults alone can be shown
+        load_ppo_config(["--cfg", "job"])
     assert yaml.safe_load(capsys.readouterr().out)["actor_rollout_ref"]["model"]["path"] == ""
 
 
@@ -296,7 +298,8 @@ def test_help_lists_every_key_with_its_documentation(capsys: pytest.CaptureFixtu
 
 
 def test_help_about_one_section(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ppo_command(["--help", "algorithm.kl_ctrl"]) is None
+    with pytest.raises(SystemExit):
+        load_ppo_config(["--help", "algorithm.kl_ctrl"])
     text = capsys.readouterr().out
     assert "target_kl" in text and "train_files  " not in text
 
@@ -316,19 +319,14 @@ def test_importing_the_config_loads_no_torch(module: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_loading_and_planning_load_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, '
-        '"intermediate_size": 8, "vocab_size": 9}'
-    )
+def test_loading_loads_no_torch() -> None:
     code = (
-        "import sys; from verl.config.load import ppo_command; "
-        f"ppo_command(['--check', 'actor_rollout_ref.model.path={tmp_path}', 'data.train_files=a']); "
+        "import sys; from verl.config.load import load_ppo_config; "
+        "load_ppo_config(['actor_rollout_ref.model.path=m', 'data.train_files=a']); "
         "sys.exit('torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "KV cache" in result.stdout
 
 
 def test_a_comma_list_is_one_value_for_the_keys_that_take_one():

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from verl.config import device as devices
-from verl.config.device import Device, parse_gpus
+from verl.config import machine as devices
 from verl.config.load import from_dict
-from verl.config.machine import beyond_machine
+from verl.config.machine import Device, beyond_machine, parse_gpus
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 
 CPU = Device("cpu", "CPU", 2**33, 1)

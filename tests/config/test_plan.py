@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from verl.config.device import Device, device_at_hand, parse_gpus
 from verl.config.load import from_dict, load_ppo_config, load_sft_config
-from verl.config.memory import activation_bytes
-from verl.config.model_shape import shape_of
-from verl.config.plan import gib, plan, render
+from verl.config.machine import Device, device_at_hand, parse_gpus
+from verl.config.memory import activation_bytes, gib
+from verl.config.model_sizes import read_sizes, sizes_of
+from verl.config.plan import plan, render
 from verl.config.schema import PPOConfig, SFTConfig
 
 Make = Callable[..., Path]
@@ -143,21 +142,22 @@ def test_activations_are_near_what_autograd_keeps(kind: str, dtype: str) -> None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
     measured = sum(storage.nbytes() for storage in kept.values()) / tokens
-    shape = shape_of(json.loads(config.to_json_string(use_diff=False)))
+    sizes = sizes_of(model)
     element = 4 if dtype == "float32" else 2
     estimated = (
-        activation_bytes(shape, element, checkpointing=False, offload=False)
-        * shape.layers
-        / (shape.layers + 1)
+        activation_bytes(sizes, element, checkpointing=False, offload=False)
+        * sizes.layers
+        / (sizes.layers + 1)
     )
     assert 0.75 < estimated / measured < 1.25, (estimated, measured)
 
 
 def test_checkpointing_and_offload_keep_less(model_folder: Make) -> None:
-    shape = shape_of(json.loads((model_folder(**BIG) / "config.json").read_text()))
-    full = activation_bytes(shape, 2, checkpointing=False, offload=False)
-    recomputed = activation_bytes(shape, 2, checkpointing=True, offload=False)
-    offloaded = activation_bytes(shape, 2, checkpointing=False, offload=True)
+    sizes = read_sizes(str(model_folder(**BIG)))
+    assert sizes is not None
+    full = activation_bytes(sizes, 2, checkpointing=False, offload=False)
+    recomputed = activation_bytes(sizes, 2, checkpointing=True, offload=False)
+    offloaded = activation_bytes(sizes, 2, checkpointing=False, offload=True)
     assert offloaded < recomputed < full / 5
 
 
@@ -176,6 +176,16 @@ def test_what_does_not_fit_is_said_with_keys_and_amounts(model_folder: Make) -> 
     assert f"actor_rollout_ref.actor.fsdp_config.optimizer_offload=True (-{gib(12 * PARAMETERS)})" in generate
     large = plan(config, Device("cuda", "a GPU", 1000 * 2**30))
     assert not [line for line in large.warnings if "needs about" in line]
+
+
+def test_a_model_that_leaves_no_memory_for_the_cache_is_warned_about(model_folder: Make) -> None:
+    offloaded = {
+        f"actor_rollout_ref__actor__fsdp_config__{name}": True
+        for name in ("param_offload", "optimizer_offload")
+    }
+    config = grpo(model_folder(**BIG), actor_rollout_ref__rollout__gpu_memory_utilization=0.1, **offloaded)
+    assert any("no memory for the KV cache of one sequence" in line for line in plan(config, GPU).warnings)
+    assert not any("KV cache of one" in line for line in plan(grpo(model_folder(**BIG)), GPU).warnings)
 
 
 def test_a_named_remedy_saves_what_it_says(model_folder: Make) -> None:
@@ -272,7 +282,6 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
 
 def test_processes_on_a_cpu_share_its_memory() -> None:
     one, two = device_at_hand("cpu", 1), device_at_hand("cpu", 2)
-    if one.memory is None or two.memory is None:
-        pytest.skip("this system does not say how much memory it has")
+    assert one.memory is not None and two.memory is not None
     assert 0.4 < two.memory / one.memory < 0.6
     assert device_at_hand("cpu").kind == "cpu"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl.config.available import unavailable
+from verl.config.checks import unavailable
 from verl.config.load import from_dict, load_ppo_config, load_sft_config
 from verl.config.schema import PPOConfig
 

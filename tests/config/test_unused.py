@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from verl.config import device, unused_device
+from verl.config import machine, unused
 from verl.config.checks import check
-from verl.config.keys import schema_keys, sections
+from verl.config.keys import schema_keys
 from verl.config.load import from_dict, load_ppo_config, to_dict
-from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
-from verl.config.unused import RULES
+from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.unused import TERMS
 
 # On a GPU, whatever the tests run on: what a CPU makes of the keys has its own cases.
 BASE = {"actor_rollout_ref.model.path": "m", "data.train_files": "a", "trainer.device": "cuda"}
@@ -29,52 +29,52 @@ POOL = {
 # (what is set, the key named, words of the reason, what makes it matter)
 CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"algorithm.kl_ctrl.kl_coef": 0.05}, "algorithm.kl_ctrl.kl_coef", "use_kl_in_reward", {"algorithm.use_kl_in_reward": True}),
-    ({"algorithm.kl_ctrl.target_kl": 0.5, "algorithm.use_kl_in_reward": True}, "algorithm.kl_ctrl.target_kl", "fixed", {"algorithm.kl_ctrl.type": "adaptive"}),
+    ({"algorithm.kl_ctrl.target_kl": 0.5, "algorithm.use_kl_in_reward": True}, "algorithm.kl_ctrl.target_kl", "adaptive", {"algorithm.kl_ctrl.type": "adaptive"}),
     ({"actor_rollout_ref.actor.kl_loss_coef": 0.5}, "actor_rollout_ref.actor.kl_loss_coef", "use_kl_loss", {"actor_rollout_ref.actor.use_kl_loss": True}),
-    ({"actor_rollout_ref.ref.fsdp_config.param_offload": True}, "actor_rollout_ref.ref.fsdp_config.param_offload", "no reference policy", {"actor_rollout_ref.actor.use_kl_loss": True}),
-    ({**GRPO, "critic.optim.lr": 1e-4}, "critic.optim.lr", "no critic", {"algorithm.adv_estimator": "gae"}),
+    ({"actor_rollout_ref.ref.fsdp_config.param_offload": True}, "actor_rollout_ref.ref.fsdp_config.param_offload", "use_kl_loss is False and algorithm.use_kl_in_reward is False", {"actor_rollout_ref.actor.use_kl_loss": True}),
+    ({**GRPO, "critic.optim.lr": 1e-4}, "critic.optim.lr", "critic.enable is False", {"algorithm.adv_estimator": "gae"}),
     ({**GRPO, "algorithm.lam": 0.9}, "algorithm.lam", "gae", {"algorithm.adv_estimator": "gae"}),
-    ({**GRPO, "algorithm.gamma": 0.9}, "algorithm.gamma", "discount", {"algorithm.adv_estimator": "reinforce_plus_plus"}),
+    ({**GRPO, "algorithm.gamma": 0.9}, "algorithm.gamma", "adv_estimator=gae or reinforce_plus_plus", {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     ({"algorithm.norm_adv_by_std_in_grpo": False}, "algorithm.norm_adv_by_std_in_grpo", "grpo", GRPO),
     ({"actor_rollout_ref.actor.policy_loss.tau_pos": 2.0}, "actor_rollout_ref.actor.policy_loss.tau_pos", "sapo", {"actor_rollout_ref.actor.policy_loss.loss_mode": "sapo"}),
-    ({"actor_rollout_ref.actor.policy_loss.loss_mode": "dro", "actor_rollout_ref.actor.clip_ratio": 0.1}, "actor_rollout_ref.actor.clip_ratio", "does not clip", {"actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla"}),
-    ({"actor_rollout_ref.actor.clip_ratio": 0.1, "actor_rollout_ref.actor.clip_ratio_low": 0.2, "actor_rollout_ref.actor.clip_ratio_high": 0.3}, "actor_rollout_ref.actor.clip_ratio", "both set", {"actor_rollout_ref.actor.clip_ratio_high": None}),
-    ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo", "actor_rollout_ref.actor.loss_agg_mode": "token-sum"}, "actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-mean", {"actor_rollout_ref.actor.use_kl_loss": True}),
+    ({"actor_rollout_ref.actor.policy_loss.loss_mode": "dro", "actor_rollout_ref.actor.clip_ratio": 0.1}, "actor_rollout_ref.actor.clip_ratio", "loss_mode=vanilla or gspo", {"actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla"}),
+    ({"actor_rollout_ref.actor.clip_ratio": 0.1, "actor_rollout_ref.actor.clip_ratio_low": 0.2, "actor_rollout_ref.actor.clip_ratio_high": 0.3}, "actor_rollout_ref.actor.clip_ratio", "clip_ratio_low=None", {"actor_rollout_ref.actor.clip_ratio_high": None}),
+    ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo", "actor_rollout_ref.actor.loss_agg_mode": "token-sum"}, "actor_rollout_ref.actor.loss_agg_mode", "loss_mode is gspo", {"actor_rollout_ref.actor.use_kl_loss": True}),
     ({"actor_rollout_ref.actor.loss_scale_factor": 7}, "actor_rollout_ref.actor.loss_scale_factor", "token-sum-norm", {"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
     ({"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4096}, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "use_dynamic_bsz", {"actor_rollout_ref.actor.use_dynamic_bsz": True}),
-    ({"actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4}, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "by tokens", {"actor_rollout_ref.actor.use_dynamic_bsz": False}),
-    ({"actor_rollout_ref.rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "one whole copy", {"actor_rollout_ref.rollout.name": "vllm"}),
-    ({"actor_rollout_ref.rollout.engine_kwargs.vllm": {"a": 1}}, "actor_rollout_ref.rollout.engine_kwargs.vllm", "not vllm", {"actor_rollout_ref.rollout.name": "vllm"}),
-    ({"actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3}, "actor_rollout_ref.rollout.gpu_memory_utilization", "paged", {"actor_rollout_ref.rollout.name": "native"}),
+    ({"actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4}, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "use_dynamic_bsz is True", {"actor_rollout_ref.actor.use_dynamic_bsz": False}),
+    ({"actor_rollout_ref.rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "name=vllm or sglang", {"actor_rollout_ref.rollout.name": "vllm"}),
+    ({"actor_rollout_ref.rollout.engine_kwargs.vllm": {"a": 1}}, "actor_rollout_ref.rollout.engine_kwargs.vllm", "name=vllm", {"actor_rollout_ref.rollout.name": "vllm"}),
+    ({"actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3}, "actor_rollout_ref.rollout.gpu_memory_utilization", "name is hf", {"actor_rollout_ref.rollout.name": "native"}),
     ({"actor_rollout_ref.rollout.multi_turn.max_turns": 3}, "actor_rollout_ref.rollout.multi_turn.max_turns", "enable is False", {"actor_rollout_ref.rollout.multi_turn.enable": True}),
-    ({**VAL, "actor_rollout_ref.rollout.val_kwargs.top_p": 0.9}, "actor_rollout_ref.rollout.val_kwargs.top_p", "greedy", {"actor_rollout_ref.rollout.val_kwargs.do_sample": True}),
+    ({**VAL, "actor_rollout_ref.rollout.val_kwargs.top_p": 0.9}, "actor_rollout_ref.rollout.val_kwargs.top_p", "do_sample is False", {"actor_rollout_ref.rollout.val_kwargs.do_sample": True}),
     ({"actor_rollout_ref.rollout.val_kwargs.n": 4, "actor_rollout_ref.rollout.val_kwargs.do_sample": True}, "actor_rollout_ref.rollout.val_kwargs.n", "data.val_files", VAL),
     ({"actor_rollout_ref.model.lora_alpha": 32}, "actor_rollout_ref.model.lora_alpha", "lora_rank", {"actor_rollout_ref.model.lora_rank": 8}),
-    ({"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.freeze_embeddings": True}, "actor_rollout_ref.model.freeze_embeddings", "adapters only", {"actor_rollout_ref.model.lora_rank": 0}),
-    ({"actor_rollout_ref.actor.megatron.context_parallel_size": 1, "actor_rollout_ref.actor.megatron.sequence_parallel": True}, "actor_rollout_ref.actor.megatron.sequence_parallel", "not megatron", {"actor_rollout_ref.actor.strategy": "megatron"}),
-    ({"actor_rollout_ref.actor.fsdp_config.offload_policy": True, "actor_rollout_ref.actor.fsdp_config.param_offload": True}, "actor_rollout_ref.actor.fsdp_config.param_offload", "already", {"actor_rollout_ref.actor.fsdp_config.offload_policy": False}),
+    ({"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.freeze_embeddings": True}, "actor_rollout_ref.model.freeze_embeddings", "lora_rank is 8", {"actor_rollout_ref.model.lora_rank": 0}),
+    ({"actor_rollout_ref.actor.megatron.context_parallel_size": 1, "actor_rollout_ref.actor.megatron.sequence_parallel": True}, "actor_rollout_ref.actor.megatron.sequence_parallel", "strategy=megatron", {"actor_rollout_ref.actor.strategy": "megatron"}),
+    ({"actor_rollout_ref.actor.fsdp_config.offload_policy": True, "actor_rollout_ref.actor.fsdp_config.param_offload": True}, "actor_rollout_ref.actor.fsdp_config.param_offload", "offload_policy is True", {"actor_rollout_ref.actor.fsdp_config.offload_policy": False}),
     ({"actor_rollout_ref.actor.optim.min_lr_ratio": 0.1}, "actor_rollout_ref.actor.optim.min_lr_ratio", "constant", {"actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine"}),
     ({"algorithm.filter_groups.max_num_gen_batches": 3}, "algorithm.filter_groups.max_num_gen_batches", "enable is False", {"algorithm.filter_groups.enable": True, "actor_rollout_ref.rollout.n": 4}),
     ({"algorithm.pf_ppo.weight_pow": 3.0}, "algorithm.pf_ppo.weight_pow", "use_pf_ppo", {"algorithm.use_pf_ppo": True}),
     ({"algorithm.rollout_correction.rollout_is_threshold": 5.0}, "algorithm.rollout_correction.rollout_is_threshold", "rollout_is is not set", {"algorithm.rollout_correction.rollout_is": "token"}),
-    ({"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.bypass_mode": True}, "algorithm.rollout_correction.rollout_is", "nothing to correct", {"algorithm.rollout_correction.bypass_mode": False}),
+    ({"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.bypass_mode": True}, "algorithm.rollout_correction.rollout_is", "bypass_mode is True", {"algorithm.rollout_correction.bypass_mode": False}),
     ({"reward.custom_reward_function.name": "f"}, "reward.custom_reward_function.name", "path is not set", {"reward.custom_reward_function.path": "a.py"}),
     ({"reward.overlong_buffer.len": 64}, "reward.overlong_buffer.len", "enable is False", {"reward.overlong_buffer.enable": True}),
     ({"reward.reward_model.model_path": "m"}, "reward.reward_model.model_path", "enable is False", {"reward.reward_model.enable": True}),
-    ({**POOL, "reward.reward_model.param_offload": False}, "reward.reward_model.param_offload", "stays on them", {"reward.reward_model.n_gpus_per_node": 0, "reward.reward_model.nnodes": 0}),
-    ({"trainer.watchdog_s": 60.0}, "trainer.watchdog_s", "no workers that could die", POOL),
-    ({"trainer.max_restarts": 1}, "trainer.max_restarts", "no workers that could die", {"actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.mode": "server"}),
+    ({**POOL, "reward.reward_model.param_offload": False}, "reward.reward_model.param_offload", "n_gpus_per_node is 1", {"reward.reward_model.n_gpus_per_node": 0, "reward.reward_model.nnodes": 0}),
+    ({"trainer.watchdog_s": 60.0}, "trainer.watchdog_s", "no other processes", POOL),
+    ({"trainer.max_restarts": 1}, "trainer.max_restarts", "no other processes", {"actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.mode": "server"}),
     ({"ray_kwargs.ray_init.num_cpus": 2}, "ray_kwargs.ray_init.num_cpus", "without Ray", POOL),
     ({"reward.judge.model": "m"}, "reward.judge.model", "base_url", {"reward.judge.base_url": "http://x/v1"}),
     ({"reward.in_process": True, "reward.num_workers": 3}, "reward.num_workers", "in_process", {"reward.in_process": False}),
-    ({"data.truncation": "left", "data.filter_overlong_prompts": True}, "data.truncation", "drops", {"data.filter_overlong_prompts": False}),
+    ({"data.truncation": "left", "data.filter_overlong_prompts": True}, "data.truncation", "filter_overlong_prompts is True", {"data.filter_overlong_prompts": False}),
     ({"trainer.test_freq": 5}, "trainer.test_freq", "data.val_files", VAL),
     ({"trainer.prometheus.port": 1234}, "trainer.prometheus.port", "enable is False", {"trainer.prometheus.enable": True}),
     ({"trainer.wandb_proxy": "http://x"}, "trainer.wandb_proxy", "wandb", {"trainer.logger": ["wandb"]}),
     ({"trainer.keep_best_mode": "min"}, "trainer.keep_best_mode", "keep_best", {"trainer.keep_best": "val"}),
     ({"ray_kwargs.ray_init.num_cpus": 4}, "ray_kwargs.ray_init.num_cpus", "one process", {"trainer.nnodes": 2}),
-    ({"actor_rollout_ref.actor.fsdp_config.reshard_after_forward": False}, "actor_rollout_ref.actor.fsdp_config.reshard_after_forward", "nothing to shard", {"trainer.n_gpus_per_node": 2}),
-    ({"data.seed": 7, "data.shuffle": False}, "data.seed", "nothing is drawn", {"data.shuffle": True}),
+    ({"actor_rollout_ref.actor.fsdp_config.reshard_after_forward": False}, "actor_rollout_ref.actor.fsdp_config.reshard_after_forward", "one process", {"trainer.n_gpus_per_node": 2}),
+    ({"data.seed": 7, "data.shuffle": False}, "data.seed", "data.shuffle is False and data.mixture is not set", {"data.shuffle": True}),
     ({"trainer.val_before_train": False}, "trainer.val_before_train", "data.val_files", VAL),
 ]  # fmt: skip
 
@@ -136,9 +136,9 @@ def test_a_key_without_effect_on_a_cpu_is_named(
         return [line for line in check(config) if f"'{key}'=" in line]
 
     assert "has no effect" in named("cpu")[0] and not named("cuda")
-    monkeypatch.setattr(device, "_gpus", lambda: [("H200", 2**37)])
+    monkeypatch.setattr(machine, "_gpus", lambda: [("H200", 2**37)])
     assert not named("auto")
-    monkeypatch.setattr(device, "_gpus", list)
+    monkeypatch.setattr(machine, "_gpus", list)
     assert named("auto") == named("cpu")
 
 
@@ -158,11 +158,11 @@ def test_bf16_on_a_cpu_without_its_instructions_is_warned_about(
         config = from_dict(kind, {**LEAST[kind], key: dtype, "trainer.device": where}, checked=False)
         return [line for line in check(config) if f"'{key}'=" in line]
 
-    monkeypatch.setattr(unused_device, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(unused, "cpu_has_bf16", lambda: False)
     (line,) = lines("bf16", "cpu")
     assert "no bf16 instructions" in line and f"{key}=float32" in line
     assert not lines("float32", "cpu") and not lines("bf16", "cuda")
-    monkeypatch.setattr(unused_device, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(unused, "cpu_has_bf16", lambda: True)
     assert not lines("bf16", "cpu")
 
 
@@ -178,21 +178,28 @@ def test_bf16_on_a_cpu_without_its_instructions_is_warned_about(
     ],
 )
 def test_bf16_instructions_are_read_from_the_flags_of_the_cpu(cpuinfo: str, has: bool) -> None:
-    assert device.bf16_in(cpuinfo) is has
+    assert machine.bf16_in(cpuinfo) is has
 
 
-def test_every_rule_names_keys_that_exist() -> None:
-    for kind, rules in RULES.items():
-        names = set(schema_keys(kind)) | set(sections(kind))
-        for rule in rules:
-            assert set(rule.keys) <= names, rule
+@pytest.mark.parametrize("kind", [PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig])
+def test_every_condition_names_keys_and_values_that_exist(kind: Any) -> None:
+    keys = schema_keys(kind)
+    for key in keys.values():
+        for term in (term for condition in key.used_if for term in condition.split(" or ")):
+            if term.startswith("@"):
+                assert term == "@never" or term in TERMS, key.name
+                continue
+            name, _, values = term.removeprefix("!").partition("=")
+            other = keys[name.removesuffix("!")]
+            if values and other.metadata["known"]:
+                assert set(values.split("|")) <= set(other.metadata["known"]), key.name
 
 
 ADVICE = [
     ({**VAL, "actor_rollout_ref.rollout.val_kwargs.n": 4}, "greedy responses are all the same"),
     ({"actor_rollout_ref.rollout.temperature": 1.8}, "degenerate"),
     ({"actor_rollout_ref.actor.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "counts twice"),
-    ({**GRPO, "critic.enable": True}, "never asks"),
+    ({**GRPO, "critic.enable": True}, "uses no critic"),
     ({"data.return_raw_input_ids": True}, "always kept"),
 ]
 

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from verl.config.available import unavailable
+from verl.config.checks import unavailable
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig, RewardConfig, TrainerConfig
 from verl.config.unused import unused_keys

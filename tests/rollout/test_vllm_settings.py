@@ -160,7 +160,7 @@ def test_flags_of_the_server() -> None:
 
 
 def test_what_a_run_can_place_and_what_not() -> None:
-    from verl.config.available import unavailable
+    from verl.config.checks import unavailable
     from verl.config.schema import PPOConfig
 
     def refused(**changes: Any) -> str:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from verl import GRPOTrainer, PPOTrainer
 from verl.config.disk import checkpoint_bytes
-from verl.config.model_shape import shape_of
+from verl.config.model_sizes import sizes_of
 from verl.config.sections.data import DataConfig
 from verl.errors import ConfigError, DataError, ModelError, RewardError, VerlError
 from verl.models import external_model
@@ -300,7 +300,7 @@ def test_rows_of_a_dataloader_train(tiny_model_dir: Path, tiny_tokenizer: Any, t
         file.stat().st_ino: file.stat().st_size
         for file in result.folder.glob("global_step_1/**/*.safetensors")
     }
-    estimated = checkpoint_bytes(trainer.run_config(), shape_of(model.config.to_dict()), None, "cpu")
+    estimated = checkpoint_bytes(trainer.run_config(), sizes_of(model), None, "cpu")
     assert estimated <= sum(files.values()) <= 1.1 * estimated, (
         "what was counted on before is what was written"
     )

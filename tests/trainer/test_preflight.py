@@ -66,18 +66,19 @@ def test_a_cached_model_is_taken_without_asking_the_hub_again(
 
 
 def test_a_disk_too_small_for_one_checkpoint_is_refused_before_training(
-    tiny_model_dir: Path, digits_data: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Path, digits_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verl.trainer.preflight.free_bytes", lambda folder: 600_000)
     data = digits_data / "train.jsonl"
     with pytest.raises(
         ConfigError, match=r"trainer.default_local_dir=.*a checkpoint takes about .* are free"
     ):
-        preflight(ppo(tiny_model_dir, data))
+        require_disk(ppo(tiny_model_dir, data), tmp_path, 1)
     sft = {"model.path": str(tiny_model_dir), "data.train_files": str(data)}
     with pytest.raises(ConfigError, match=r"checkpoint.save_contents"):
-        preflight(from_dict(SFTConfig, sft))
-    preflight(ppo(tiny_model_dir, data, trainer__val_only=True, data__val_files=str(data)))
+        require_disk(from_dict(SFTConfig, sft), tmp_path, 1)
+    only_validates = ppo(tiny_model_dir, data, trainer__val_only=True, data__val_files=str(data))
+    require_disk(only_validates, tmp_path, 1)
 
 
 def test_a_disk_too_small_for_what_is_planned_is_warned_of(
@@ -168,7 +169,7 @@ def test_sequences_longer_than_the_model_was_built_for(
     preflight(ppo(tiny_model_dir, data, data__max_prompt_length=200, data__max_response_length=57))
     assert (
         "data.max_prompt_length + data.max_response_length = 257" in caplog.text
-        and "at most 256" in caplog.text
+        and "supports 256" in caplog.text
     )
 
 
@@ -177,7 +178,7 @@ def test_sequences_longer_than_the_model_was_built_for(
     [
         ({"trainer.logger": ["tensorboard"]}, "tensorboard", "trainer.logger=tensorboard"),
         ({"actor_rollout_ref.rollout.name": "sglang"}, "sglang", "rollout.name=sglang"),
-        ({"trainer.n_gpus_per_node": 2}, "ray", "2 processes"),
+        ({"trainer.n_gpus_per_node": 2}, "ray", "trainer.n_gpus_per_node=2"),
         ({"actor_rollout_ref.model.lora_rank": 4}, "peft", "actor_rollout_ref.model.lora_rank=4"),
         (
             {"actor_rollout_ref.rollout.n_gpus_per_node": 1, "actor_rollout_ref.rollout.nnodes": 1},

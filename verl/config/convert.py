@@ -12,18 +12,12 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Union, get_args, get_origin
 
-from verl.config.keys import field_types, nearest, schema_keys, sections
-from verl.config.known import MODEL_DTYPES, ROLLOUT_DTYPES
-from verl.config.synonyms import missing_feature
+from verl.config.keys import field_types, nearest, schema_keys
+from verl.config.known import MODEL_DTYPES, ROLLOUT_DTYPES, UNAVAILABLE_FEATURES
 
 DTYPE_NAMES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float": "float32",
-    "float8": "fp8",
-}
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
+}  # fmt: skip
 
 
 class Mismatch(Exception):
@@ -52,7 +46,7 @@ def _section(
             if "[" in prefix:
                 problems.append(
                     f"unknown key '{full}' (value {value!r}). Known keys of an item of "
-                    f"'{prefix.partition('[')[0]}': {_listed(list(known))}"
+                    f"'{prefix.partition('[')[0]}': {', '.join(known)}"
                 )
             else:
                 problems += [_unknown(root, each, below, typed) for each, below in _leaves(full, value)]
@@ -64,7 +58,7 @@ def _section(
             if not isinstance(value, Mapping):
                 problems.append(
                     f"'{_as_typed(full, typed)}' is a section and takes keys "
-                    f"({_listed([f.name for f in fields(wanted)])}), not the value {value!r}"
+                    f"({_names(wanted)}), not the value {value!r}"
                 )
                 continue
             inner = known[name].metadata["defaults"]
@@ -158,26 +152,21 @@ def type_name(wanted: Any) -> str:
     if origin is dict:
         return "a mapping of names to values"
     if is_dataclass(wanted):
-        return f"a mapping with the keys {_listed([field.name for field in fields(wanted)])}"
+        return f"a mapping with the keys {_names(wanted)}"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[wanted]
 
 
 def _unknown(root: type, name: str, value: Any, typed: Mapping[str, str]) -> str:
-    said = _as_typed(name, typed)
-    became = f" (that is '{name}')" if said != name else ""
-    shown = f" (value {value!r})"
-    feature = missing_feature(name)
-    if feature:
-        return f"unknown key '{said}'{became}{shown}: {feature}"
-    close = nearest(root, name)
-    first = schema_keys(root)[close[0]]
-    where = f"section '{first.section}'" if first.section else "the top level"
-    others = f", or {' or '.join(repr(each) for each in close[1:])}" if close[1:] else ""
-    section = name.rpartition(".")[0]
-    missing = f": there is no section '{section}'" if section and section not in sections(root) else ""
-    return (
-        f"unknown key '{said}'{became}{shown}{missing}. Nearest known key: '{first.name}' in {where}{others}"
-    )
+    shown = _as_typed(name, typed)
+    line = f"unknown key '{shown}'{f' (that is {name!r})' if shown != name else ''} (value {value!r})"
+    for feature, names in UNAVAILABLE_FEATURES.items():
+        if set(names) & set(name.lower().split(".")):
+            return f"{line}: {feature} is not available in this version"
+    first, *others = nearest(root, name)
+    section = schema_keys(root)[first].section
+    where = f"section '{section}'" if section else "the top level"
+    alternatives = f", or {' or '.join(repr(each) for each in others)}" if others else ""
+    return f"{line}. Nearest known key: '{first}' in {where}{alternatives}"
 
 
 def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -195,5 +184,5 @@ def _as_typed(name: str, typed: Mapping[str, str]) -> str:
     return name
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names)
+def _names(kind: Any) -> str:
+    return ", ".join(field.name for field in fields(kind))

@@ -1,6 +1,6 @@
-"""Giving every key its final value: keys that follow others, defaults that depend on the batch, home folders.
+"""Final values: keys that follow others, defaults that depend on the batch, home folders.
 
-Only keys the user did not set are changed here. Afterwards no consumer has to know what follows what.
+Only keys the user did not set change. Afterwards no consumer has to know what follows what.
 """
 
 from __future__ import annotations
@@ -9,46 +9,36 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.keys import Key, get, put, schema_keys
+from verl.config.keys import get, put, schema_keys
 from verl.config.known import CRITIC_ESTIMATORS
 from verl.config.ranks import divisors
 from verl.config.schema import AnyConfig, GenerationConfig, PPOConfig, SFTConfig
 
+# What the critic's model takes from the actor's while its path is not given: it is then the same model.
 _CRITIC_MODEL_FOLLOWS = (
-    "path",
-    "tokenizer_path",
-    "dtype",
-    "enable_gradient_checkpointing",
-    "enable_activation_offload",
-    "use_remove_padding",
-    "trust_remote_code",
-    "override_config",
-)
-"""What the critic's model takes from the actor's while its path is not given: it is then the same model."""
+    "path", "tokenizer_path", "dtype", "enable_gradient_checkpointing", "enable_activation_offload",
+    "use_remove_padding", "trust_remote_code", "override_config",
+)  # fmt: skip
 
 
 def finalize(config: AnyConfig) -> list[str]:
-    """Fill in, in place, what the user left open; returns what is worth telling about it."""
-    notices: list[str] = []
-    keys = schema_keys(type(config))
+    """Fill in, in place, what the user left open; returns notices for the user."""
     _expand_home(config)
-    if isinstance(config, PPOConfig):
-        notices += _mini_batch(config)
-    _follow(config, keys)
+    notices = _mini_batch(config) if isinstance(config, PPOConfig) else []
+    _follow(config)
     if isinstance(config, PPOConfig):
         _ppo(config)
     if isinstance(config, (PPOConfig, SFTConfig)):
         _run_folder(config)
-    if isinstance(config, GenerationConfig):
-        from verl.config.generation import finalize_generation
-
-        finalize_generation(config)
+    if isinstance(config, (PPOConfig, GenerationConfig)):
+        rollout = config.rollout if isinstance(config, GenerationConfig) else config.actor_rollout_ref.rollout
+        if rollout.max_model_len is None:
+            rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
     return notices
 
 
 def fit_batch(config: PPOConfig | SFTConfig, rows: int) -> list[str]:
-    """Where the data is smaller than a batch the user did not choose: the largest batch it gives, and what follows
-    from that. Returns what is worth telling."""
+    """Lower a batch size the user did not choose to what the data gives, with what follows from it; returns notices."""
     name, default = "data.train_batch_size", config.data.train_batch_size
     if name in config.user_set or not 0 < rows < default:
         return []
@@ -63,7 +53,7 @@ def fit_batch(config: PPOConfig | SFTConfig, rows: int) -> list[str]:
     notices = [f"{name}={size} (there are {rows} usable rows, fewer than the default of {default})"]
     if isinstance(config, PPOConfig):
         notices += _mini_batch(config)
-        _follow(config, schema_keys(type(config)))
+        _follow(config)
     return notices
 
 
@@ -93,21 +83,14 @@ def _home(path: str | None) -> str | None:
     return str(Path(path).expanduser()) if path and path.startswith("~") else path
 
 
-def _follow(config: AnyConfig, keys: Any) -> None:
-    done: set[str] = set()
-
-    def settle(key: Key) -> None:
-        target = key.metadata.get("follows")
-        if key.name in done or target is None:
-            return
-        done.add(key.name)
-        if key.name in config.user_set:
-            return
-        settle(keys[target])
-        put(config, key.name, get(config, target))
-
+def _follow(config: AnyConfig) -> None:
+    keys = schema_keys(type(config))
     for key in keys.values():
-        settle(key)
+        source = key
+        while source.metadata["follows"] and source.name not in config.user_set:
+            source = keys[source.metadata["follows"]]
+        if source is not key:
+            put(config, key.name, get(config, source.name))
 
 
 def _mini_batch(config: PPOConfig) -> list[str]:
@@ -131,8 +114,6 @@ def _ppo(config: PPOConfig) -> None:
                 setattr(critic.model, name, getattr(policy.model, name))
     if critic.enable is None:
         critic.enable = config.algorithm.adv_estimator in CRITIC_ESTIMATORS
-    if policy.rollout.max_model_len is None:
-        policy.rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
     _validation_sampling(config)
 
 
@@ -142,7 +123,5 @@ def _validation_sampling(config: PPOConfig) -> None:
     prefix = "actor_rollout_ref.rollout.val_kwargs."
     if prefix + "do_sample" not in config.user_set:
         val.do_sample = val.temperature > 0
-    elif val.do_sample and prefix + "temperature" not in config.user_set:
-        val.temperature = 1.0
-    elif not val.do_sample and prefix + "temperature" not in config.user_set:
-        val.temperature = 0.0
+    elif prefix + "temperature" not in config.user_set:
+        val.temperature = 1.0 if val.do_sample else 0.0

@@ -1,27 +1,89 @@
-"""Walking the schema: every key by its full name, with its type, default and documentation."""
+"""Declaring config keys, and walking the schema they form.
+
+A declaration is the only home of a default, its documentation and what the key allows: loading, `--help`, the checks
+and the warnings all read the metadata written here.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from verl.config.synonyms import meant
+from verl.config.known import OTHER_NAMES
+
+Conditions = str | tuple[str, ...]
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    known: tuple[str, ...] | None = None,
+    plugin: str | None = None,
+    available: tuple[Any, ...] | None = None,
+    follows: str | None = None,
+    used_if: Conditions = (),
+    required: bool = False,
+    path: bool = False,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+) -> Any:
+    """Declare a key.
+
+    known: the values allowed; plugin: the registry whose user-registered names are allowed as well;
+    available: the values this version can run, of those allowed;
+    follows: the key whose value this one takes unless the user sets it; used_if: see `verl.config.unused`;
+    required: the user must give it; path: a leading ~ means the user's home folder;
+    ge, gt, le: bounds (checked for numbers, and for each number of a list; None is never checked).
+    """
+    metadata = {
+        "doc": doc, "known": known, "plugin": plugin, "available": available, "follows": follows,
+        "used_if": used_if, "required": required, "path": path, "ge": ge, "gt": gt, "le": le,
+    }  # fmt: skip
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: Callable[..., Any], doc: str, *, used_if: Conditions = (), **defaults: Any) -> Any:
+    """Declare a nested section; `defaults` are the keys whose default differs from the section's own."""
+    metadata = {"doc": doc, "defaults": defaults, "used_if": used_if}
+    return field(default_factory=lambda: kind(**deepcopy(defaults)), metadata=metadata)
+
+
+def shared(kind: Any, name: str, doc: str | None = None, used_if: Conditions | None = None) -> Any:
+    """Declare a key that another section declares too: its default and what it allows stay declared there."""
+    other = kind.__dataclass_fields__[name]
+    metadata = dict(other.metadata)
+    if doc is not None:
+        metadata["doc"] = doc
+    if used_if is not None:
+        metadata["used_if"] = used_if
+    if other.default_factory is not MISSING:
+        return field(default_factory=other.default_factory, metadata=metadata)
+    return field(default=other.default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema."""
+    """One key of the schema by its full name, e.g. `actor_rollout_ref.actor.clip_ratio`."""
 
     name: str
-    """The full name, e.g. `actor_rollout_ref.actor.clip_ratio`."""
     type: Any
     default: Any
-    doc: str
     metadata: Mapping[str, Any]
+    used_if: tuple[str, ...]  # the conditions of its sections and its own, with full names
+
+    @property
+    def doc(self) -> str:
+        return str(self.metadata["doc"])
 
     @property
     def section(self) -> str:
@@ -38,82 +100,82 @@ def field_types(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def sections(kind: Any) -> dict[str, tuple[Any, str]]:
+def sections(kind: Any, prefix: str = "") -> dict[str, tuple[Any, str]]:
     """Every section of a config by its full name: its dataclass and its documentation."""
     found: dict[str, tuple[Any, str]] = {}
-
-    def walk(kind: Any, prefix: str) -> None:
-        for field in fields(kind):
-            inner = field_types(kind)[field.name]
-            if is_dataclass(inner):
-                found[prefix + field.name] = (inner, field.metadata["doc"])
-                walk(inner, f"{prefix}{field.name}.")
-
-    walk(kind, "")
+    for each in fields(kind):
+        inner = field_types(kind)[each.name]
+        if is_dataclass(inner):
+            found[prefix + each.name] = (inner, each.metadata["doc"])
+            found |= sections(inner, f"{prefix}{each.name}.")
     return found
 
 
 def schema_keys(kind: Any) -> Mapping[str, Key]:
     """Every key of a config by its full name, in the order of the schema."""
-    return _schema_keys(kind)
+    return _schema_keys(kind)  # mypy takes no dataclass for hashable
 
 
 @cache
 def _schema_keys(kind: Any) -> Mapping[str, Key]:
-    return MappingProxyType({key.name: key for key in _walk(kind, "", {})})
+    return MappingProxyType({each.name: each for each in _walk(kind, "", {}, ())})
 
 
-def _walk(kind: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator[Key]:
-    for field in fields(kind):
-        if field.metadata.get("internal"):
+def _walk(kind: Any, prefix: str, defaults: Mapping[str, Any], used_if: tuple[str, ...]) -> Iterator[Key]:
+    for each in fields(kind):
+        if each.metadata.get("internal"):
             continue
-        inner = field_types(kind)[field.name]
-        name = prefix + field.name
+        inner, name = field_types(kind)[each.name], prefix + each.name
+        own = each.metadata["used_if"]
+        conditions = used_if + tuple(
+            _absolute(condition, prefix) for condition in ((own,) if isinstance(own, str) else own)
+        )
         if is_dataclass(inner):
-            yield from _walk(inner, name + ".", field.metadata["defaults"])
+            yield from _walk(inner, name + ".", each.metadata["defaults"], conditions)
             continue
-        if field.name in defaults:
-            default = defaults[field.name]
-        elif field.default is not MISSING:
-            default = field.default
+        if each.name in defaults:
+            default = defaults[each.name]
         else:
-            assert field.default_factory is not MISSING  # `key` gives every field one or the other
-            default = field.default_factory()
-        yield Key(name, inner, default, field.metadata["doc"], field.metadata)
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+        yield Key(name, inner, default, each.metadata, conditions)
+
+
+def _absolute(condition: str, prefix: str) -> str:
+    """A condition with full names: `.name` is a key of the section `prefix`, `..name` one of the section around it."""
+    around = "".join(re.findall(r"[^.]+\.", prefix)[:-1])
+    condition = re.sub(r"(?<![\w.])\.\.(?=\w)", around, condition)
+    return re.sub(r"(?<![\w.])\.(?=\w)", prefix, condition)
 
 
 def get(config: Any, name: str) -> Any:
     """The value of a key by its full name."""
-    for part in name.split("."):
-        config = getattr(config, part)
+    for attribute in name.split("."):
+        config = getattr(config, attribute)
     return config
 
 
 def put(config: Any, name: str, value: Any) -> None:
     """Set a key by its full name."""
-    *parents, last = name.split(".")
-    for part in parents:
-        config = getattr(config, part)
-    setattr(config, last, value)
+    parent, _, last = name.rpartition(".")
+    setattr(get(config, parent) if parent else config, last, value)
 
 
 def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
-    """The known keys closest to an unknown one: meant by another trainer's word, spelt alike in its section, of its
-    last name, of its whole name."""
+    """The known keys closest to an unknown one: another trainer's name for it, spelt alike in its section, of the same
+    last name, spelt alike anywhere."""
     keys = list(schema_keys(kind))
     section, _, last = name.rpartition(".")
     if name in sections(kind):
         return [other for other in keys if other.startswith(name + ".")][:limit]
+    first = name.partition(".")[0]
+    found = [other for other in OTHER_NAMES.get(last.lower().removesuffix("s"), "").split() if other in keys]
+    found.sort(key=lambda other: other.partition(".")[0] != first)
     beside = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
-    found = meant(name, keys)
     found += [beside[match] for match in difflib.get_close_matches(last, beside, limit, cutoff=0.7)]
     same_last = [other for other in keys if other.rpartition(".")[2] == last]
     found += sorted(same_last, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
-    if not found:
-        found += difflib.get_close_matches(name, keys, limit, cutoff=0.75)
-    if not found:
-        lasts = {other.rpartition(".")[2]: other for other in reversed(keys)}
-        found += [lasts[match] for match in difflib.get_close_matches(last, lasts, limit, cutoff=0.6)]
-    if not found:
-        found += difflib.get_close_matches(name, keys, 1, cutoff=0.0)
+    lasts = {other.rpartition(".")[2]: other for other in reversed(keys)}
+    found = found or difflib.get_close_matches(name, keys, limit, cutoff=0.75)
+    found = found or [lasts[match] for match in difflib.get_close_matches(last, lasts, limit, cutoff=0.6)]
+    found = found or difflib.get_close_matches(name, keys, 1, cutoff=0.0)
     return list(dict.fromkeys(found))[:limit]

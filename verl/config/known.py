@@ -1,62 +1,29 @@
 """The names a config may use, as plain tuples, so that checking needs no torch.
 
-The registries of the other rooms are compared with these in their tests: a name listed here exists there.
+Tests compare these with the registries of the other packages: a name listed here exists there.
 """
 
 from __future__ import annotations
 
 ESTIMATORS = (
-    "gae",
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "gpg",
-    "gdpo",
-    "optimal_token_baseline",
-)
+    "gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "remax", "gpg", "gdpo", "optimal_token_baseline",
+)  # fmt: skip
+# Estimators that compare the responses of one prompt: with `rollout.n=1` they can only give 0.
 GROUP_ESTIMATORS = (
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gpg",
-    "gdpo",
-    "reinforce_plus_plus_baseline",
-    "optimal_token_baseline",
-)
-"""Estimators that compare the responses of one prompt: with `rollout.n=1` they can only give 0."""
+    "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo",
+    "reinforce_plus_plus_baseline", "optimal_token_baseline",
+)  # fmt: skip
 CRITIC_ESTIMATORS = ("gae",)
 
 POLICY_LOSSES = (
-    "vanilla",
-    "gspo",
-    "sapo",
-    "cispo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-)
+    "vanilla", "gspo", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro",
+)  # fmt: skip
+# Losses that read clip_ratio, clip_ratio_low and clip_ratio_high.
 CLIPPING_LOSSES = ("vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl")
-"""Losses that read clip_ratio, clip_ratio_low and clip_ratio_high."""
 LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean",
+)  # fmt: skip
 KL_BASE = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_TYPES = KL_BASE + tuple(f"{name}+" for name in KL_BASE)
 KL_CONTROLLERS = ("fixed", "adaptive")
@@ -68,6 +35,7 @@ ROLLOUT_RS = tuple(
 PF_PPO_METHODS = ("pow", "max_min", "max_random")
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
+AVAILABLE_STRATEGIES = ("fsdp", "fsdp2")
 SCHEDULERS = ("constant", "cosine", "linear")
 MOMENTS = ("float32", "int8")
 PEFT_TYPES = ("lora",)
@@ -86,3 +54,44 @@ DEVICES = ("auto", "cpu", "cuda")
 LOGGERS = ("console", "file", "wandb", "tensorboard")
 RESUME_MODES = ("auto", "disable", "resume_path")
 BEST_MODES = ("max", "min")
+
+# Other trainers' names (without a plural s) for keys that no similarity of spelling finds.
+OTHER_NAMES = {
+    "lr": "actor_rollout_ref.actor.optim.lr critic.optim.lr optim.lr",
+    "learning_rate": "actor_rollout_ref.actor.optim.lr critic.optim.lr optim.lr",
+    "model": "actor_rollout_ref.model.path model.path",
+    "model_path": "actor_rollout_ref.model.path model.path",
+    "model_name_or_path": "actor_rollout_ref.model.path model.path",
+    "num_train_epoch": "trainer.total_epochs",
+    "max_step": "trainer.total_training_steps",
+    "total_step": "trainer.total_training_steps",
+    "output_dir": "trainer.default_local_dir",
+    "dataset": "data.train_files",
+    "eval_dataset": "data.val_files",
+    "num_generation": "actor_rollout_ref.rollout.n",
+    "max_new_token": "data.max_response_length",
+    "max_completion_length": "data.max_response_length",
+    "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu "
+    "data.micro_batch_size_per_gpu",
+    "max_grad_norm": "actor_rollout_ref.actor.grad_clip optim.grad_clip",
+    "reward_fn": "reward.custom_reward_function.path",
+    "reward_func": "reward.custom_reward_function.path",
+    "report_to": "trainer.logger",
+}
+OTHER_VALUES = {
+    "ppo": "gae",
+    "dapo": "grpo with actor_rollout_ref.actor.clip_ratio_high=0.28 algorithm.filter_groups.enable=True",
+    "reinforce": "reinforce_plus_plus",
+    "gpu": "cuda",
+    "transformers": "hf",
+}
+# What this version does not have, by the parts of the names with which other versions ask for it.
+UNAVAILABLE_FEATURES = {
+    "asynchronous training": (
+        "async_training", "async_mode", "one_step_off", "fully_async", "partial_rollout", "staleness_threshold",
+        "trainer_mode",
+    ),
+    "training with agents": ("agent", "agent_loop", "interaction_config_path"),
+    "preference training": ("chosen_key", "rejected_key", "dpo", "online_dpo"),
+    "recipes": ("recipe",),
+}  # fmt: skip

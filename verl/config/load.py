@@ -1,7 +1,7 @@
 """From a command line or a dict to a checked, final config.
 
-What always holds of a config returned here: every key is known and of its type, every key that follows another
-has its final value, and the combination has passed `verl.config.checks`. Errors name every problem at once.
+Every key of a config returned here is known, of its type and final, and the combination has passed
+`verl.config.checks`. Errors name every problem at once.
 """
 
 from __future__ import annotations
@@ -20,62 +20,56 @@ from verl.config.keys import get, nearest, schema_keys
 from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.config.show import help_text, to_dict, to_yaml
 from verl.config.sources import (
+    del_path,
     from_mapping,
-    overlay,
+    merge,
     parse_command_line,
     parse_overrides,
-    plant,
     read_yaml,
     resolve,
-    uproot,
+    set_path,
 )
 from verl.errors import CommandAnswered, ConfigError
 
 log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig)
+_PLUGIN_KEYS = (
+    "trainer.plugins", "actor_rollout_ref.model.external_lib", "critic.model.external_lib", "model.external_lib",
+)  # fmt: skip
 
 
-def ppo_command(argv: list[str]) -> PPOConfig | None:
-    """The config of `main_ppo`; None when --help, --cfg or --check was answered (on stdout) instead."""
-    return _command(PPOConfig, argv, "python -m verl.trainer.main_ppo")
+def load_config(kind: type[Config], argv: list[str]) -> Config:
+    """The config of a command line; --help, --cfg and --check are answered on stdout and end the program."""
+    line = parse_command_line(argv)
+    if line.help:
+        sys.stdout.write(help_text(kind, line.help_about))
+        raise CommandAnswered(0)
+    draft = _Draft(kind)
+    draft.add(read_yaml(line.config_path, line.config_name))
+    for override in parse_overrides(line.overrides):
+        if override.delete:
+            draft.remove(override.name)
+        else:
+            draft.add(set_path({}, override.name, override.value))
+    if line.show_job:
+        sys.stdout.write(to_yaml(draft.finish(checked=False)))
+        raise CommandAnswered(0)
+    config: Config = draft.finish(checked=True, quiet=line.check)
+    if line.check:
+        from verl.config.plan import check_text
 
-
-def sft_command(argv: list[str]) -> SFTConfig | None:
-    """The config of `sft_trainer`; otherwise as `ppo_command`."""
-    return _command(SFTConfig, argv, "python -m verl.trainer.sft_trainer")
+        sys.stdout.write(check_text(config) + "\n")
+        raise CommandAnswered(0)
+    return config
 
 
 def load_ppo_config(argv: list[str]) -> PPOConfig:
-    """As `ppo_command`, but a command line that only asks a question ends the program."""
-    config = ppo_command(argv)
-    if config is None:
-        raise CommandAnswered(0)
-    return config
+    return load_config(PPOConfig, argv)
 
 
 def load_sft_config(argv: list[str]) -> SFTConfig:
-    """As `sft_command`, but a command line that only asks a question ends the program."""
-    config = sft_command(argv)
-    if config is None:
-        raise CommandAnswered(0)
-    return config
-
-
-def load_generation_config(argv: list[str]) -> GenerationConfig:
-    """The config of `main_generation`; a command line that only asks a question ends the program."""
-    config = _command(GenerationConfig, argv, "python -m verl.trainer.main_generation")
-    if config is None:
-        raise CommandAnswered(0)
-    return config
-
-
-def load_evaluation_config(argv: list[str]) -> EvaluationConfig:
-    """The config of `main_eval`; a command line that only asks a question ends the program."""
-    config = _command(EvaluationConfig, argv, "python -m verl.trainer.main_eval")
-    if config is None:
-        raise CommandAnswered(0)
-    return config
+    return load_config(SFTConfig, argv)
 
 
 def from_dict(
@@ -88,41 +82,8 @@ def from_dict(
     return draft.finish(checked, quiet)
 
 
-def _command(kind: type[Config], argv: list[str], command: str) -> Config | None:
-    line = parse_command_line(argv)
-    if line.help:
-        sys.stdout.write(help_text(kind, command, line.help_about))
-        return None
-    draft = _Draft(kind)
-    draft.add(read_yaml(line.config_path, line.config_name))
-    for override in parse_overrides(line.overrides):
-        if override.delete:
-            draft.remove(override.name)
-        else:
-            draft.add(plant({}, override.name, override.value))
-    if line.show_job:
-        sys.stdout.write(to_yaml(draft.finish(checked=False)))
-        return None
-    config = draft.finish(checked=True, quiet=line.check)
-    if line.check:
-        sys.stdout.write(_plan(config) + "\n")
-        return None
-    return config
-
-
-def _plan(config: AnyConfig) -> str:
-    """What `--check` says."""
-    if isinstance(config, (PPOConfig, SFTConfig)):
-        from verl.config.plan import plan, render
-
-        return render(plan(config))
-    from verl.config.offline_plan import offline_plan
-
-    return offline_plan(config)
-
-
 class _Draft(Generic[Config]):
-    """What the user gave so far, under our names. Sources come in order; a later one wins, however it is spelt."""
+    """The user's values so far, under our names. Sources come in order; a later one wins, whichever name it uses."""
 
     def __init__(self, kind: type[Config]) -> None:
         self.kind: type[Config] = kind
@@ -132,14 +93,14 @@ class _Draft(Generic[Config]):
         self.noticed: set[str] = set()
 
     def add(self, tree: dict[str, Any]) -> None:
-        overlay(self.as_typed, tree)
+        merge(self.as_typed, tree)
         typed, notices = resolve_aliases(self.kind, tree)
         self.typed.update(typed)
         for notice in notices:
             if notice not in self.noticed:
                 self.noticed.add(notice)
                 log.warning("%s", notice)
-        overlay(self.tree, tree)
+        merge(self.tree, tree)
 
     def remove(self, name: str) -> None:
         ours = our_name(self.kind, name)
@@ -148,16 +109,16 @@ class _Draft(Generic[Config]):
             raise ConfigError(
                 f"'~{name}' removes an unknown key. Nearest known key: '{nearest(self.kind, ours)[0]}'"
             )
-        uproot(self.tree, ours)
+        del_path(self.tree, ours)
 
     def finish(self, checked: bool, quiet: bool = False) -> Config:
-        """The config; warnings are logged unless `quiet` (the plan shows them)."""
+        """The config; warnings are logged unless `quiet`."""
         tree = resolve(self.tree, (to_dict(self.kind()), self.as_typed))
         problems: list[str] = []
         config: Config = build(self.kind, tree, problems, self.typed)
         if problems:
             raise ConfigError("\n".join(problems))
-        config.user_set = frozenset(_given(self.kind, tree, ""))
+        config.user_set = frozenset(_set_keys(self.kind, tree, ""))
         for notice in finalize(config):
             log.info("%s", notice)
         if checked:
@@ -168,50 +129,30 @@ class _Draft(Generic[Config]):
         return config
 
 
-def _given(kind: type, tree: Mapping[str, Any], prefix: str) -> list[str]:
-    """The full names of the keys the tree gives."""
+def _set_keys(kind: type, tree: Mapping[str, Any], prefix: str) -> list[str]:
+    """The full names of the keys the tree sets."""
     found: list[str] = []
     for name, value in tree.items():
         full = f"{prefix}{name}"
         if full in schema_keys(kind):
             found.append(full)
         elif isinstance(value, Mapping):
-            found += _given(kind, value, f"{full}.")
+            found += _set_keys(kind, value, f"{full}.")
     return found
-
-
-_PLUGIN_KEYS = (
-    "trainer.plugins",
-    "actor_rollout_ref.model.external_lib",
-    "critic.model.external_lib",
-    "model.external_lib",
-)
 
 
 def import_plugins(config: AnyConfig) -> None:
     """Import the user's modules, so that what they register is known from now on."""
-    for key in _PLUGIN_KEYS:
-        if key not in schema_keys(type(config)):
-            continue
-        for module in get(config, key):
+    for key in schema_keys(type(config)):
+        for module in get(config, key) if key in _PLUGIN_KEYS else []:
             try:
                 importlib.import_module(module)
             except ImportError as error:
                 raise ConfigError(
-                    f"cannot import the module '{module}' ({key}): {error}. "
-                    "It must be importable from here, e.g. by PYTHONPATH"
+                    f"cannot import '{module}' ({key}): {error}. Is it on PYTHONPATH?"
                 ) from error
 
 
 __all__ = [
-    "from_dict",
-    "import_plugins",
-    "load_evaluation_config",
-    "load_generation_config",
-    "load_ppo_config",
-    "load_sft_config",
-    "ppo_command",
-    "sft_command",
-    "to_dict",
-    "to_yaml",
-]
+    "from_dict", "import_plugins", "load_config", "load_ppo_config", "load_sft_config", "to_dict", "to_yaml",
+]  # fmt: skip

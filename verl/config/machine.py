@@ -1,56 +1,47 @@
-"""The processes a config asks for, and whether this machine has a place for each of them."""
+"""The devices of this machine, and whether it has enough of them for a config.
+
+GPUs are read from nvidia-smi; torch is asked, and so imported, only where that cannot tell.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import socket
+import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from verl.config.device import Device, device_at_hand
-from verl.config.generation import engine_size as engine_places
-from verl.config.pools import engine_size, rollout_pool
+from verl.config.pools import pools
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
+from verl.memory import free_host_bytes
 
-ROLLOUT = "actor_rollout_ref.rollout"
-REWARD_MODEL = "reward.reward_model"
+# Names of bf16 instructions in /proc/cpuinfo: x86 first, then Arm.
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16"}
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Processes that are placed together: so many on each of so many nodes, and the section whose keys say so."""
+class Device:
+    """What a rank computes on."""
 
-    key: str
-    nodes: int
-    per_node: int
-    places: int = 1
-    """What one process takes of them: engines that share a model out over several GPUs are one process each."""
-
-    @property
-    def processes(self) -> int:
-        return self.nodes * self.per_node // self.places
-
-    @property
-    def asked(self) -> str:
-        """The keys and their values."""
-        return f"{self.key}.nnodes={self.nodes} {self.key}.n_gpus_per_node={self.per_node}"
+    kind: str  # cuda or cpu
+    name: str
+    memory: int | None  # bytes one rank may use; None where that is not known
+    count: int = 1  # such devices on this machine; for a CPU the processes that share its memory
 
 
-def pools(cfg: PPOConfig | SFTConfig | GenerationConfig) -> list[Pool]:
-    """Everything a run has processes for: the trainer's ranks, and what has GPUs (or CPU processes) of its own."""
-    found = [Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)]
-    if isinstance(cfg, SFTConfig):
-        return found
-    if isinstance(cfg, GenerationConfig):
-        return [replace(found[0], places=engine_places(cfg))]
-    rollout, model = cfg.actor_rollout_ref.rollout, cfg.reward.reward_model
-    if rollout_pool(cfg):
-        found.append(Pool(ROLLOUT, rollout.nnodes, rollout.n_gpus_per_node, engine_size(cfg)))
-    if model.enable and model.n_gpus_per_node:
-        found.append(Pool(REWARD_MODEL, model.nnodes, model.n_gpus_per_node))
-    return found
+def device_at_hand(wanted: str, processes: int = 1) -> Device:
+    """The device `trainer.device` means here, for `processes` ranks per node."""
+    gpus = _gpus() if wanted in ("auto", "cuda") else []
+    if gpus:
+        name, memory = gpus[0]
+        return Device("cuda", name, memory, len(gpus))
+    if wanted == "cuda":
+        return Device("cuda", "GPU (none found)", None, 0)
+    return Device("cpu", "CPU", free_host_bytes() // processes, processes)
 
 
 def on_cpu(cfg: PPOConfig | SFTConfig | GenerationConfig) -> bool:
@@ -62,8 +53,71 @@ def on_cpu(cfg: PPOConfig | SFTConfig | GenerationConfig) -> bool:
     return device_at_hand("auto").kind == "cpu"
 
 
+@cache
+def cpu_has_bf16() -> bool:
+    """Whether the CPU has bf16 instructions, without which torch's bf16 products are many times slower than float32;
+    True where that is not known."""
+    try:
+        if sys.platform == "darwin":
+            query = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
+            return subprocess.run(query, capture_output=True, text=True, timeout=5).stdout.strip() != "0"
+        return bf16_in(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
+    except (OSError, subprocess.SubprocessError):
+        return True
+
+
+def bf16_in(cpuinfo: str) -> bool:
+    """Whether the flags of /proc/cpuinfo name bf16 instructions; True where there are no flags."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = [set(names.split()) for name, _, names in lines if name.strip().lower() in ("flags", "features")]
+    return not flags or any(_BF16_FLAGS & names for names in flags)
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Name and bytes of each GPU the process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
+        return []
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        drivers = ("/dev/nvidiactl", "/dev/kfd")  # NVIDIA's and AMD's
+        return _gpus_by_torch() if any(Path(driver).exists() for driver in drivers) else []
+    query = [command, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return _gpus_by_torch()
+    return parse_gpus(answer, visible)
+
+
+def _gpus_by_torch() -> list[tuple[str, int]]:
+    try:
+        import torch
+    except ImportError:
+        return []
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [(each.name, each.total_memory) for each in properties]
+
+
+def parse_gpus(answer: str, visible: str | None) -> list[tuple[str, int]]:
+    """The GPUs nvidia-smi lists, in the order of CUDA_VISIBLE_DEVICES where that names them by number."""
+    found: dict[str, tuple[str, int]] = {}
+    for line in answer.splitlines():
+        values = [value.strip() for value in line.split(",")]
+        if len(values) == 3 and values[2].isdigit():
+            found[values[0]] = (values[1], int(values[2]) * 2**20)
+    if visible is None:
+        return list(found.values())
+    chosen = [number.strip() for number in visible.split(",")]
+    if all(number in found for number in chosen):
+        return [found[number] for number in chosen]
+    if any(name.startswith("MIG-") for name in chosen) and found:
+        return [next(iter(found.values())) for _ in chosen]  # slices of a GPU, which are not listed
+    return list(found.values())[: len(chosen)]  # named by UUID
+
+
 def joins_cluster() -> bool:
-    """Whether a run would join a Ray cluster, whose nodes this process does not know; otherwise it starts one here."""
+    """Whether a run would join a Ray cluster, whose nodes are not known here; otherwise it starts one on this node."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address:
         return address != "local"
@@ -73,13 +127,9 @@ def joins_cluster() -> bool:
     if importlib.util.find_spec("ray") is None:
         return False
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    return _answers(Path(temporary) / "ray" / "ray_current_cluster")
-
-
-def _answers(file: Path) -> bool:
-    """Whether the cluster whose address `ray start` left in a file is still there."""
-    try:
-        host, _, port = file.read_text(encoding="utf-8").strip().rpartition(":")
+    try:  # the address `ray start` has written, if that cluster is still running
+        address = (Path(temporary) / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip()
+        host, _, port = address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
     except (OSError, ValueError):
         return False
@@ -91,21 +141,19 @@ def started_by_torchrun() -> bool:
 
 
 def beyond_machine(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device | None = None) -> list[str]:
-    """Why this machine has no place for the processes the config asks for; empty where a cluster decides that."""
+    """Why this machine cannot run the processes of a config; empty where a cluster decides that."""
     wanted = pools(cfg)
     launched = isinstance(cfg, SFTConfig) and started_by_torchrun()
     if not launched and joins_cluster():
         return []
-    processes = sum(pool.processes for pool in wanted)
     several = [pool for pool in wanted if pool.nodes > 1]
     if several and not launched:
         key = several[0].key
         return [
-            f"'{key}.nnodes' is {several[0].nodes}, but no Ray cluster is running here and RAY_ADDRESS is not set: "
-            f"there is this one node. Start a cluster (ray start --head; on the others ray start --address=HEAD:6379) "
-            f"and set RAY_ADDRESS, or set {key}.nnodes=1"
+            f"'{key}.nnodes' is {several[0].nodes}, but no Ray cluster is running here and RAY_ADDRESS is not set. Run "
+            f"`ray start --head`, on the other nodes `ray start --address=HEAD:6379`, or set {key}.nnodes=1"
         ]
-    if cfg.trainer.device == "cpu" or processes == 1:
+    if cfg.trainer.device == "cpu" or sum(pool.processes for pool in wanted) == 1:
         return []
     device = device or device_at_hand(cfg.trainer.device, cfg.trainer.n_gpus_per_node)
     there = device.count if device.kind == "cuda" else 0
@@ -113,12 +161,10 @@ def beyond_machine(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device
     if there >= gpus:
         return []
     asked = " and ".join(pool.asked for pool in wanted)
-    if not there:
-        return [
-            f"{asked}: {gpus} GPUs are asked for, but there is no GPU on this machine. "
-            "For as many CPU processes set trainer.device=cpu; for one process trainer.n_gpus_per_node=1"
-        ]
+    if there:
+        keys = " or ".join(f"{pool.key}.n_gpus_per_node" for pool in wanted)
+        return [f"{asked}: {gpus} GPUs are asked for, but this machine has {there} GPUs. Lower {keys}"]
     return [
-        f"{asked}: {gpus} GPUs are asked for on one node, but this machine has {there} GPUs. Lower "
-        f"{' or '.join(f'{pool.key}.n_gpus_per_node' for pool in wanted)}"
+        f"{asked}: {gpus} GPUs are asked for, but there is no GPU on this machine. Set trainer.device=cpu for as many "
+        "CPU processes, or trainer.n_gpus_per_node=1 for one process"
     ]

@@ -1,7 +1,4 @@
-"""What is wrong with a model folder, from names, config.json and the headers of weight files: no torch, no weights.
-
-Only folders on this machine are looked at; an id of the hub is the business of whoever downloads it.
-"""
+"""Problems of a local model folder, found in names, config.json and the headers of weight files, without torch."""
 
 from __future__ import annotations
 
@@ -10,33 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.model_shape import FAMILIES, Family
 from verl.json_input import parse_json, read_json
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _OTHER_HEADS = {
     "ForSequenceClassification": "a classifier (a reward model is set by reward.reward_model.model_path)",
-    "ForTokenClassification": "a classifier of tokens",
-    "ForQuestionAnswering": "a model that marks answers",
+    "ForTokenClassification": "a token classifier",
+    "ForQuestionAnswering": "a span classifier",
     "ForMaskedLM": "an encoder",
     "ForPreTraining": "an encoder",
 }
 _ENCODERS = (
-    "bert",
-    "roberta",
-    "xlm-roberta",
-    "deberta",
-    "deberta-v2",
-    "distilbert",
-    "electra",
-    "albert",
-    "modernbert",
-)
+    "bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "distilbert", "electra", "albert", "modernbert",
+)  # fmt: skip
 
 
 def folder_problem(path: str, key: str, *, language_model: bool = True) -> str | None:
-    """Why no model can be loaded from a local path, with what to do; None where nothing is seen, or nothing is here.
+    """Why no model can be loaded from a local path, with what to do; None where no problem is seen, or for a hub id.
 
     `language_model=False`: any head will do (a critic or a reward model)."""
     folder = Path(path).expanduser()
@@ -44,9 +32,9 @@ def folder_problem(path: str, key: str, *, language_model: bool = True) -> str |
         return f"{key}: '{path}' is a file; give the folder it is in, '{folder.parent}'"
     if not folder.is_dir():
         local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path.strip()
-        return f"{key}: there is no model folder '{path}'{_beside(folder)}" if local else None
+        return f"{key}: there is no model folder '{path}'{_siblings(folder)}" if local else None
     if not (folder / "config.json").is_file():
-        return f"{key}: the model folder '{path}' has no config.json{_instead(folder)}"
+        return f"{key}: the model folder '{path}' has no config.json{_what_it_is(folder)}"
     try:
         config = read_json(folder / "config.json")
     except (OSError, ValueError) as error:
@@ -56,22 +44,22 @@ def folder_problem(path: str, key: str, *, language_model: bool = True) -> str |
     if language_model:
         other = _other_kind(config)
         if other:
-            return f"{key}: '{path}' is {other}, not a language model that writes text from left to right"
+            return f"{key}: '{path}' is {other}, not a causal language model"
     return _weights_problem(folder, key)
 
 
 def context_length(path: str, override: Mapping[str, Any] | None = None) -> int | None:
     """The longest sequence a local model was built for, by its config.json."""
     config = _config_of(path, override)
-    return _whole(config.get("max_position_embeddings", config.get("n_positions")))
+    return _positive(config.get("max_position_embeddings", config.get("n_positions")))
 
 
 def vocabulary_size(path: str, override: Mapping[str, Any] | None = None) -> int | None:
     """How many tokens a local model has rows for, by its config.json."""
-    return _whole(_config_of(path, override).get("vocab_size"))
+    return _positive(_config_of(path, override).get("vocab_size"))
 
 
-def _whole(value: Any) -> int | None:
+def _positive(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
@@ -87,15 +75,15 @@ def _config_of(path: str, override: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**config, **(override or {})}
 
 
-def _beside(folder: Path) -> str:
-    """What the nearest folder above holds, where the path goes wrong in its last part only."""
+def _siblings(folder: Path) -> str:
+    """What the parent folder holds, where only the last name of the path is wrong."""
     if not folder.parent.is_dir():
         return ""
     there = sorted(p.name for p in folder.parent.iterdir() if p.is_dir() and not p.name.startswith("."))[:8]
     return f". '{folder.parent}' holds: {', '.join(there)}" if there else ""
 
 
-def _instead(folder: Path) -> str:
+def _what_it_is(folder: Path) -> str:
     """What a folder without config.json is, if that can be seen."""
     if (folder / "adapter_config.json").is_file():
         return _adapter(folder)
@@ -108,11 +96,9 @@ def _instead(folder: Path) -> str:
     if inner:
         return f". It is a checkpoint of a run: give '{inner[0].parent}'"
     if any(folder.glob("*.gguf")):
-        return (
-            ". It holds a GGUF file, which cannot be trained: give the Hugging Face folder it was made from"
-        )
-    held = sorted(each.name for each in folder.iterdir())[:8]
-    return f". It holds: {', '.join(held) or 'nothing'}"
+        return ". It holds a GGUF file, which cannot be trained: give the original Hugging Face folder"
+    names = sorted(each.name for each in folder.iterdir())[:8]
+    return f". It holds: {', '.join(names) or 'nothing'}"
 
 
 def _adapter(folder: Path) -> str:
@@ -121,9 +107,7 @@ def _adapter(folder: Path) -> str:
     except (OSError, ValueError, AttributeError):
         base = None
     of = f" of '{base}'" if base else ""
-    return (
-        f". It holds a LoRA adapter{of} alone: merge it into its base model first and give the merged folder"
-    )
+    return f". It holds a LoRA adapter{of}: merge it into its base model and give the merged folder"
 
 
 def _other_kind(config: Mapping[str, Any]) -> str:
@@ -134,11 +118,11 @@ def _other_kind(config: Mapping[str, Any]) -> str:
     for ending, what in _OTHER_HEADS.items():
         if str(named).endswith(ending):
             return f"{what} ({named})"
-    tied = config.get("tie_word_embeddings", FAMILIES.get(str(config.get("model_type")), Family()).tied)
+    tied = config.get("tie_word_embeddings", str(config.get("model_type")).startswith(("gemma", "gpt2")))
     if str(named).endswith("Model") and not str(named).endswith("LMHeadModel") and not tied:
         return f"a model without its output matrix, which would be random ({named})"
     if config.get("is_encoder_decoder"):
-        return f"a model of encoder and decoder ({named or config.get('model_type')})"
+        return f"an encoder-decoder model ({named or config.get('model_type')})"
     return ""
 
 
@@ -158,9 +142,9 @@ def _weights_problem(folder: Path, key: str) -> str | None:
             )
         break
     else:
-        shards = [name for name in _WHOLE if (folder / name).is_file()][:1]
+        shards = [name for name in _SINGLE_FILES if (folder / name).is_file()][:1]
         if not shards and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            return f"{key}: the model folder '{folder}' holds no weights (looked for {', '.join(_WHOLE)} and shards)"
+            return f"{key}: '{folder}' holds no weights ({', '.join(_SINGLE_FILES)} or shards)"
     for shard in shards:
         damage = _damage(folder / shard)
         if damage:

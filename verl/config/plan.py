@@ -1,8 +1,4 @@
-"""`--check`: what a config would do on this machine, before anything is loaded.
-
-Reads config.json of the model and nothing else of it. What is an estimate is called one in the text; what a key
-would save is found by planning again with that key changed.
-"""
+"""`--check`: what a config would do on this machine, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -12,22 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.config.available import unavailable
 from verl.config.batch_math import BatchPlan, batch_plan, text_table
 from verl.config.batch_math import rows as batch_rows
-from verl.config.device import Device, device_at_hand
+from verl.config.checks import unavailable
 from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.keys import get, put
-from verl.config.machine import beyond_machine
-from verl.config.memory import gib
-from verl.config.model_shape import ModelShape, read_shape
+from verl.config.machine import Device, beyond_machine, device_at_hand
+from verl.config.memory import Estimate, estimate, gib
+from verl.config.model_sizes import ModelSizes, read_sizes
 from verl.config.packages import missing_packages
-from verl.config.phases import Estimate, estimate
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.pools import ROLLOUT, engine_size, engines
+from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.config.unused import unused_keys
+from verl.errors import ModelError
 
-_SAFE = 0.9
-"""Share of a device that can be used before fragmentation and the driver's own memory get in the way."""
+USABLE = 0.9  # share of a device that is usable; fragmentation and the driver take the rest
 _FILE_TYPES = (".parquet", ".json", ".jsonl", ".csv")
 
 
@@ -37,63 +32,50 @@ class Plan:
 
     batches: BatchPlan
     device: Device
-    shape: ModelShape | None
     memory: Estimate | None = None
     warnings: list[str] = field(default_factory=list)
 
 
 def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
-    """The plan of a config on the device at hand, or on the one given."""
+    """The plan of a config on the device at hand, or on another."""
     device = device or device_at_hand(config.trainer.device, config.trainer.n_gpus_per_node)
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
-    shape = read_shape(model.path, model.override_config)
-    result = Plan(batch_plan(config), device, shape)
+    result = Plan(batch_plan(config), device)
     result.warnings += unavailable(config) + unused_keys(config) + _missing(config, device)
-    if shape is None:
+    try:
+        sizes = read_sizes(model.path, model.override_config)
+        critic_sizes = sizes and critic_sizes_of(config, sizes)
+    except ModelError as error:
+        result.warnings.append(f"memory is not estimated: {error}")
+        return result
+    if sizes is None:
         result.warnings.append(
-            f"memory is not estimated: '{model.path}' is not a local folder and not in the Hugging Face cache"
+            f"memory is not estimated: '{model.path}' is no folder and not in the Hugging Face cache"
         )
         return result
-    if not shape.exact:
-        result.warnings.append(
-            f"model_type '{shape.model_type}' is not one this estimate knows; it is counted as if built like Llama"
-        )
-    critic_shape = critic_shape_of(config, shape)
-    if isinstance(config, PPOConfig) and config.critic.enable and critic_shape is None:
-        result.warnings.append(
-            f"the critic is not in the estimate: no config.json of '{config.critic.model.path}'"
-        )
-    result.memory = estimate(config, shape, critic_shape, device)
-    result.warnings += _too_large(config, result, critic_shape)
-    result.warnings += _disk(config, shape, critic_shape, device.kind)
+    if isinstance(config, PPOConfig) and config.critic.enable and critic_sizes is None:
+        result.warnings.append(f"the critic is not in the estimate: '{config.critic.model.path}' is not here")
+    result.memory = estimate(config, sizes, critic_sizes, device)
+    result.warnings += _too_large(config, result.memory, sizes, critic_sizes, device)
+    free = free_bytes(config.trainer.default_local_dir)
+    if free is not None:
+        found = disk_verdict(config, checkpoint_bytes(config, sizes, critic_sizes, device.kind), free)
+        result.warnings += [line for line in (found.error, found.warning) if line]
     return result
 
 
-def _disk(
-    config: PPOConfig | SFTConfig, shape: ModelShape, critic_shape: ModelShape | None, kind: str
-) -> list[str]:
-    """What does not fit on the disk of the run folder."""
-    free = free_bytes(config.trainer.default_local_dir)
-    if free is None:
-        return []
-    found = disk_verdict(config, checkpoint_bytes(config, shape, critic_shape, kind), free)
-    return [line for line in (found.error, found.warning) if line]
-
-
-def critic_shape_of(config: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShape | None:
-    """The sizes of the critic's model; None where there is no critic, or nothing is known of it."""
+def critic_sizes_of(config: PPOConfig | SFTConfig, sizes: ModelSizes) -> ModelSizes | None:
+    """The sizes of the critic's model; None where there is no critic, or its model is not here."""
     if not isinstance(config, PPOConfig) or not config.critic.enable:
         return None
     model = config.critic.model
-    return (
-        shape
-        if model.path == config.actor_rollout_ref.model.path
-        else read_shape(model.path, model.override_config)
-    )
+    if model.path == config.actor_rollout_ref.model.path:
+        return sizes
+    return read_sizes(model.path, model.override_config)
 
 
 def _missing(config: PPOConfig | SFTConfig, device: Device) -> list[str]:
-    """Packages, files and GPUs the config names and this machine lacks."""
+    """GPUs, packages and files the config names and this machine lacks."""
     lines = beyond_machine(config, device) + missing_packages(config)
     for key in ("data.train_files", "data.val_files"):
         for name in get(config, key):
@@ -103,46 +85,55 @@ def _missing(config: PPOConfig | SFTConfig, device: Device) -> list[str]:
     return lines
 
 
-def _too_large(config: PPOConfig | SFTConfig, result: Plan, critic_shape: ModelShape | None) -> list[str]:
+def _too_large(
+    config: PPOConfig | SFTConfig,
+    memory: Estimate,
+    sizes: ModelSizes,
+    critic_sizes: ModelSizes | None,
+    device: Device,
+) -> list[str]:
     """A line for each phase that does not fit, with the keys that would help and by how much."""
-    total, memory, shape = result.device.memory, result.memory, result.shape
-    if total is None or memory is None or shape is None:
+    if device.memory is None:
         return []
     lines = []
     for number, phase in enumerate(memory.phases):
-        if phase.total <= total * _SAFE:
+        if phase.total <= device.memory * USABLE:
             continue
         savings = []
-        for name, value in _remedies(config, result.device.kind):
+        for name, value in _remedies(config, device.kind):
             changed = deepcopy(config)
             put(changed, name, value)
-            after = estimate(changed, shape, critic_shape, result.device).phases[number]
-            if after.total < phase.total:
-                savings.append((phase.total - after.total, f"{name}={value}"))
-        best = sorted(savings, reverse=True)[:4]
-        if best:
-            advice = "What would help: " + "; ".join(f"{text} (-{gib(saved)})" for saved, text in best)
-        else:
-            advice = "It needs a smaller model or a larger device"
+            saved = phase.total - estimate(changed, sizes, critic_sizes, device).phases[number].total
+            if saved > 0:
+                savings.append((saved, f"{name}={value} (-{gib(saved)})"))
+        best = "; ".join(text for _, text in sorted(savings, reverse=True)[:4])
         lines.append(
-            f"'{phase.name}' needs about {gib(phase.total)} of {gib(total)} ({result.device.name}). {advice}"
+            f"'{phase.name}' needs about {gib(phase.total)} of {gib(device.memory)} ({device.name}). "
+            + (f"What would help: {best}" if best else "It needs a smaller model or a larger device")
+        )
+    if no_cache(memory):
+        lines.append(
+            f"'generate' has no memory for the KV cache of one sequence beside the weights: raise "
+            f"{ROLLOUT}.gpu_memory_utilization, or shorten data.max_response_length"
         )
     return lines
+
+
+def no_cache(memory: Estimate) -> bool:
+    """Whether the KV cache would not hold one sequence of its longest."""
+    cache = memory.phases[0].parts.get("KV cache")
+    return cache is not None and cache < min(memory.sequence_bytes, memory.cache_bytes)
 
 
 def _remedies(config: PPOConfig | SFTConfig, kind: str) -> Iterator[tuple[str, Any]]:
     """Keys, with values, that can lower the memory of a phase and are not set so yet."""
     if isinstance(config, PPOConfig):
-        models = ["actor_rollout_ref.model", *(["critic.model"] if config.critic.enable else [])]
-        roles = [
-            "actor_rollout_ref.actor",
-            *(["critic"] if config.critic.enable else []),
-            "actor_rollout_ref.ref",
-        ]
+        critic = ["critic"] if config.critic.enable else []
+        models = ["actor_rollout_ref.model", *(f"{role}.model" for role in critic)]
+        roles = ["actor_rollout_ref.actor", *critic, "actor_rollout_ref.ref"]
         micros = [f"{role}.ppo_micro_batch_size_per_gpu" for role in ("actor_rollout_ref.actor", "critic")]
-        rollout = "actor_rollout_ref.rollout"
     else:
-        models, roles, micros, rollout = ["model"], ["model"], ["data.micro_batch_size_per_gpu"], ""
+        models, roles, micros = ["model"], ["model"], ["data.micro_batch_size_per_gpu"]
     for model in models:
         if not get(config, model).enable_gradient_checkpointing:
             yield f"{model}.enable_gradient_checkpointing", True
@@ -157,8 +148,9 @@ def _remedies(config: PPOConfig | SFTConfig, kind: str) -> Iterator[tuple[str, A
         for offload in ("param_offload", "optimizer_offload"):
             if not getattr(get(config, role).fsdp_config, offload):
                 yield f"{role}.fsdp_config.{offload}", True
-    if rollout and get(config, rollout).gpu_memory_utilization > 0.2:
-        yield f"{rollout}.gpu_memory_utilization", round(get(config, rollout).gpu_memory_utilization / 2, 2)
+    if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.gpu_memory_utilization > 0.2:
+        half = config.actor_rollout_ref.rollout.gpu_memory_utilization / 2
+        yield f"{ROLLOUT}.gpu_memory_utilization", round(half, 2)
     yield "trainer.n_gpus_per_node", 2 * config.trainer.n_gpus_per_node
 
 
@@ -176,22 +168,61 @@ def render(result: Plan) -> str:
 def _memory_rows(memory: Estimate) -> list[tuple[str, str, str]]:
     lines: list[tuple[str, str, str]] = []
     for role in memory.roles:
-        name = role.role
         trained = "" if role.trained in (0, role.parameters) else f", {role.trained:,} of them trained"
-        lines.append((f"{name}: weights", gib(role.weights), f"{role.parameters:,} parameters{trained}"))
-        if not role.trained:
-            continue
-        copies = "two moments and a float32 copy" if role.has_master else "two moments"
-        lines.append((f"{name}: gradients", gib(role.gradients), "summed in float32"))
-        lines.append((f"{name}: optimiser", gib(role.optimiser), copies))
-        kept = f"{gib(1000 * role.activations_per_token)} per 1,000 tokens"
-        held = next((p.parts.get("activations") for p in memory.phases if p.name == f"update {name}"), None)
-        lines.append((f"{name}: activations", "measured" if held is None else gib(held), kept))
+        lines.append((f"{role.role}: weights", gib(role.weights), f"{role.parameters:,} parameters{trained}"))
+        if role.trained:
+            copies = "two moments and a float32 copy" if role.master_copy else "two moments"
+            lines.append((f"{role.role}: gradients", gib(role.gradients), "summed in float32"))
+            lines.append((f"{role.role}: optimiser", gib(role.optimiser), copies))
+            per_token = f"{gib(1000 * role.activations_per_token)} per 1,000 tokens"
+            phase = next(phase for phase in memory.phases if phase.name == f"update {role.role}")
+            kept = phase.parts.get("activations")
+            lines.append((f"{role.role}: activations", "measured" if kept is None else gib(kept), per_token))
     if memory.cache_tokens:
         full = f"{memory.cache_tokens:,} tokens: all running sequences at their longest"
         lines.append(("KV cache", gib(memory.cache_bytes), full))
     for phase in memory.phases:
         parts = " + ".join(f"{name} {gib(size)}" for name, size in phase.parts.items() if size)
-        open_end = "" if phase.name == "generate" or "activations" in phase.parts else " + activations"
-        lines.append((f"peak, {phase.name}", gib(phase.total), parts + open_end))
+        more = "" if phase.name == "generate" or "activations" in phase.parts else " + activations"
+        lines.append((f"peak, {phase.name}", gib(phase.total), parts + more))
     return lines
+
+
+def check_text(config: AnyConfig) -> str:
+    """The answer to `--check`."""
+    if isinstance(config, (PPOConfig, SFTConfig)):
+        return render(plan(config))
+    data = config.data
+    limit = "all rows" if data.max_samples < 0 else f"the first {data.max_samples} rows"
+    read = f"{limit} of {', '.join(data.path)}, column"
+    warnings = unused_keys(config)
+    if isinstance(config, EvaluationConfig):
+        reward = config.reward
+        scorers = [function.path for function in reward.functions]
+        scorers += [each for each in (reward.custom_reward_function.path,) if each]
+        scorers += [f"reward model {reward.reward_model.model_path}"] if reward.reward_model.enable else []
+        scorers += [f"judge {reward.judge.model} at {reward.judge.base_url}"] if reward.judge.base_url else []
+        lines = [
+            ("responses", read, config.data.response_key),
+            ("scored by", "; ".join(scorers) or f"the scorer of each {config.data.data_source_key}", ""),
+        ]
+    else:
+        warnings = beyond_machine(config) + warnings
+        lines = _generation_rows(config, read)
+    lines += [("output", data.output_path, "")] if data.output_path else []
+    return "\n".join([text_table("what would run", lines), *(f"warning: {line}" for line in warnings)])
+
+
+def _generation_rows(config: GenerationConfig, read: str) -> list[tuple[str, str, str]]:
+    rollout, longest = config.rollout, config.data.max_response_length
+    greedy = "greedy" if rollout.temperature == 0 else f"temperature {rollout.temperature:g}"
+    lines = [
+        ("prompts", read, config.data.prompt_key),
+        ("responses per prompt", f"{rollout.n}, {greedy}, at most {longest} tokens", ""),
+        ("engine", f"{rollout.name}: {engines(config)} x {engine_size(config)} device(s)", ""),
+    ]
+    folder = Path(config.model.path).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():  # a run folder, or an adapter
+        return lines
+    sizes = read_sizes(config.model.path, config.model.override_config)
+    return [*lines, ("model", f"{sizes.parameters / 1e6:.0f}M parameters", "")] if sizes else lines

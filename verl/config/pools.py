@@ -1,23 +1,64 @@
-"""Which processes of a run generate: the trainer's own, groups of them, or processes beside them. Pure arithmetic."""
+"""The processes of a run: training ranks, and pools of rollout engines or reward models with their own GPUs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from verl.config.ranks import divisors, some_near, world_size
-from verl.config.schema import PPOConfig
+from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 
-EXTERNAL_ENGINES = ("vllm", "sglang")
-"""Engines that keep a copy of the weights and can share it out over several GPUs."""
-_KEY = "actor_rollout_ref.rollout"
+EXTERNAL_ENGINES = ("vllm", "sglang")  # they hold a copy of the weights, which several GPUs can share
+ROLLOUT = "actor_rollout_ref.rollout"
+REWARD_MODEL = "reward.reward_model"
 
 
-def engine_size(cfg: PPOConfig) -> int:
-    """GPUs (or CPU processes' places) that share one copy of the model while generating."""
-    rollout = cfg.actor_rollout_ref.rollout
+@dataclass(frozen=True)
+class Pool:
+    """Processes that are placed together, `per_node` GPUs on each of `nodes`; `key` is the section that says so."""
+
+    key: str
+    nodes: int
+    per_node: int
+    places: int = 1  # GPUs of one process: an engine with tensor parallelism is one process on several
+
+    @property
+    def processes(self) -> int:
+        return self.nodes * self.per_node // self.places
+
+    @property
+    def asked(self) -> str:
+        """The keys and their values."""
+        return f"{self.key}.nnodes={self.nodes} {self.key}.n_gpus_per_node={self.per_node}"
+
+
+def pools(cfg: PPOConfig | SFTConfig | GenerationConfig) -> list[Pool]:
+    """The pools of a run; the trainer's is always first."""
+    trainer = cfg.trainer
+    if isinstance(cfg, GenerationConfig):
+        return [Pool("trainer", trainer.nnodes, trainer.n_gpus_per_node, engine_size(cfg))]
+    found = [Pool("trainer", trainer.nnodes, trainer.n_gpus_per_node)]
+    if isinstance(cfg, PPOConfig):
+        rollout, model = cfg.actor_rollout_ref.rollout, cfg.reward.reward_model
+        if rollout_pool(cfg):
+            found.append(Pool(ROLLOUT, rollout.nnodes, rollout.n_gpus_per_node, engine_size(cfg)))
+        if model.enable and model.n_gpus_per_node:
+            found.append(Pool(REWARD_MODEL, model.nnodes, model.n_gpus_per_node))
+    return found
+
+
+def engine_size(cfg: PPOConfig | GenerationConfig) -> int:
+    """GPUs (or CPU processes) that share one copy of the model while generating."""
+    rollout = cfg.actor_rollout_ref.rollout if isinstance(cfg, PPOConfig) else cfg.rollout
     return rollout.tensor_model_parallel_size if rollout.name in EXTERNAL_ENGINES else 1
 
 
+def engines(cfg: GenerationConfig) -> int:
+    """Copies of the model that generate in parallel."""
+    return pools(cfg)[0].processes
+
+
 def own_server(cfg: PPOConfig) -> bool:
-    """One trainer process, and one server it starts itself on GPUs of its own: no Ray is needed for that."""
+    """Whether one trainer process starts one rollout server on other GPUs, which needs no Ray."""
     rollout = cfg.actor_rollout_ref.rollout
     return (
         world_size(cfg) == 1
@@ -29,20 +70,21 @@ def own_server(cfg: PPOConfig) -> bool:
 
 
 def rollout_pool(cfg: PPOConfig) -> bool:
-    """Whether generation has processes of its own on Ray."""
+    """Whether generation has its own processes on Ray."""
     return cfg.actor_rollout_ref.rollout.n_gpus_per_node > 0 and not own_server(cfg)
 
 
-def sharing_errors(cfg: PPOConfig) -> list[str]:
-    """Engines on several GPUs that do not fill nodes evenly."""
-    rollout, size = cfg.actor_rollout_ref.rollout, engine_size(cfg)
-    pool = rollout.n_gpus_per_node > 0
-    per_node = rollout.n_gpus_per_node if pool else cfg.trainer.n_gpus_per_node
+def sharing_errors(cfg: PPOConfig | GenerationConfig) -> list[str]:
+    """Engines on several GPUs must fill every node evenly: the GPUs that share a copy are on one node."""
+    size, key, section = engine_size(cfg), "trainer.n_gpus_per_node", "rollout"
+    per_node = cfg.trainer.n_gpus_per_node
+    if isinstance(cfg, PPOConfig):
+        section = ROLLOUT
+        if cfg.actor_rollout_ref.rollout.n_gpus_per_node:
+            key, per_node = f"{ROLLOUT}.n_gpus_per_node", cfg.actor_rollout_ref.rollout.n_gpus_per_node
     if per_node % size == 0:
         return []
-    key = f"{_KEY}.n_gpus_per_node" if pool else "trainer.n_gpus_per_node"
     return [
-        f"'{_KEY}.tensor_model_parallel_size' is {size}, which does not divide the {per_node} GPUs for rollout on each "
-        f"node ({key}): the GPUs that share a copy of the model must be on one node. Values that work: "
+        f"'{section}.tensor_model_parallel_size' is {size}, which does not divide {key}={per_node}. Values that work: "
         f"{some_near(divisors(per_node), size)}; or {key}={-(-per_node // size) * size}"
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.field import section
+from verl.config.keys import section
 from verl.config.sections.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.sections.algorithm import (
     AlgorithmConfig,
@@ -75,7 +75,11 @@ class ActorRolloutRefConfig:
     model: ModelConfig = section(ModelConfig, "the model")
     actor: ActorConfig = section(ActorConfig, "training")
     rollout: RolloutConfig = section(RolloutConfig, "generating")
-    ref: RefConfig = section(RefConfig, "the frozen reference policy")
+    ref: RefConfig = section(
+        RefConfig,
+        "the frozen reference policy",
+        used_if=(".actor.use_kl_loss or algorithm.use_kl_in_reward", "!.model.lora_rank"),
+    )
 
 
 @dataclass
@@ -84,11 +88,11 @@ class PPOConfig:
 
     data: DataConfig = section(DataConfig, "prompts")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "the policy")
-    critic: CriticConfig = section(CriticConfig, "the value model")
+    critic: CriticConfig = section(CriticConfig, "the value model", used_if="critic.enable")
     reward: RewardConfig = section(RewardConfig, "what a response is worth")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
-    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
     user_set: frozenset[str] = _given_keys()
 
 
@@ -101,7 +105,7 @@ class SFTConfig:
     optim: SFTOptimConfig = section(SFTOptimConfig, "optimiser and schedule")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
     trainer: BaseTrainerConfig = section(BaseTrainerConfig, "the run")
-    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
     user_set: frozenset[str] = _given_keys()
 
 
@@ -113,7 +117,7 @@ class GenerationConfig:
     data: GenerationDataConfig = section(GenerationDataConfig, "prompts in, responses out")
     rollout: GenerationRolloutConfig = section(GenerationRolloutConfig, "generating")
     trainer: GenerationTrainerConfig = section(GenerationTrainerConfig, "where it runs")
-    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
     user_set: frozenset[str] = _given_keys()
 
 

@@ -35,7 +35,7 @@ def to_yaml(config: Any) -> str:
     return dump_yaml(to_dict(config), WIDTH)
 
 
-def help_text(kind: type, command: str, about: list[str]) -> str:
+def help_text(kind: type, about: list[str]) -> str:
     """What the command does, its options, and the keys (of the named sections or keys, where any are named)."""
     keys = schema_keys(kind)
     chosen = list(keys.values())
@@ -48,41 +48,44 @@ def help_text(kind: type, command: str, about: list[str]) -> str:
         for name in about:
             if name not in keys and name not in sections(kind):
                 raise ConfigError(f"no key or section '{name}'. Nearest: {', '.join(nearest(kind, name))}")
-    return "\n".join([*_head(kind, command), *_key_lines(kind, chosen)]) + "\n"
+    return "\n".join([*_head(kind), *_key_lines(kind, chosen)]) + "\n"
 
 
-_ABOUT: dict[type, tuple[str, str]] = {
+_COMMANDS: dict[type, tuple[str, str, str]] = {
     PPOConfig: (
+        "main_ppo",
         "Trains a language model by reinforcement learning.",
         "actor_rollout_ref.model.path=MODEL data.train_files=train.parquet algorithm.adv_estimator=grpo "
         "actor_rollout_ref.rollout.n=8",
     ),
     SFTConfig: (
+        "sft_trainer",
         "Fine-tunes a language model on prompt and response pairs or conversations.",
         "model.path=MODEL data.train_files=train.parquet",
     ),
     GenerationConfig: (
-        "Samples responses for a file of prompts. Started again after an interruption, it goes on where it was.",
+        "main_generation",
+        "Samples responses for a file of prompts; after an interruption the same command resumes.",
         "model.path=MODEL data.path=test.parquet data.output_path=responses.parquet rollout.n=4",
     ),
     EvaluationConfig: (
+        "main_eval",
         "Scores a file of responses, by your reward function or by the scorer of each data_source.",
         "data.path=responses.parquet custom_reward_function.path=my_reward.py",
     ),
-}
-"""What a command does, and the keys of an example."""
+}  # the module, what it does, and the keys of an example
 
 
-def _head(kind: type, command: str) -> list[str]:
-    does, given = _ABOUT[kind]
-    example = f"{command} {given}"
+def _head(kind: type) -> list[str]:
+    module, does, keys = _COMMANDS[kind]
+    command = f"python -m verl.trainer.{module}"
     return [
         f"{command} [options] key=value ...",
         "",
         does,
         "",
         "Example:",
-        f"  {example}",
+        f"  {command} {keys}",
         "",
         "Options:",
         "  --config-path DIR --config-name FILE  take keys from your own YAML file; key=value on the command line wins",

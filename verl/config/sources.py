@@ -1,7 +1,7 @@
-"""Reading what the user gave: a command line and a YAML file become one plain nested dict.
+"""Reading a command line and YAML files into one plain nested dict; a later source wins.
 
-Hydra's own grammar parses the overrides and OmegaConf resolves interpolations; composing is ours, because only
-the schema knows which keys exist. A later source wins.
+Hydra's grammar parses the overrides and OmegaConf resolves interpolations; composing is ours, because only the schema
+knows which keys exist.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from verl.config.yaml_file import load_yaml
 from verl.errors import ConfigError
 
+# Names in a `defaults:` list that mean the schema's defaults, which are always there.
 BUILT_IN = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "generation", "evaluation", "_self_")
-"""Names in a `defaults:` list that mean the schema's defaults, which are always there."""
-
-
+# Keys whose one text value is a comma list; anywhere else commas would ask for several runs.
+COMMA_KEYS = (".rollout_rs", ".rollout_rs_threshold")
 _UNDERSCORED = re.compile(r"^[0-9.]+_[0-9_.]*$")
 
 
@@ -36,13 +36,9 @@ class CommandLine:
 
 
 _VALUED = {
-    "--config-path": "config_path",
-    "-cp": "config_path",
-    "--config-name": "config_name",
-    "-cn": "config_name",
-    "--cfg": "cfg",
-    "-c": "cfg",
-}
+    "--config-path": "config_path", "-cp": "config_path", "--config-name": "config_name", "-cn": "config_name",
+    "--cfg": "cfg", "-c": "cfg",
+}  # fmt: skip
 _FLAGS = {"--help": "help", "-h": "help", "--check": "check"}
 
 
@@ -58,13 +54,11 @@ def parse_command_line(argv: list[str]) -> CommandLine:
         elif name in _VALUED:
             if not equals:
                 if not words:
-                    raise ConfigError(f"'{name}' needs a value, e.g. {name} {_example(name)}")
+                    raise ConfigError(f"'{name}' needs a value")
                 value = words.pop(0)
             if _VALUED[name] == "cfg":
                 if value != "job":
-                    raise ConfigError(
-                        f"'{name} {value}' is not known; allowed: {name} job (prints the resolved config)"
-                    )
+                    raise ConfigError(f"'{name} {value}' is not known; allowed: {name} job")
                 line.show_job = True
             else:
                 setattr(line, _VALUED[name], value)
@@ -88,10 +82,6 @@ def _without_dashes(word: str, rest: list[str]) -> str:
     return f": write {name.replace('-', '_')}={value}" if equals else ""
 
 
-def _example(flag: str) -> str:
-    return {"config_path": "configs", "config_name": "grpo", "cfg": "job"}[_VALUED[flag]]
-
-
 def read_yaml(config_path: str | None, config_name: str | None) -> dict[str, Any]:
     """The user's YAML file as a nested dict, its `defaults:` list followed; {} where none was given."""
     if config_name is None:
@@ -100,9 +90,7 @@ def read_yaml(config_path: str | None, config_name: str | None) -> dict[str, Any
         path = Path(config_path).expanduser()
         if path.is_file():
             return _read(path, ())
-        names = sorted(each.stem for each in path.glob("*.y*ml"))
-        hint = f" It holds: {', '.join(names)}" if names else ""
-        raise ConfigError(f"--config-path {config_path} needs --config-name as well.{hint}")
+        raise ConfigError(f"--config-path {config_path} needs --config-name as well.{_yaml_files(path)}")
     return _read(_find(Path(config_path or ".").expanduser(), config_name), ())
 
 
@@ -113,11 +101,12 @@ def _find(folder: Path, name: str) -> Path:
             return path
     if not folder.is_dir():
         raise ConfigError(f"no folder '{folder}' (--config-path)")
-    there = sorted(each.name for each in folder.glob("*.y*ml"))
-    raise ConfigError(
-        f"no file '{candidates[1]}' (--config-path, --config-name). "
-        f"YAML files in that folder: {', '.join(there) if there else 'none'}"
-    )
+    raise ConfigError(f"no file '{candidates[1]}' (--config-path, --config-name).{_yaml_files(folder)}")
+
+
+def _yaml_files(folder: Path) -> str:
+    names = sorted(each.name for each in folder.glob("*.y*ml"))
+    return f" YAML files in that folder: {', '.join(names) or 'none'}"
 
 
 def _read(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
@@ -125,7 +114,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(
             f"'{path}' is in its own defaults list: {' -> '.join(str(p) for p in (*parents, path))}"
         )
-    own = _plain(load_yaml(path), str(path))
+    own = from_mapping(load_yaml(path), str(path))
     own.pop("hydra", None)  # settings of Hydra itself (run folder, sweeps), not of the training
     defaults = own.pop("defaults", None) or []
     if not isinstance(defaults, list):
@@ -134,12 +123,12 @@ def _read(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
     placed = False
     for entry in defaults:
         if entry == "_self_":
-            overlay(result, own)
+            merge(result, own)
             placed = True
         else:
-            overlay(result, _default_entry(path, entry, (*parents, path)))
+            merge(result, _default_entry(path, entry, (*parents, path)))
     if not placed:
-        overlay(result, own)
+        merge(result, own)
     return result
 
 
@@ -151,7 +140,7 @@ def _default_entry(path: Path, entry: Any, parents: tuple[Path, ...]) -> dict[st
         if name is None or group.startswith("hydra/"):
             return {}
         group, _, package = group.partition("@")
-        return plant(
+        return set_path(
             {}, (package or group).replace("/", "."), _read(_find(path.parent / group, str(name)), parents)
         )
     if isinstance(entry, str):
@@ -162,14 +151,13 @@ def _default_entry(path: Path, entry: Any, parents: tuple[Path, ...]) -> dict[st
     raise ConfigError(f"'{path}': cannot read the entry {entry!r} of its defaults list")
 
 
-def _plain(tree: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """The same tree with dotted names at the top taken apart."""
+def from_mapping(values: Mapping[Any, Any], where: str = "the given config") -> dict[str, Any]:
+    """A copy of a nested mapping, with dotted names at the top split."""
     result: dict[str, Any] = {}
-    for name, value in tree.items():
+    for name, value in values.items():
         if not isinstance(name, str):
             raise ConfigError(f"the key {name!r} in {where} must be a text")
-        copy = _copy(value)
-        plant(result, name, copy)
+        set_path(result, name, value)
     return result
 
 
@@ -179,41 +167,35 @@ def _copy(value: Any) -> Any:
     return [_copy(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def from_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested mapping, or one with dotted names, as a tree of our own."""
-    return _plain(values, "the given config")
-
-
-def overlay(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Put another tree on top of this one; lists and values are replaced, mappings are joined."""
+def merge(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Merge a copy of another tree into this one; lists and values are replaced, mappings are merged."""
     for name, value in other.items():
         if isinstance(value, Mapping) and isinstance(tree.get(name), dict):
-            overlay(tree[name], value)
+            merge(tree[name], value)
         elif value is not None or not isinstance(tree.get(name), dict):
             tree[name] = _copy(value)
 
 
-def plant(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+def set_path(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     """Set a dotted name in the tree."""
     *parents, last = name.split(".")
-    at = tree
-    for part in parents:
-        below = at.get(part)
-        if not isinstance(below, dict):
-            below = at[part] = {}
-        at = below
-    overlay(at, {last: value})
+    inner = tree
+    for parent in parents:
+        if not isinstance(inner.get(parent), dict):
+            inner[parent] = {}
+        inner = inner[parent]
+    merge(inner, {last: value})
     return tree
 
 
-def uproot(tree: dict[str, Any], name: str) -> None:
+def del_path(tree: dict[str, Any], name: str) -> None:
     """Remove a dotted name from the tree, where it is there."""
     *parents, last = name.split(".")
-    at: Any = tree
-    for part in parents:
-        at = at.get(part) if isinstance(at, dict) else None
-    if isinstance(at, dict):
-        at.pop(last, None)
+    inner: Any = tree
+    for parent in parents:
+        inner = inner.get(parent) if isinstance(inner, dict) else None
+    if isinstance(inner, dict):
+        inner.pop(last, None)
 
 
 @dataclass(frozen=True)
@@ -223,10 +205,6 @@ class Override:
     name: str
     value: Any = None
     delete: bool = False
-
-
-COMMA_KEYS = (".rollout_rs", ".rollout_rs_threshold")
-"""Keys whose one text value is a comma list; anywhere else commas would ask for several runs."""
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
@@ -245,26 +223,21 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
         override = _parse(parser, text)
         name, value = override.key_or_group, override.value()
         if name.partition(".")[0] == "hydra":
-            raise ConfigError(
-                f"'{text}' sets Hydra itself, of which only the grammar of overrides is used here. The run folder is "
-                f"trainer.default_local_dir"
-            )
+            raise ConfigError(f"'{text}' sets Hydra itself; the run folder is trainer.default_local_dir")
         if override.package is not None:
-            raise ConfigError(f"'{text}' names a package (@), which config keys do not have; write key=value")
+            raise ConfigError(f"'{text}' names a package (@), which keys do not have; write key=value")
         if override.type is OverrideType.DEL:
             parsed.append(Override(name, delete=True))
         elif isinstance(value, Sweep) and name.endswith(COMMA_KEYS):
             parsed.append(Override(name, text.split("=", 1)[1]))
         elif isinstance(value, Sweep):
-            raise ConfigError(
-                f"'{text}' gives several values; one run takes one. A list is written {name}=[a,b]"
-            )
+            raise ConfigError(f"'{text}' gives several values; a list is written {name}=[a,b]")
         elif override.type in (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD):
             raw = text.partition("=")[2]
             # Hydra reads 0.5_2 as 0.52; here it is a pair of bounds, or a number the schema asks for.
             parsed.append(Override(name, raw if _UNDERSCORED.match(raw) else _unquote(value)))
         else:
-            raise ConfigError(f"'{text}' extends a list, which is not supported; give the whole list")
+            raise ConfigError(f"'{text}' extends a list; give the whole list instead")
     return parsed
 
 
@@ -297,11 +270,8 @@ def _parse(parser: Any, text: str) -> Any:
             return parser.parse_override(f"{name}='{quoted}'")
         except HydraException:
             pass
-    if raw[:1] in "[{":
-        hint = f""" Put the texts in it in quotes, e.g. {name}=["~/a","b"]"""
-    else:
-        hint = f""" Put the value in quotes: '{name}="{raw}"'"""
-    raise ConfigError(f"cannot read the override '{text}': {why}.{hint}") from None
+    quoted = f"""{name}=["~/a","b"]""" if raw[:1] in "[{" else f"""'{name}="{raw}"'"""
+    raise ConfigError(f"cannot read the override '{text}': {why}. Quote its texts, e.g. {quoted}") from None
 
 
 def _unquote(value: Any) -> Any:
@@ -324,7 +294,7 @@ def resolve(tree: dict[str, Any], context: Iterable[Mapping[str, Any]]) -> dict[
 
     whole: dict[str, Any] = {}
     for each in (*context, tree):
-        overlay(whole, each)
+        merge(whole, each)
     try:
         resolved: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:

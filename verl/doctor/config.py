@@ -36,13 +36,9 @@ def is_sft(arguments: list[str]) -> bool:
 
 @cache
 def _config(*arguments: str) -> Any:
-    from verl.config.load import ppo_command, sft_command
+    from verl.config.load import load_ppo_config, load_sft_config
 
-    command = sft_command if is_sft(list(arguments)) else ppo_command
-    config = command(list(arguments))
-    if config is None:
-        raise VerlError("give keys as key=value; --help and --cfg belong to `verl train`")
-    return config
+    return (load_sft_config if is_sft(list(arguments)) else load_ppo_config)(list(arguments))
 
 
 def config(arguments: list[str]) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from verl.config.device import cpu_has_bf16
+from verl.config.machine import cpu_has_bf16
 from verl.errors import ConfigError
 from verl.models.loading import cast_parameters
 from verl.models.meta_init import parameters_on_meta

@@ -15,9 +15,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     def body() -> int:
-        from verl.config.load import load_evaluation_config
+        from verl.config.load import load_config
+        from verl.config.schema import EvaluationConfig
 
-        cfg = load_evaluation_config(arguments)
+        cfg = load_config(EvaluationConfig, arguments)
         from verl.reward.failures import causes
         from verl.trainer.evaluation import evaluate_file, show
 

@@ -12,9 +12,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     def body() -> int:
-        from verl.config.load import load_generation_config
+        from verl.config.load import load_config
+        from verl.config.schema import GenerationConfig
 
-        cfg = load_generation_config(arguments)
+        cfg = load_config(GenerationConfig, arguments)
         from verl.trainer.generation import generate_file
 
         generate_file(cfg)

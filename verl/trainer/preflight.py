@@ -1,6 +1,6 @@
-"""What can be seen to be wrong before anything heavy is imported: the first seconds of every training command.
+"""Checks in the first seconds of every training command, before anything heavy is imported.
 
-What always holds: everything found is said at once, and nothing of the models' weights is read but file headers.
+All problems are reported at once; of weights only file headers are read.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.available import unavailable
-from verl.config.disk import DiskVerdict, checkpoint_bytes, disk_verdict, free_bytes
+from verl.config.checks import unavailable
+from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.hub import answer, endpoint, offline
 from verl.config.machine import beyond_machine, on_cpu
 from verl.config.model_folder import context_length, folder_problem
-from verl.config.model_shape import ModelShape, cached_config, read_shape, shape_of
+from verl.config.model_sizes import cached_config, read_sizes, sizes_of
 from verl.config.packages import missing_packages
-from verl.config.plan import critic_shape_of
+from verl.config.plan import critic_sizes_of
 from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
 from verl.data.files import absent
 from verl.errors import ConfigError, ModelError
@@ -28,63 +28,45 @@ logger = logging.getLogger(__name__)
 
 
 def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_data: bool = False) -> None:
-    """Raise ConfigError with every reason why the run could not begin; what is given as an object is not looked for."""
-    problems = unavailable(cfg) + beyond_machine(cfg) + missing_packages(cfg)
-    problems += _absent_files(cfg, given_data)
+    """Raise ConfigError with every reason why the run cannot start; models and data passed as objects are skipped."""
+    problems = unavailable(cfg) + beyond_machine(cfg) + missing_packages(cfg) + _absent_files(cfg, given_data)
     if not given_model:
-        problems += _model_problems(cfg) or hub_problems(_models(cfg))
-        problems += [] if problems else _disk_error(cfg)
+        models = _models(cfg)
+        found = [
+            folder_problem(path, key, language_model=key in ("model.path", "actor_rollout_ref.model.path"))
+            for key, path in models.items()
+        ]
+        problems += [problem for problem in found if problem] or hub_problems(models)
     if problems:
         raise ConfigError("\n".join(problems))
     if not given_model:
         _warn_of_length(cfg)
 
 
-def _disk_error(cfg: PPOConfig | SFTConfig) -> list[str]:
-    model = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model
-    shape = _shape_or_none(model.path, model.override_config)
-    verdict = _on_disk(cfg, shape)
-    return [verdict.error] if verdict.error else []
-
-
 def require_disk(cfg: PPOConfig | SFTConfig, folder: Path, total_steps: int, model: Any = None) -> None:
-    """Refuse a run whose checkpoints have no room, and warn of one that has not room for all of them. `model`: one
-    that was given as an object."""
+    """Refuse a run that cannot save a checkpoint, and warn of one that cannot save all of them. `model`: one that was
+    passed as an object. Nothing is said where nothing is saved, or where the model's sizes are not known."""
     section = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model
-    if model is not None:
-        shape = _shape_of_given(model)
-    else:
-        shape = _shape_or_none(section.path, section.override_config)
+    free = free_bytes(cfg.trainer.default_local_dir)
+    if free is None or (isinstance(cfg, PPOConfig) and cfg.trainer.val_only):
+        return
+    try:
+        sizes = read_sizes(section.path, section.override_config) if model is None else sizes_of(model)
+        critic_sizes = sizes and critic_sizes_of(cfg, sizes)
+    except (
+        ModelError,
+        AttributeError,
+    ):  # loading the model reports it; an object may be no transformers model
+        return
+    if sizes is None:
+        return
+    size = checkpoint_bytes(cfg, sizes, critic_sizes, "cpu" if on_cpu(cfg) else "cuda")
     present = len(list(folder.glob("global_step_*")))
-    verdict = _on_disk(cfg, shape, total_steps=total_steps, present=present)
+    verdict = disk_verdict(cfg, size, free, total_steps=total_steps, present=present)
     if verdict.error:
         raise ConfigError(verdict.error)
     if verdict.warning:
         logger.warning("%s", verdict.warning)
-
-
-def _on_disk(cfg: PPOConfig | SFTConfig, shape: ModelShape | None, **more: int) -> DiskVerdict:
-    """Nothing is said where nothing can be saved anyway, or the model's sizes are not known for certain."""
-    free = free_bytes(cfg.trainer.default_local_dir)
-    only_looks = isinstance(cfg, PPOConfig) and cfg.trainer.val_only
-    if shape is None or not shape.exact or free is None or only_looks:
-        return DiskVerdict()
-    kind = "cpu" if on_cpu(cfg) else "cuda"
-    return disk_verdict(cfg, checkpoint_bytes(cfg, shape, critic_shape_of(cfg, shape), kind), free, **more)
-
-
-def _shape_or_none(path: str, override: Mapping[str, Any]) -> ModelShape | None:
-    try:
-        return read_shape(path, override)
-    except ModelError:  # said by those who load it
-        return None
-
-
-def _shape_of_given(model: Any) -> ModelShape | None:
-    try:
-        return shape_of(model.config.get_text_config().to_dict())
-    except (AttributeError, ModelError):
-        return None
 
 
 def _absent_files(cfg: PPOConfig | SFTConfig, given_data: bool) -> list[str]:
@@ -92,8 +74,7 @@ def _absent_files(cfg: PPOConfig | SFTConfig, given_data: bool) -> list[str]:
     if not given_data:
         named["data.train_files"] = cfg.data.train_files
     if isinstance(cfg, PPOConfig):
-        for number, part in enumerate(cfg.data.mixture):
-            named[f"data.mixture[{number}].files"] = part.files
+        named |= {f"data.mixture[{i}].files": each.files for i, each in enumerate(cfg.data.mixture)}
     lines = [absent(entry, key) for key, entries in sorted(named.items()) for entry in entries]
     return [line for line in lines if line]
 
@@ -111,34 +92,25 @@ def _models(cfg: PPOConfig | SFTConfig) -> dict[str, str]:
     return named
 
 
-def _model_problems(cfg: PPOConfig | SFTConfig) -> list[str]:
-    policy = ("model.path", "actor_rollout_ref.model.path")
-    problems = [folder_problem(path, key, language_model=key in policy) for key, path in _models(cfg).items()]
-    return [problem for problem in problems if problem]
-
-
 def hub_problems(models: Mapping[str, str]) -> list[str]:
-    """Models, by their keys, that can be had neither here nor from the hub. Where the hub cannot be reached, what is
-    in the cache is taken without asking it again: every file would be asked for several times."""
+    """Models, by their keys, that are neither here nor on a hub that can be reached. Without the hub, models in the
+    cache are used without asking it again: transformers would ask for every file several times."""
     wanted = {key: path for key, path in models.items() if not Path(path).expanduser().is_dir()}
     if not wanted:
         return []
-    variable = offline(os.environ)
-    reason = f"{variable}=1" if variable else answer(endpoint(os.environ), os.environ)
+    variable, address = offline(os.environ), endpoint(os.environ)
+    reason = f"{variable}=1" if variable else answer(address, os.environ)
     if not reason:
         return []
     lacking = [key for key, path in wanted.items() if cached_config(path) is None]
     if not lacking and not variable:
-        logger.warning(
-            "%s cannot be reached (%s): models are taken from the cache", endpoint(os.environ), reason
-        )
+        logger.warning("%s cannot be reached (%s): models are taken from the cache", address, reason)
         os.environ["HF_HUB_OFFLINE"] = "1"
         if "huggingface_hub.constants" in sys.modules:  # which has read the variable already
             sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return [
-        f"{key}: there is no folder '{wanted[key]}' here; as a model of the Hugging Face hub it is not in the cache "
-        f"and cannot be downloaded ({reason}). Give a folder, or download it where the hub can be reached "
-        f"(hf download {wanted[key]})"
+        f"{key}: '{wanted[key]}' is no folder and not in the Hugging Face cache, and the hub cannot be reached "
+        f"({reason}). Give a folder, or run `hf download {wanted[key]}` where it can"
         for key in lacking
     ]
 
@@ -153,8 +125,8 @@ def _warn_of_length(cfg: PPOConfig | SFTConfig) -> None:
     known = context_length(model.path, model.override_config)
     if known is not None and longest > known:
         logger.warning(
-            "%s = %d, but the model was built for sequences of at most %d tokens (max_position_embeddings in its "
-            "config.json): what lies beyond will be bad or fail. Lower the lengths, or choose another model",
+            "%s = %d, but the model supports %d tokens (max_position_embeddings in its config.json). Lower the "
+            "lengths, or choose another model",
             keys,
             longest,
             known,

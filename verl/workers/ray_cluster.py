@@ -30,8 +30,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.config.machine import Pool, pools
-from verl.config.pools import rollout_pool
+from verl.config.pools import Pool, pools, rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError, VerlError

@@ -7,8 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config import known
-from verl.config.field import key, section
+from verl.config.keys import key, section
 from verl.config.sections.model import CheckpointConfig, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
+
+_CLIPS = f".policy_loss.loss_mode={'|'.join(known.CLIPPING_LOSSES)}"
 
 
 @dataclass
@@ -16,57 +18,96 @@ class PolicyLossConfig:
     """Which policy loss, and the numbers only some of them read."""
 
     loss_mode: str = key("vanilla", "policy loss", known=known.POLICY_LOSSES, plugin="policy_loss")
-    clip_cov_ratio: float = key(2e-4, "clip_cov: share of tokens whose loss is dropped", ge=0, le=1)
-    clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance")
-    clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance")
-    kl_cov_ratio: float = key(2e-4, "kl_cov: share of tokens that get the KL term", ge=0, le=1)
-    ppo_kl_coef: float = key(1.0, "kl_cov: weight of that term", ge=0)
-    tau_pos: float = key(1.0, "sapo: gate temperature for positive advantages", gt=0)
-    tau_neg: float = key(1.05, "sapo: gate temperature for the others", gt=0)
-    beta: float = key(0.1, "dro: weight of the quadratic term", gt=0)
-    seed: int = key(1, "clip_cov: seed of the random choice; default: trainer.seed", follows="trainer.seed")
+    clip_cov_ratio: float = key(
+        2e-4, "clip_cov: share of tokens whose loss is dropped", ge=0, le=1, used_if=".loss_mode=clip_cov"
+    )
+    clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance", used_if=".loss_mode=clip_cov")
+    clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance", used_if=".loss_mode=clip_cov")
+    kl_cov_ratio: float = key(
+        2e-4, "kl_cov: share of tokens that get the KL term", ge=0, le=1, used_if=".loss_mode=kl_cov"
+    )
+    ppo_kl_coef: float = key(1.0, "kl_cov: weight of that term", ge=0, used_if=".loss_mode=kl_cov")
+    tau_pos: float = key(
+        1.0, "sapo: gate temperature for positive advantages", gt=0, used_if=".loss_mode=sapo"
+    )
+    tau_neg: float = key(1.05, "sapo: gate temperature for the others", gt=0, used_if=".loss_mode=sapo")
+    beta: float = key(0.1, "dro: weight of the quadratic term", gt=0, used_if=".loss_mode=dro")
+    seed: int = key(
+        1,
+        "clip_cov: seed of the random choice; default: trainer.seed",
+        follows="trainer.seed",
+        used_if=".loss_mode=clip_cov",
+    )
 
 
 @dataclass
 class ActorConfig:
     """The policy being trained."""
 
-    strategy: str = key("fsdp", "training engine", known=known.STRATEGIES)
+    strategy: str = key(
+        "fsdp", "training engine", known=known.STRATEGIES, available=known.AVAILABLE_STRATEGIES
+    )
     optim: OptimConfig = section(OptimConfig, "optimiser and schedule")
     ppo_mini_batch_size: int = key(256, "prompts per optimiser step, over all ranks", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "sequences per forward and backward pass; default: measured at start", ge=1
+        None,
+        "sequences per forward and backward pass; default: measured at start",
+        ge=1,
+        used_if="!.use_dynamic_bsz",
     )
     use_dynamic_bsz: bool = key(
         False, "cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of sequences"
     )
     ppo_max_token_len_per_gpu: int | None = key(
-        None, "token budget of a micro-batch; default: measured", ge=1
+        None, "token budget of a micro-batch; default: measured", ge=1, used_if=".use_dynamic_bsz"
     )
     ppo_epochs: int = key(1, "passes over each batch of responses", ge=1)
-    clip_ratio: float = key(0.2, "PPO clip range on both sides", ge=0)
-    clip_ratio_low: float | None = key(None, "clip range below 1; default: clip_ratio", ge=0)
-    clip_ratio_high: float | None = key(None, "clip range above 1; default: clip_ratio", ge=0)
-    clip_ratio_c: float = key(3.0, "dual clip: bound of the loss for negative advantages", gt=1)
+    clip_ratio: float = key(
+        0.2,
+        "PPO clip range on both sides",
+        ge=0,
+        used_if=(_CLIPS, ".clip_ratio_low=None or .clip_ratio_high=None"),
+    )
+    clip_ratio_low: float | None = key(None, "clip range below 1; default: clip_ratio", ge=0, used_if=_CLIPS)
+    clip_ratio_high: float | None = key(None, "clip range above 1; default: clip_ratio", ge=0, used_if=_CLIPS)
+    clip_ratio_c: float = key(
+        3.0,
+        "dual clip: bound of the loss for negative advantages",
+        gt=1,
+        used_if=".policy_loss.loss_mode=vanilla|dppo_tv|dppo_kl",
+    )
     grad_clip: float = key(1.0, "largest gradient norm; 0: no clipping", ge=0)
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = key(0.001, "weight of that KL", ge=0)
+    kl_loss_coef: float = key(0.001, "weight of that KL", ge=0, used_if=".use_kl_loss")
     kl_loss_type: str = key(
-        "low_var_kl", "its estimator; a trailing + takes the gradient of k2", known=known.KL_TYPES
+        "low_var_kl",
+        "its estimator; a trailing + takes the gradient of k2",
+        known=known.KL_TYPES,
+        used_if=".use_kl_loss",
     )
-    loss_agg_mode: str = key("token-mean", "how token losses become one number", known=known.LOSS_AGG_MODES)
+    loss_agg_mode: str = key(
+        "token-mean",
+        "how token losses become one number",
+        known=known.LOSS_AGG_MODES,
+        used_if=".policy_loss.loss_mode!=gspo|sapo or .entropy_coeff or .use_kl_loss",
+    )
     loss_scale_factor: int | None = key(
         None,
         "divisor of seq-mean-token-sum-norm; default: data.max_response_length",
         ge=1,
         follows="data.max_response_length",
+        used_if=".loss_agg_mode=seq-mean-token-sum-norm",
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
     use_torch_compile: bool = key(False, "compile the model; falls back with a notice where that fails")
-    ulysses_sequence_parallel_size: int = key(1, "ranks that split each sequence by attention heads", ge=1)
-    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding")
-    megatron: MegatronConfig = section(MegatronConfig, "megatron's parallel sizes")
+    ulysses_sequence_parallel_size: int = key(
+        1, "ranks that split each sequence by attention heads", ge=1, available=(1,)
+    )
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
+    megatron: MegatronConfig = section(
+        MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"
+    )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
 
 
@@ -79,9 +120,10 @@ class RefConfig:
         "engine; default: the actor's",
         known=known.STRATEGIES,
         follows="actor_rollout_ref.actor.strategy",
+        available=known.AVAILABLE_STRATEGIES,
     )
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "sequences per forward pass; default: measured", ge=1
+        None, "sequences per forward pass; default: measured", ge=1, used_if="!.log_prob_use_dynamic_bsz"
     )
     log_prob_use_dynamic_bsz: bool = key(
         False, "cut by tokens; default: the actor's", follows="actor_rollout_ref.actor.use_dynamic_bsz"
@@ -91,15 +133,19 @@ class RefConfig:
         "token budget; default: the actor's",
         ge=1,
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        used_if=".log_prob_use_dynamic_bsz",
     )
     ulysses_sequence_parallel_size: int = key(
         1,
         "ranks that split each sequence; default: the actor's",
         ge=1,
         follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        available=(1,),
     )
-    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding")
-    megatron: MegatronConfig = section(MegatronConfig, "megatron's parallel sizes")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
+    megatron: MegatronConfig = section(
+        MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"
+    )
 
 
 @dataclass
@@ -112,6 +158,7 @@ class CriticConfig:
         "engine; default: the actor's",
         known=known.STRATEGIES,
         follows="actor_rollout_ref.actor.strategy",
+        available=known.AVAILABLE_STRATEGIES,
     )
     model: ModelConfig = section(ModelConfig, "the model the value head sits on; default path: the actor's")
     optim: OptimConfig = section(OptimConfig, "optimiser and schedule", lr=1e-5)
@@ -122,13 +169,14 @@ class CriticConfig:
         follows="actor_rollout_ref.actor.ppo_mini_batch_size",
     )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "sequences per training pass; default: measured", ge=1
+        None, "sequences per training pass; default: measured", ge=1, used_if="!.use_dynamic_bsz"
     )
     forward_micro_batch_size_per_gpu: int | None = key(
         None,
         "sequences per pass without gradient; default: measured",
         ge=1,
         follows="critic.ppo_micro_batch_size_per_gpu",
+        used_if="!.use_dynamic_bsz",
     )
     use_dynamic_bsz: bool = key(
         False, "cut by tokens; default: the actor's", follows="actor_rollout_ref.actor.use_dynamic_bsz"
@@ -138,6 +186,7 @@ class CriticConfig:
         "token budget; default: the actor's",
         ge=1,
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        used_if=".use_dynamic_bsz",
     )
     ppo_epochs: int = key(
         1, "passes over each batch; default: the actor's", ge=1, follows="actor_rollout_ref.actor.ppo_epochs"
@@ -153,7 +202,10 @@ class CriticConfig:
         "ranks that split each sequence; default: the actor's",
         ge=1,
         follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        available=(1,),
     )
-    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding")
-    megatron: MegatronConfig = section(MegatronConfig, "megatron's parallel sizes")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
+    megatron: MegatronConfig = section(
+        MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"
+    )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")

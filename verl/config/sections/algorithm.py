@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config import known
-from verl.config.field import key, section
+from verl.config.keys import key, section
 
 
 @dataclass
@@ -16,8 +16,8 @@ class KLControlConfig:
 
     type: str = key("fixed", "controller", known=known.KL_CONTROLLERS)
     kl_coef: float = key(0.001, "weight of the KL (the first one, when adaptive)", ge=0)
-    horizon: int = key(10000, "adaptive: steps over which the weight adapts", ge=1)
-    target_kl: float = key(0.1, "adaptive: the KL aimed at", gt=0)
+    horizon: int = key(10000, "adaptive: steps over which the weight adapts", ge=1, used_if=".type=adaptive")
+    target_kl: float = key(0.1, "adaptive: the KL aimed at", gt=0, used_if=".type=adaptive")
 
 
 @dataclass
@@ -25,8 +25,12 @@ class FilterGroupsConfig:
     """Dynamic sampling: drop prompts whose responses all score the same, and draw others (DAPO)."""
 
     enable: bool = key(False, "drop such groups and refill the batch")
-    metric: str = key("seq_reward", "what must differ within a group", known=known.FILTER_METRICS)
-    max_num_gen_batches: int = key(0, "generation rounds per step before giving up; 0: no limit", ge=0)
+    metric: str = key(
+        "seq_reward", "what must differ within a group", known=known.FILTER_METRICS, used_if=".enable"
+    )
+    max_num_gen_batches: int = key(
+        0, "generation rounds per step before giving up; 0: no limit", ge=0, used_if=".enable"
+    )
 
 
 @dataclass
@@ -34,21 +38,61 @@ class RolloutCorrectionConfig:
     """Importance weights and rejection between the rollout engine's and the trainer's probabilities."""
 
     rollout_is: str | None = key(
-        None, "importance weights per token or per sequence; default: none", known=known.ROLLOUT_IS
+        None,
+        "importance weights per token or per sequence; default: none",
+        known=known.ROLLOUT_IS,
+        used_if="!.bypass_mode",
     )
     rollout_is_threshold: float | str = key(
-        2.0, "truncate weights above this; 'lo_hi': drop what lies outside"
+        2.0, "truncate weights above this; 'lo_hi': drop what lies outside", used_if=".rollout_is"
     )
-    rollout_is_batch_normalize: bool = key(False, "scale the weights to mean 1 over the batch")
+    rollout_is_batch_normalize: bool = key(
+        False, "scale the weights to mean 1 over the batch", used_if=".rollout_is"
+    )
     rollout_rs: str | None = key(
-        None, "rejection rules, comma separated, e.g. seq_mean_k1,token_k2; default: none"
+        None,
+        "rejection rules, comma separated, e.g. seq_mean_k1,token_k2; default: none",
+        used_if="!.bypass_mode",
     )
     rollout_rs_threshold: float | str | None = key(
-        None, "bounds of these rules, one number, 'lo_hi', or one each, comma separated"
+        None,
+        "bounds of these rules, one number, 'lo_hi', or one each, comma separated",
+        used_if=".rollout_rs",
     )
     bypass_mode: bool = key(
         False, "take the rollout engine's log-probs as the old ones (saves a forward pass)"
     )
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        lines = []
+        rules = [rule.strip() for rule in (self.rollout_rs or "").split(",") if rule.strip()]
+        for rule in rules:
+            if rule not in known.ROLLOUT_RS:
+                lines.append(f"'{name}.rollout_rs' names '{rule}'; allowed: {', '.join(known.ROLLOUT_RS)}")
+        bounds = str(self.rollout_rs_threshold).split(",") if rules else []
+        if rules and self.rollout_rs_threshold is None:
+            return [*lines, f"'{name}.rollout_rs' needs '{name}.rollout_rs_threshold', e.g. 0.5_2.0"]
+        for kind, bound in [("is", str(self.rollout_is_threshold)), *(("rs", bound) for bound in bounds)]:
+            if not _is_bound(bound):
+                lines.append(
+                    f"'{name}.rollout_{kind}_threshold' is '{bound}'; it must be a number above 0, or two as lo_hi "
+                    "with 0 <= lo < hi, e.g. 0.5_2.0"
+                )
+        if len(bounds) not in (0, 1, len(rules)):
+            lines.append(
+                f"'{name}.rollout_rs_threshold' has {len(bounds)} bounds for {len(rules)} rules; give one, or one each"
+            )
+        return lines
+
+
+def _is_bound(value: str) -> bool:
+    """A number above 0, or two as lo_hi."""
+    try:
+        numbers = [float(number) for number in value.strip().split("_")]
+    except ValueError:
+        return False
+    return (len(numbers) == 1 and numbers[0] > 0) or (len(numbers) == 2 and 0 <= numbers[0] < numbers[1])
 
 
 @dataclass
@@ -56,7 +100,7 @@ class PFPPOConfig:
     """Reweighting by resampling (policy-filtration PPO)."""
 
     reweight_method: str = key("pow", "how scores become sampling weights", known=known.PF_PPO_METHODS)
-    weight_pow: float = key(2.0, "exponent of the pow method", ge=0)
+    weight_pow: float = key(2.0, "exponent of the pow method", ge=0, used_if=".reweight_method=pow")
 
 
 @dataclass
@@ -64,18 +108,42 @@ class AlgorithmConfig:
     """From scores to advantages."""
 
     adv_estimator: str = key("gae", "advantage estimator", known=known.ESTIMATORS, plugin="adv_est")
-    gamma: float = key(1.0, "discount per token", ge=0, le=1)
-    lam: float = key(1.0, "lambda of gae", ge=0, le=1)
-    norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; False: Dr.GRPO")
-    gdpo_reward_keys: list[str] = key(
-        [], "gdpo: the keys of the reward function's dict that are normalised each on its own"
+    gamma: float = key(
+        1.0, "discount per token", ge=0, le=1, used_if=".adv_estimator=gae|reinforce_plus_plus"
     )
-    gdpo_reward_weights: list[float] = key([], "gdpo: their weights; default: 1 each")
+    lam: float = key(1.0, "lambda of gae", ge=0, le=1, used_if=".adv_estimator=gae")
+    norm_adv_by_std_in_grpo: bool = key(
+        True,
+        "divide by the group's standard deviation; False: Dr.GRPO",
+        used_if=".adv_estimator=grpo|grpo_vectorized|grpo_passk|gdpo",
+    )
+    gdpo_reward_keys: list[str] = key(
+        [],
+        "gdpo: the keys of the reward function's dict that are normalised each on its own",
+        used_if=".adv_estimator=gdpo",
+    )
+    gdpo_reward_weights: list[float] = key(
+        [], "gdpo: their weights; default: 1 each", used_if=".adv_estimator=gdpo"
+    )
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = key("kl", "estimator of that KL", known=known.KL_TYPES)
-    kl_ctrl: KLControlConfig = section(KLControlConfig, "weight of that KL")
+    kl_penalty: str = key("kl", "estimator of that KL", known=known.KL_TYPES, used_if=".use_kl_in_reward")
+    kl_ctrl: KLControlConfig = section(KLControlConfig, "weight of that KL", used_if=".use_kl_in_reward")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "dynamic sampling")
     filter_overlong_responses: bool = key(False, "mask responses cut at the longest length out of the loss")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "rollout correction")
     use_pf_ppo: bool = key(False, "resample responses by score before the update (PF-PPO)")
-    pf_ppo: PFPPOConfig = section(PFPPOConfig, "PF-PPO's weights")
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, "PF-PPO's weights", used_if=".use_pf_ppo")
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        lines = []
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if self.adv_estimator == "gdpo" and not keys:
+            lines.append(
+                f"'{name}.adv_estimator' is gdpo; it needs '{name}.gdpo_reward_keys', e.g. [accuracy,format]"
+            )
+        if weights and len(weights) != len(keys):
+            lines.append(
+                f"'{name}.gdpo_reward_weights' has {len(weights)} numbers for {len(keys)} gdpo_reward_keys"
+            )
+        return lines

@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from verl.config import known
-from verl.config.field import key
+from verl.config.keys import key, shared
+
+OUTPUT_SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 @dataclass
@@ -34,7 +37,9 @@ class _RowsConfig:
     prompt_key: str = key("prompt", "column that holds the prompt: messages or a string")
     response_key: str = key("response", "column that holds the response (fine-tuning, evaluation)")
     shuffle: bool = key(True, "shuffle the training rows each epoch")
-    seed: int = key(1, "seed of the shuffle; default: trainer.seed", follows="trainer.seed")
+    seed: int = key(
+        1, "seed of the shuffle; default: trainer.seed", follows="trainer.seed", used_if=".shuffle"
+    )
     chat_template: str | None = key(
         None, "file with a Jinja chat template that replaces the tokenizer's", path=True
     )
@@ -46,31 +51,42 @@ class _RowsConfig:
         0, "threads that read and tokenise rows ahead; 0: in the main thread", ge=0
     )
     train_max_samples: int = key(-1, "use only so many training rows; -1: all", ge=-1)
-    val_max_samples: int = key(-1, "use only so many validation rows; -1: all", ge=-1)
+    val_max_samples: int = key(-1, "use only so many validation rows; -1: all", ge=-1, used_if=".val_files")
 
 
 @dataclass
 class DataConfig(_RowsConfig):
     """Prompts for reinforcement learning."""
 
+    train_files: list[str] = shared(_RowsConfig, "train_files", used_if="!.mixture")
+    response_key: str = shared(_RowsConfig, "response_key", "no effect: responses are generated", "@never")
+    seed: int = shared(_RowsConfig, "seed", used_if=".shuffle or .mixture")
     train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
     max_prompt_length: int = key(512, "longest prompt, in tokens", ge=1)
     max_response_length: int = key(512, "longest response, in tokens", ge=1)
-    truncation: str = key("error", "what to do with longer prompts", known=known.TRUNCATIONS)
+    truncation: str = key(
+        "error",
+        "what to do with longer prompts",
+        known=known.TRUNCATIONS,
+        used_if="!.filter_overlong_prompts",
+    )
     filter_overlong_prompts: bool = key(
         False, "drop longer prompts before training (takes precedence over truncation)"
     )
     filter_overlong_prompts_workers: int | None = key(
-        None, "processes that filter; default: one per CPU core", ge=1
+        None, "processes that filter; default: one per CPU core", ge=1, used_if=".filter_overlong_prompts"
     )
     cache_dir: str | None = key(
-        None, "folder for the filter's cache; default: the user's cache folder", path=True
+        None,
+        "folder for the filter's cache; default: the user's cache folder",
+        path=True,
+        used_if=".filter_overlong_prompts",
     )
     raw_prompts: bool = key(
         False, "use string prompts as they stand and join messages without a chat template"
     )
     return_raw_input_ids: bool = key(
-        False, "keep the prompt for re-encoding by a reward model (always kept here)"
+        False, "no effect: prompts are always kept for reward models", used_if="@never"
     )
     mixture: list[MixtureConfig] = key(
         [], "weighted mixture, a list of {files, weight, name}; replaces train_files"
@@ -78,6 +94,14 @@ class DataConfig(_RowsConfig):
     curriculum_key: str | None = key(
         None, "column with a difficulty: rows come easiest first instead of shuffled"
     )
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        return [
+            f"'{name}.mixture[{i}]' has files {each.files} and weight {each.weight}; it needs files and weight > 0"
+            for i, each in enumerate(self.mixture)
+            if not each.files or each.weight <= 0
+        ]
 
 
 @dataclass
@@ -89,9 +113,23 @@ class SFTDataConfig(_RowsConfig):
         64, "rows per optimiser step, over all ranks; default: at most the data", ge=1
     )
     micro_batch_size_per_gpu: int | None = key(
-        None, "rows per forward and backward pass; default: measured", ge=1
+        None, "rows per forward and backward pass; default: measured", ge=1, used_if="!.use_dynamic_bsz"
     )
     use_dynamic_bsz: bool = key(False, "cut micro-batches by tokens (max_token_len_per_gpu) instead of rows")
-    max_token_len_per_gpu: int | None = key(None, "token budget of a micro-batch; default: measured", ge=1)
+    max_token_len_per_gpu: int | None = key(
+        None, "token budget of a micro-batch; default: measured", ge=1, used_if=".use_dynamic_bsz"
+    )
     max_length: int = key(1024, "longest row (prompt and response), in tokens", ge=2)
     truncation: str = key("error", "what to do with longer rows", known=known.TRUNCATIONS)
+
+
+def file_errors(name: str, output_path: str | None, max_samples: int) -> list[str]:
+    """What is wrong with the file rows are written to, and with the number of rows read."""
+    lines = []
+    if output_path and PurePath(output_path).suffix not in OUTPUT_SUFFIXES:
+        lines.append(
+            f"'{name}.output_path' is '{output_path}'; it must end with one of {', '.join(OUTPUT_SUFFIXES)}"
+        )
+    if max_samples == 0:
+        lines.append(f"'{name}.max_samples' is 0; set it to at least 1, or -1 for all rows")
+    return lines

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.field import key, section, shared
-from verl.config.sections.data import DataConfig
+from verl.config.keys import key, section, shared
+from verl.config.sections.data import DataConfig, file_errors
 from verl.config.sections.reward import RewardConfig, RewardManagerConfig
 from verl.config.sections.trainer import TrainerConfig
 
@@ -39,6 +39,10 @@ class EvaluationDataConfig:
         None, "file for the rows with their scores: .parquet, .jsonl or .json; default: none", path=True
     )
 
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        return file_errors(name, self.output_path, self.max_samples)
+
 
 @dataclass
 class EvaluationRewardConfig(RewardConfig):
@@ -47,6 +51,22 @@ class EvaluationRewardConfig(RewardConfig):
     reward_manager: RewardManagerConfig = section(
         RewardManagerConfig, "how scores are computed", name="prime"
     )
+    max_failure_ratio: float = shared(
+        RewardConfig, "max_failure_ratio", "no effect: failures are counted and scoring continues", "@never"
+    )
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        lines = super().errors(name)
+        if self.reward_model.n_gpus_per_node or self.reward_model.nnodes:
+            lines.append(
+                f"'{name}.reward_model.n_gpus_per_node' and 'nnodes' need a trainer's Ray cluster; set both to 0"
+            )
+        if self.overlong_buffer.enable:
+            lines.append(
+                f"'{name}.overlong_buffer.enable' is True; the penalty is part of training, set it to False"
+            )
+        return lines
 
 
 @dataclass

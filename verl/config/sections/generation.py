@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.field import key, section, shared
-from verl.config.sections.data import DataConfig
+from verl.config.keys import key, section, shared
+from verl.config.sections.data import DataConfig, file_errors
 from verl.config.sections.model import ModelConfig
-from verl.config.sections.rollout import EngineKwargsConfig, RolloutConfig
+from verl.config.sections.rollout import EngineKwargsConfig, RolloutConfig, engine_errors
 from verl.config.sections.trainer import TrainerConfig
 
 
@@ -64,12 +64,20 @@ class GenerationDataConfig:
     filter_overlong_prompts: bool = shared(
         DataConfig, "filter_overlong_prompts", "leave rows with longer prompts out (goes before truncation)"
     )
-    filter_overlong_prompts_workers: int | None = shared(DataConfig, "filter_overlong_prompts_workers")
-    cache_dir: str | None = shared(DataConfig, "cache_dir")
+    filter_overlong_prompts_workers: int | None = shared(
+        DataConfig, "filter_overlong_prompts_workers", used_if=".filter_overlong_prompts or .truncation=error"
+    )
+    cache_dir: str | None = shared(
+        DataConfig, "cache_dir", used_if=".filter_overlong_prompts or .truncation=error"
+    )
     chat_template: str | None = shared(DataConfig, "chat_template")
     apply_chat_template_kwargs: dict[str, Any] = shared(DataConfig, "apply_chat_template_kwargs")
     system_prompt: str | None = shared(DataConfig, "system_prompt")
     raw_prompts: bool = shared(DataConfig, "raw_prompts")
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        return file_errors(name, self.output_path, self.max_samples)
 
 
 @dataclass
@@ -87,17 +95,26 @@ class GenerationRolloutConfig:
     stop: list[str] = shared(RolloutConfig, "stop")
     stop_token_ids: list[int] = shared(RolloutConfig, "stop_token_ids")
     ignore_eos: bool = shared(RolloutConfig, "ignore_eos")
-    raw_log_probs: bool = shared(RolloutConfig, "raw_log_probs")
-    seed: int = shared(RolloutConfig, "seed")
+    raw_log_probs: bool = shared(RolloutConfig, "raw_log_probs", used_if="data.save_log_probs")
+    seed: int = shared(RolloutConfig, "seed", used_if=".temperature")
     per_request_seed: bool = shared(RolloutConfig, "per_request_seed")
     dtype: str = shared(RolloutConfig, "dtype", "of the weights; auto: bfloat16 on GPU, float32 on CPU")
     tensor_model_parallel_size: int = shared(RolloutConfig, "tensor_model_parallel_size")
     gpu_memory_utilization: float = shared(RolloutConfig, "gpu_memory_utilization")
     max_num_seqs: int = shared(RolloutConfig, "max_num_seqs")
     max_num_batched_tokens: int = shared(RolloutConfig, "max_num_batched_tokens")
-    max_model_len: int | None = shared(RolloutConfig, "max_model_len")
+    max_model_len: int | None = shared(RolloutConfig, "max_model_len", used_if=".name!=hf")
     enforce_eager: bool = shared(RolloutConfig, "enforce_eager")
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "extra arguments per engine")
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        lines = engine_errors(name, self.name, self.mode)
+        if self.name == "hf" and self.dtype == "fp8":
+            lines.append(
+                f"'{name}.dtype' is fp8, which {name}.name=hf does not support; use native, or another dtype"
+            )
+        return lines
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import known
-from verl.config.field import key, section
+from verl.config.keys import key, section
 
 
 @dataclass
@@ -24,18 +24,27 @@ class ModelConfig:
         False, "recompute activations in the backward pass to save memory"
     )
     enable_activation_offload: bool = key(
-        False, "keep activations in host memory between forward and backward"
+        False, "keep activations in host memory between forward and backward", used_if="@gpu"
     )
     use_remove_padding: bool = key(True, "pack sequences without padding; False: padded micro-batches")
-    peft_type: str = key("lora", "kind of adapter used when lora_rank > 0", known=known.PEFT_TYPES)
+    peft_type: str = key(
+        "lora", "kind of adapter used when lora_rank > 0", known=known.PEFT_TYPES, used_if=".lora_rank"
+    )
     lora_rank: int = key(0, "rank of the LoRA adapters; 0: train all weights", ge=0)
     lora_alpha: int = key(
-        16, "LoRA scale: the adapter's output is multiplied by lora_alpha / lora_rank", ge=1
+        16,
+        "LoRA scale: the adapter's output is multiplied by lora_alpha / lora_rank",
+        ge=1,
+        used_if=".lora_rank",
     )
     target_modules: list[str] = key(
-        ["all-linear"], "modules that get an adapter, by name; all-linear: every linear layer"
+        ["all-linear"],
+        "modules that get an adapter, by name; all-linear: every linear layer",
+        used_if=".lora_rank",
     )
-    freeze_embeddings: bool = key(False, "keep the input embeddings (and a tied output matrix) as they are")
+    freeze_embeddings: bool = key(
+        False, "keep the input embeddings (and a tied output matrix) as they are", used_if="!.lora_rank"
+    )
     trust_remote_code: bool = key(
         False, "run Python code that comes with the model; only for models you trust"
     )
@@ -56,13 +65,33 @@ class OptimConfig:
     lr_scheduler_type: str = key("constant", "schedule after warm-up", known=known.SCHEDULERS)
     lr_warmup_steps: int = key(-1, "optimiser steps of linear warm-up; -1: take lr_warmup_steps_ratio", ge=-1)
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all optimiser steps", ge=0, le=1)
-    min_lr_ratio: float = key(0.0, "where cosine and linear end, as a share of lr", ge=0, le=1)
+    min_lr_ratio: float = key(
+        0.0,
+        "where cosine and linear end, as a share of lr",
+        ge=0,
+        le=1,
+        used_if=".lr_scheduler_type!=constant",
+    )
     moments: str = key(
         "float32", "storage of the optimiser's moments; int8 saves memory", known=known.MOMENTS
     )
     stochastic_rounding: bool = key(
-        False, "update 16-bit weights in place by stochastic rounding, without float32 master copies"
+        False,
+        "update 16-bit weights in place by stochastic rounding, without float32 master copies",
+        used_if="@16bit",
     )
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        lines = []
+        if len(self.betas) != 2 or max(self.betas) >= 1:
+            lines.append(f"'{name}.betas' is {self.betas}; it must be two numbers of at least 0 and below 1")
+        if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
+            lines.append(
+                f"'{name}.lr_warmup_steps' is {self.lr_warmup_steps} and '{name}.lr_warmup_steps_ratio' is "
+                f"{self.lr_warmup_steps_ratio:g}; keep one of them"
+            )
+        return lines
 
 
 @dataclass
@@ -77,16 +106,31 @@ class SFTOptimConfig(OptimConfig):
 class FSDPConfig:
     """Sharding with fully_shard."""
 
-    param_offload: bool = key(False, "keep parameters in host memory while the model does not work")
-    optimizer_offload: bool = key(False, "keep the optimiser's state in host memory between updates")
+    param_offload: bool = key(
+        False,
+        "keep parameters in host memory while the model does not work",
+        used_if=("!.offload_policy", "@gpu"),
+    )
+    optimizer_offload: bool = key(
+        False,
+        "keep the optimiser's state in host memory between updates",
+        used_if=("!.offload_policy", "@gpu"),
+    )
     offload_policy: bool = key(
-        False, "keep shards of parameters, gradients and optimiser in host memory all the time"
+        False,
+        "keep shards of parameters, gradients and optimiser in host memory all the time",
+        used_if="@gpu",
     )
     fsdp_size: int = key(
-        -1, "ranks that share one copy of the weights; -1: all (less: hybrid sharding)", ge=-1
+        -1,
+        "ranks that share one copy of the weights; -1: all (less: hybrid sharding)",
+        ge=-1,
+        used_if="@ranks or .offload_policy",
     )
     reshard_after_forward: bool = key(
-        True, "free gathered weights after the forward pass; False: faster, more memory"
+        True,
+        "free gathered weights after the forward pass; False: faster, more memory",
+        used_if="@ranks or .offload_policy",
     )
 
 
@@ -123,8 +167,14 @@ class CheckpointConfig:
 class SFTModelConfig(ModelConfig):
     """The model of supervised fine-tuning, with the engine that trains it."""
 
-    strategy: str = key("fsdp", "training engine", known=known.STRATEGIES)
-    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding")
-    megatron: MegatronConfig = section(MegatronConfig, "megatron's parallel sizes")
-    ulysses_sequence_parallel_size: int = key(1, "ranks that split each sequence by attention heads", ge=1)
+    strategy: str = key(
+        "fsdp", "training engine", known=known.STRATEGIES, available=known.AVAILABLE_STRATEGIES
+    )
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
+    megatron: MegatronConfig = section(
+        MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"
+    )
+    ulysses_sequence_parallel_size: int = key(
+        1, "ranks that split each sequence by attention heads", ge=1, available=(1,)
+    )
     use_torch_compile: bool = key(False, "compile the model; falls back with a notice where that fails")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import known
-from verl.config.field import key, section
+from verl.config.keys import key, section
+from verl.config.sections.rollout import own_gpus_errors
 
 
 @dataclass
@@ -18,7 +19,7 @@ class RewardFunctionConfig:
     path: str | None = key(
         None, "file, pkg.module or module:function; default: the scorer of each data_source", path=True
     )
-    name: str = key("compute_score", "the function's name in that file")
+    name: str = key("compute_score", "the function's name in that file", used_if=".path")
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function")
 
 
@@ -65,13 +66,22 @@ class RewardModelConfig:
         None, "longest conversation in its own tokens; default: the model's limit", ge=1
     )
     dtype: str = key("auto", "of its parameters", known=known.MODEL_DTYPES)
-    param_offload: bool = key(True, "keep it in host memory while others work")
+    param_offload: bool = key(
+        True, "keep it in host memory while others work", used_if=("!.n_gpus_per_node", "@gpu")
+    )
     trust_remote_code: bool = key(False, "run Python code that comes with it; only for models you trust")
     n_gpus_per_node: int = key(0, "GPUs per node for it alone; 0: on the trainer's GPUs", ge=0)
     nnodes: int = key(0, "nodes for it alone; 0: on the trainer's nodes", ge=0)
     rollout: RewardModelRolloutConfig = section(
-        RewardModelRolloutConfig, "no effect; for configs of other systems"
+        RewardModelRolloutConfig, "no effect; for configs of other systems", used_if="@never"
     )
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        lines = own_gpus_errors(name, self.n_gpus_per_node, self.nnodes)
+        if self.enable and not self.model_path:
+            lines.append(f"'{name}.enable' is True; it needs '{name}.model_path'")
+        return lines
 
 
 @dataclass
@@ -125,9 +135,11 @@ class OverlongBufferConfig:
     """The soft penalty for long responses (DAPO)."""
 
     enable: bool = key(False, "lower the reward of responses near the longest length")
-    len: int = key(128, "width of the zone before data.max_response_length, in tokens", ge=1)
-    penalty_factor: float = key(1.0, "penalty at the very end of the zone", ge=0)
-    log: bool = key(False, "report the penalty as metrics")
+    len: int = key(
+        128, "width of the zone before data.max_response_length, in tokens", ge=1, used_if=".enable"
+    )
+    penalty_factor: float = key(1.0, "penalty at the very end of the zone", ge=0, used_if=".enable")
+    log: bool = key(False, "report the penalty as metrics", used_if=".enable")
 
 
 @dataclass
@@ -139,7 +151,9 @@ class RewardConfig:
         [], "several functions, summed: a list of {path, name, weight}"
     )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "how scores are computed")
-    num_workers: int | None = key(None, "worker processes; default: one per CPU core, at most 8", ge=1)
+    num_workers: int | None = key(
+        None, "worker processes; default: one per CPU core, at most 8", ge=1, used_if="!.in_process"
+    )
     timeout_s: float = key(30.0, "seconds one call may take before its process is killed", gt=0)
     max_failure_ratio: float = key(
         0.2, "share of a batch without score above which the run stops", ge=0, le=1
@@ -149,10 +163,27 @@ class RewardConfig:
     )
     max_concurrency: int = key(64, "calls of an async function at the same time", ge=1)
     memory_limit_mb: int | None = key(
-        None, "memory of one worker process; default: half of the machine's", ge=16
+        None, "memory of one worker process; default: half of the machine's", ge=16, used_if="!.in_process"
     )
-    reward_model: RewardModelConfig = section(RewardModelConfig, "a reward model")
-    judge: JudgeConfig = section(JudgeConfig, "a language model as judge")
+    reward_model: RewardModelConfig = section(
+        RewardModelConfig, "a reward model", used_if=".reward_model.enable"
+    )
+    judge: JudgeConfig = section(JudgeConfig, "a language model as judge", used_if=".judge.base_url")
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, "remote service that runs code")
     sandbox: SandboxConfig = section(SandboxConfig, "limits for model-written code")
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "soft penalty for long responses")
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        lines = []
+        if self.custom_reward_function.path and self.functions:
+            lines.append(
+                f"'{name}.custom_reward_function.path' and '{name}.functions' are both given; put all of them into "
+                f"{name}.functions=[{{path: ..., name: ..., weight: 1.0}}, ...]"
+            )
+        for i, function in enumerate(self.functions):
+            if not function.path:
+                lines.append(f"'{name}.functions[{i}].path' is required: file, pkg.module or module:function")
+        if self.judge.base_url and not self.judge.model:
+            lines.append(f"'{name}.judge.base_url' is set; it needs '{name}.judge.model'")
+        return lines

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import known
-from verl.config.field import key, section
+from verl.config.keys import key, section
 
 
 @dataclass
 class EngineKwargsConfig:
     """Handed to the engine of that name as they stand."""
 
-    vllm: dict[str, Any] = key({}, "extra arguments of vLLM's engine")
-    sglang: dict[str, Any] = key({}, "extra arguments of SGLang's engine")
+    vllm: dict[str, Any] = key({}, "extra arguments of vLLM's engine", used_if="..name=vllm")
+    sglang: dict[str, Any] = key({}, "extra arguments of SGLang's engine", used_if="..name=sglang")
 
 
 @dataclass
@@ -24,9 +24,9 @@ class ValKwargsConfig:
     """Sampling in validation."""
 
     do_sample: bool = key(False, "draw tokens; False: greedy")
-    temperature: float = key(0.0, "sampling temperature; 0: greedy", ge=0)
-    top_p: float = key(1.0, "nucleus sampling", gt=0, le=1)
-    top_k: int = key(-1, "draw from the k likeliest tokens; -1: all", ge=-1)
+    temperature: float = key(0.0, "sampling temperature; 0: greedy", ge=0, used_if=".do_sample")
+    top_p: float = key(1.0, "nucleus sampling", gt=0, le=1, used_if=".do_sample")
+    top_k: int = key(-1, "draw from the k likeliest tokens; -1: all", ge=-1, used_if=".do_sample")
     n: int = key(1, "responses per prompt", ge=1)
 
 
@@ -34,7 +34,7 @@ class ValKwargsConfig:
 class MultiTurnConfig:
     """Conversations of several turns with tools."""
 
-    enable: bool = key(False, "let the model call tools and go on after their answers")
+    enable: bool = key(False, "let the model call tools and go on after their answers", available=(False,))
     max_turns: int = key(5, "turns the model may take in one conversation", ge=1)
     tool_server: str | None = key(None, "address of an HTTP server that runs the tools")
     tool_config_path: str | None = key(None, "YAML file that lists the tools", path=True)
@@ -52,13 +52,18 @@ class RolloutConfig:
 
     name: str = key("native", "rollout engine", known=known.ROLLOUT_ENGINES, plugin="rollout")
     mode: str = key(
-        "inprocess", "vllm and sglang: in the trainer's process or as a server", known=known.ROLLOUT_MODES
+        "inprocess",
+        "vllm and sglang: in the trainer's process or as a server",
+        known=known.ROLLOUT_MODES,
+        used_if=".name=vllm|sglang",
     )
     n: int = key(1, "responses per prompt", ge=1)
     temperature: float = key(1.0, "sampling temperature", ge=0)
-    top_p: float = key(1.0, "nucleus sampling", gt=0, le=1)
-    top_k: int = key(-1, "draw from the k likeliest tokens; -1: all", ge=-1)
-    min_p: float = key(0.0, "drop tokens less likely than this share of the likeliest", ge=0, le=1)
+    top_p: float = key(1.0, "nucleus sampling", gt=0, le=1, used_if=".temperature")
+    top_k: int = key(-1, "draw from the k likeliest tokens; -1: all", ge=-1, used_if=".temperature")
+    min_p: float = key(
+        0.0, "drop tokens less likely than this share of the likeliest", ge=0, le=1, used_if=".temperature"
+    )
     repetition_penalty: float = key(1.0, "above 1: tokens already there become less likely", gt=0)
     stop: list[str] = key([], "texts that end a response")
     stop_token_ids: list[int] = key([], "token ids that end a response, beside the model's own")
@@ -66,7 +71,9 @@ class RolloutConfig:
     raw_log_probs: bool = key(False, "log-probs at temperature 1 instead of those sampled from")
     seed: int = key(1, "seed of every draw; default: trainer.seed", follows="trainer.seed")
     per_request_seed: bool = key(
-        True, "vllm: every sample has a seed of its own; False: vLLM draws for all of a batch at once"
+        True,
+        "vllm: every sample has a seed of its own; False: vLLM draws for all of a batch at once",
+        used_if=".name=vllm",
     )
     calculate_log_probs: bool = key(
         True, "keep the engine's log-probs and report how far the trainer's are from them"
@@ -74,23 +81,31 @@ class RolloutConfig:
     dtype: str = key(
         "auto", "of the weights while generating; auto: the trainer's", known=known.ROLLOUT_DTYPES
     )
-    tensor_model_parallel_size: int = key(1, "vllm and sglang: GPUs that share one copy of the model", ge=1)
+    tensor_model_parallel_size: int = key(
+        1, "vllm and sglang: GPUs that share one copy of the model", ge=1, used_if=".name=vllm|sglang"
+    )
     gpu_memory_utilization: float = key(
         0.5,
         "share of GPU memory for weights and KV cache while generating (native on a CPU: of the free host memory, for "
         "the KV cache)",
         gt=0,
         le=1,
+        used_if=(".name!=hf", "@gpu or .name!=vllm|sglang"),
     )
     max_num_seqs: int = key(1024, "sequences generated at the same time, at most", ge=1)
     max_num_batched_tokens: int = key(
-        8192, "tokens per forward pass, at most (prompts are prefilled in chunks)", ge=1
+        8192, "tokens per forward pass, at most (prompts are prefilled in chunks)", ge=1, used_if=".name!=hf"
     )
     max_model_len: int | None = key(None, "longest prompt and response together; default: from data.*", ge=1)
-    enforce_eager: bool = key(False, "no CUDA graphs")
-    free_cache_engine: bool = key(True, "give the KV cache's memory back while training")
+    enforce_eager: bool = key(False, "no CUDA graphs", used_if=(".name!=hf", "@gpu"))
+    free_cache_engine: bool = key(
+        True, "give the KV cache's memory back while training", used_if=(".name!=hf", "@shared_gpus", "@gpu")
+    )
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "sequences per pass when the trainer recomputes log-probs; default: measured", ge=1
+        None,
+        "sequences per pass when the trainer recomputes log-probs; default: measured",
+        ge=1,
+        used_if="!.log_prob_use_dynamic_bsz",
     )
     log_prob_use_dynamic_bsz: bool = key(
         False, "cut these by tokens; default: the actor's", follows="actor_rollout_ref.actor.use_dynamic_bsz"
@@ -100,9 +115,31 @@ class RolloutConfig:
         "their token budget; default: the actor's",
         ge=1,
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        used_if=".log_prob_use_dynamic_bsz",
     )
     n_gpus_per_node: int = key(0, "GPUs per node for rollout alone; 0: on the trainer's GPUs", ge=0)
     nnodes: int = key(0, "nodes for rollout alone; 0: on the trainer's nodes", ge=0)
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "extra arguments per engine")
-    val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling in validation")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and several turns")
+    val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling in validation", used_if="data.val_files")
+    multi_turn: MultiTurnConfig = section(
+        MultiTurnConfig, "tools and several turns", used_if=".multi_turn.enable"
+    )
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        return own_gpus_errors(name, self.n_gpus_per_node, self.nnodes)
+
+
+def engine_errors(name: str, engine: str, mode: str) -> list[str]:
+    if engine == "sglang" and mode != "server":
+        return [f"'{name}.name' is sglang, which is available as a server only; set {name}.mode=server"]
+    return []
+
+
+def own_gpus_errors(name: str, n_gpus_per_node: int, nnodes: int) -> list[str]:
+    if (n_gpus_per_node == 0) == (nnodes == 0):
+        return []
+    return [
+        f"'{name}.n_gpus_per_node' is {n_gpus_per_node} and '{name}.nnodes' is {nnodes}; set both, or neither to share "
+        "the trainer's GPUs"
+    ]

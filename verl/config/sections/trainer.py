@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import known
-from verl.config.field import key, section
+from verl.config.keys import key, section
 
 
 @dataclass
@@ -16,8 +16,10 @@ class PrometheusConfig:
     """A metrics endpoint for Prometheus."""
 
     enable: bool = key(False, "serve metrics over HTTP")
-    port: int = key(9090, "its port", ge=1, le=65535)
-    host: str = key("127.0.0.1", "address it binds to; 0.0.0.0: reachable from other machines")
+    port: int = key(9090, "its port", ge=1, le=65535, used_if=".enable")
+    host: str = key(
+        "127.0.0.1", "address it binds to; 0.0.0.0: reachable from other machines", used_if=".enable"
+    )
 
 
 @dataclass
@@ -44,7 +46,9 @@ class BaseTrainerConfig:
     total_epochs: int = key(1, "passes over the training data", ge=1)
     total_training_steps: int | None = key(None, "stop after so many steps; default: all epochs", ge=1)
     save_freq: int = key(-1, "steps between checkpoints; -1: only at the end", ge=-1)
-    test_freq: int = key(-1, "steps between validations; -1: only at the end", ge=-1)
+    test_freq: int = key(
+        -1, "steps between validations; -1: only at the end", ge=-1, used_if="data.val_files"
+    )
     logger: list[str] = key(
         ["console"], "where metrics go, beside the run folder", known=known.LOGGERS, plugin="tracker"
     )
@@ -56,38 +60,61 @@ class BaseTrainerConfig:
     resume_mode: str = key(
         "auto", "auto: newest complete checkpoint in the run folder", known=known.RESUME_MODES
     )
-    resume_from_path: str | None = key(None, "checkpoint folder for resume_mode=resume_path", path=True)
+    resume_from_path: str | None = key(
+        None, "checkpoint folder for resume_mode=resume_path", path=True, used_if=".resume_mode=resume_path"
+    )
     max_actor_ckpt_to_keep: int | None = key(None, "keep only the newest so many; default: all", ge=1)
     keep_best: str | None = key(
         None, "metric whose best checkpoint is never deleted, e.g. val-core/gsm8k/acc/mean@1"
     )
-    keep_best_mode: str = key("max", "whether more or less of it is better", known=known.BEST_MODES)
-    wandb_proxy: str | None = key(None, "HTTP proxy used for wandb only")
+    keep_best_mode: str = key(
+        "max", "whether more or less of it is better", known=known.BEST_MODES, used_if=".keep_best"
+    )
+    wandb_proxy: str | None = key(None, "HTTP proxy used for wandb only", used_if=".logger=wandb")
     prometheus: PrometheusConfig = section(PrometheusConfig, "metrics endpoint")
     health: HealthConfig = section(HealthConfig, "bounds of the health rules")
-    watchdog_s: float = key(600.0, "seconds without a sign of life after which a worker counts as dead", gt=0)
-    max_restarts: int = key(0, "restarts from the last checkpoint after a worker died", ge=0)
+    watchdog_s: float = key(
+        600.0, "seconds without a sign of life after which a worker counts as dead", gt=0, used_if="@workers"
+    )
+    max_restarts: int = key(
+        0, "restarts from the last checkpoint after a worker died", ge=0, used_if="@workers"
+    )
     plugins: list[str] = key(
         [], "modules imported before anything is checked (register your own things there)"
     )
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            return [
+                f"'{name}.resume_mode' is resume_path; it needs '{name}.resume_from_path', a global_step_N folder"
+            ]
+        return []
 
 
 @dataclass
 class TrainerConfig(BaseTrainerConfig):
     """A reinforcement-learning run."""
 
-    val_before_train: bool = key(True, "validate once before the first step")
+    val_before_train: bool = key(True, "validate once before the first step", used_if="data.val_files")
     val_only: bool = key(False, "validate and stop")
     critic_warmup: int = key(0, "first steps in which only the critic learns", ge=0)
-    balance_batch: bool = key(True, "give every rank about the same work")
-    max_critic_ckpt_to_keep: int | None = key(None, "keep only the newest so many; default: all", ge=1)
+    balance_batch: bool = key(True, "give every rank about the same work", used_if="@ranks")
+    max_critic_ckpt_to_keep: int | None = key(
+        None, "keep only the newest so many; default: all", ge=1, used_if="critic.enable"
+    )
     rollout_data_dir: str | None = key(
         None, "folder for the training responses; default: rollouts/ in the run folder", path=True
     )
     validation_data_dir: str | None = key(
-        None, "folder for the validation responses; default: validation/ in the run folder", path=True
+        None,
+        "folder for the validation responses; default: validation/ in the run folder",
+        path=True,
+        used_if="data.val_files",
     )
-    log_val_generations: int = key(0, "validation samples sent to the loggers each time", ge=0)
+    log_val_generations: int = key(
+        0, "validation samples sent to the loggers each time", ge=0, used_if="data.val_files"
+    )
 
 
 @dataclass

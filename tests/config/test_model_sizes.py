@@ -1,4 +1,4 @@
-"""Parameter counts from config.json equal those of the model transformers builds, family by family."""
+"""Sizes of models: parameters, critic, adapters and KV cache, of any architecture transformers builds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl.config.model_shape import FAMILIES, read_shape, shape_of
+from verl.config.model_sizes import read_sizes, sizes_of
 from verl.errors import ModelError
 
 SMALL = {
@@ -56,17 +56,14 @@ def build(kind: str, changes: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=[f"{k}-{'-'.join(c)}" for k, c in VARIANTS])
-def test_parameters_cache_and_critic_are_exact(kind: str, changes: dict[str, Any]) -> None:
+def test_cache_and_critic_are_exact(kind: str, changes: dict[str, Any]) -> None:
     model = build(kind, changes)
-    shape = shape_of(json.loads(model.config.to_json_string(use_diff=False)))
-    assert shape.exact
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    sizes = sizes_of(model)
     body = sum(parameter.numel() for parameter in model.base_model.parameters())
-    assert shape.value_parameters == body + shape.hidden
+    assert sizes.value_parameters == body + sizes.hidden
     keys = [p for n, p in model.named_parameters() if n.endswith((".k_proj.weight", ".v_proj.weight"))]
     if keys:
-        assert shape.cache_elements == sum(parameter.shape[0] for parameter in keys)
+        assert sizes.cache == sum(parameter.shape[0] for parameter in keys)
 
 
 @pytest.mark.parametrize(
@@ -81,74 +78,64 @@ def test_parameters_cache_and_critic_are_exact(kind: str, changes: dict[str, Any
 def test_adapter_parameters_equal_pefts(kind: str, targets: list[str]) -> None:
     peft = pytest.importorskip("peft")
     model = build(kind, {})
-    shape = shape_of(json.loads(model.config.to_json_string(use_diff=False)))
+    sizes = sizes_of(model)
     modules: Any = "all-linear" if targets == ["all-linear"] else targets
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, task_type="CAUSAL_LM"))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert shape.lora_parameters(4, targets) == trained
+    assert sizes.lora_parameters(4, targets) == trained
 
 
-def test_every_family_is_compared() -> None:
-    assert {kind for kind, _ in VARIANTS} == set(FAMILIES)
-
-
-def test_a_published_count() -> None:
+def test_a_published_count(tmp_path: Path) -> None:
     """Qwen2.5-7B has 7.62B parameters, 6.53B of them not embeddings."""
-    shape = shape_of(
-        {
-            "model_type": "qwen2",
-            "hidden_size": 3584,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "intermediate_size": 18944,
-            "vocab_size": 152064,
-            "tie_word_embeddings": False,
-        }
-    )
-    assert shape.parameters == 7_615_616_512
-    assert round((shape.parameters - shape.embedding - shape.head) / 1e9, 2) == 6.53
-
-
-def test_an_unknown_family_says_that_it_is_guessed() -> None:
-    known = shape_of({**SMALL, "model_type": "llama"})
-    guessed = shape_of({**SMALL, "model_type": "brand_new"})
-    assert known.exact and not guessed.exact
-    assert guessed.parameters == known.parameters
+    values = {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    sizes = read_sizes(str(tmp_path))
+    assert sizes is not None and sizes.parameters == 7_615_616_512
+    assert round((sizes.parameters - sizes.embedding - sizes.head) / 1e9, 2) == 6.53
 
 
 def test_reading_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
-    plain, wider = read_shape(str(tmp_path)), read_shape(str(tmp_path), {"vocab_size": 311})
+    plain, wider = read_sizes(str(tmp_path)), read_sizes(str(tmp_path), {"vocab_size": 311})
     assert plain is not None and wider is not None
     assert wider.parameters - plain.parameters == 2 * 100 * 96
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {**SMALL, "model_type": "gemma3_text"}}))
-    nested = read_shape(str(tmp_path))
-    assert nested is not None and nested.model_type == "gemma3_text"
+    text = {**SMALL, "model_type": "gemma3_text", "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    nested = read_sizes(str(tmp_path))
+    assert nested is not None and (nested.hidden, nested.layers) == (96, 5)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert read_shape("org/not-here") is None
+    assert read_sizes("org/not-here") is None
     snapshot = tmp_path / "hub" / "models--org--here" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
-    assert read_shape("org/here") == plain
+    assert read_sizes("org/here") == plain
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda folder: None, "no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "cannot read"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "no config of a model"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'), "hidden_size"),
+        (lambda folder: None, "config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "brand_new"}'), "brand_new"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'), "no language model"),
     ],
 )
 def test_bad_model_folders(tmp_path: Path, make: Any, words: str) -> None:
     make(tmp_path)
     with pytest.raises(ModelError, match=words):
-        read_shape(str(tmp_path))
+        read_sizes(str(tmp_path))
 
 
 def test_a_missing_local_folder_is_not_taken_for_an_id(tmp_path: Path) -> None:
     for path in (str(tmp_path / "no"), "./models/x", "a/b/c"):
         with pytest.raises(ModelError, match="no model folder"):
-            read_shape(path)
+            read_sizes(path)
