@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verl.config.model_sizes import read_sizes
 
 from verl.config.model_folder import context_length, folder_problem, vocabulary_size
+from verl.config.model_sizes import read_sizes
 from verl.errors import ModelError
 
 KEY = "actor_rollout_ref.model.path"

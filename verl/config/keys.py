@@ -58,14 +58,17 @@ def section(kind: Callable[..., Any], doc: str, *, used_if: Conditions = (), **d
     return field(default_factory=lambda: kind(**deepcopy(defaults)), metadata=metadata)
 
 
-def shared(kind: Any, name: str, doc: str | None = None, used_if: Conditions | None = None) -> Any:
+def shared(
+    kind: Any,
+    name: str,
+    doc: str | None = None,
+    used_if: Conditions | None = None,
+    follows: str | None = None,
+) -> Any:
     """Declare a key that another section declares too: its default and what it allows stay declared there."""
     other = kind.__dataclass_fields__[name]
-    metadata = dict(other.metadata)
-    if doc is not None:
-        metadata["doc"] = doc
-    if used_if is not None:
-        metadata["used_if"] = used_if
+    changed = {"doc": doc, "used_if": used_if, "follows": follows}
+    metadata = other.metadata | {name: value for name, value in changed.items() if value is not None}
     if other.default_factory is not MISSING:
         return field(default_factory=other.default_factory, metadata=metadata)
     return field(default=other.default, metadata=metadata)

@@ -1,10 +1,6 @@
-"""The config as typed dataclasses: every key, its type and its default.
+"""The config as typed dataclasses: every key, its type and its default. Imports neither torch nor omegaconf."""
 
-What always holds: importing this loads neither torch nor omegaconf; a key that is not here is an error when
-loading; after loading (`verl.config.load`) every key that follows another holds its final value.
-"""
-
-# ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
+# ruff: noqa: F401, RUF009 - sections are imported from here; `section` returns dataclasses.field
 
 from __future__ import annotations
 
@@ -13,13 +9,7 @@ from typing import Any
 
 from verl.config.keys import section
 from verl.config.sections.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
-from verl.config.sections.algorithm import (
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    KLControlConfig,
-    PFPPOConfig,
-    RolloutCorrectionConfig,
-)
+from verl.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from verl.config.sections.data import DataConfig, MixtureConfig, SFTDataConfig
 from verl.config.sections.evaluation import (
     EvaluationDataConfig,
@@ -30,41 +20,21 @@ from verl.config.sections.generation import (
     GenerationDataConfig,
     GenerationModelConfig,
     GenerationRolloutConfig,
-    GenerationTrainerConfig,
 )
 from verl.config.sections.model import (
     CheckpointConfig,
-    FSDPConfig,
-    MegatronConfig,
     ModelConfig,
     OptimConfig,
     SFTModelConfig,
     SFTOptimConfig,
 )
-from verl.config.sections.reward import (
-    JudgeConfig,
-    OverlongBufferConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RewardManagerConfig,
-    RewardModelConfig,
-    SandboxConfig,
-    SandboxFusionConfig,
-    WeightedRewardConfig,
-)
-from verl.config.sections.rollout import EngineKwargsConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
-from verl.config.sections.trainer import (
-    BaseTrainerConfig,
-    HealthConfig,
-    PrometheusConfig,
-    RayInitConfig,
-    RayKwargsConfig,
-    TrainerConfig,
-)
+from verl.config.sections.reward import RewardConfig, RewardFunctionConfig, WeightedRewardConfig
+from verl.config.sections.rollout import RolloutConfig
+from verl.config.sections.trainer import BaseTrainerConfig, PlacementConfig, RayKwargsConfig, TrainerConfig
 
 
-def _given_keys() -> Any:
-    """`user_set` of every root: the full names of the keys the user gave; not a key itself."""
+def _user_set() -> Any:
+    """`user_set` of every root: the full names of the keys the user set; not a key itself."""
     return field(default=frozenset(), repr=False, compare=False, metadata={"internal": True})
 
 
@@ -93,7 +63,7 @@ class PPOConfig:
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
-    user_set: frozenset[str] = _given_keys()
+    user_set: frozenset[str] = _user_set()
 
 
 @dataclass
@@ -106,7 +76,7 @@ class SFTConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
     trainer: BaseTrainerConfig = section(BaseTrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
-    user_set: frozenset[str] = _given_keys()
+    user_set: frozenset[str] = _user_set()
 
 
 @dataclass
@@ -116,9 +86,9 @@ class GenerationConfig:
     model: GenerationModelConfig = section(GenerationModelConfig, "the model that answers")
     data: GenerationDataConfig = section(GenerationDataConfig, "prompts in, responses out")
     rollout: GenerationRolloutConfig = section(GenerationRolloutConfig, "generating")
-    trainer: GenerationTrainerConfig = section(GenerationTrainerConfig, "where it runs")
+    trainer: PlacementConfig = section(PlacementConfig, "where it runs")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
-    user_set: frozenset[str] = _given_keys()
+    user_set: frozenset[str] = _user_set()
 
 
 @dataclass
@@ -128,62 +98,7 @@ class EvaluationConfig:
     data: EvaluationDataConfig = section(EvaluationDataConfig, "responses in, numbers out")
     reward: EvaluationRewardConfig = section(EvaluationRewardConfig, "what a response is worth")
     trainer: EvaluationTrainerConfig = section(EvaluationTrainerConfig, "modules of your own")
-    user_set: frozenset[str] = _given_keys()
+    user_set: frozenset[str] = _user_set()
 
 
 AnyConfig = PPOConfig | SFTConfig | GenerationConfig | EvaluationConfig
-"""The config of one of the commands."""
-
-__all__ = [
-    "ActorConfig",
-    "ActorRolloutRefConfig",
-    "AlgorithmConfig",
-    "AnyConfig",
-    "BaseTrainerConfig",
-    "CheckpointConfig",
-    "CriticConfig",
-    "DataConfig",
-    "EngineKwargsConfig",
-    "EvaluationConfig",
-    "EvaluationDataConfig",
-    "EvaluationRewardConfig",
-    "EvaluationTrainerConfig",
-    "FSDPConfig",
-    "FilterGroupsConfig",
-    "GenerationConfig",
-    "GenerationDataConfig",
-    "GenerationModelConfig",
-    "GenerationRolloutConfig",
-    "GenerationTrainerConfig",
-    "HealthConfig",
-    "JudgeConfig",
-    "KLControlConfig",
-    "MegatronConfig",
-    "MixtureConfig",
-    "ModelConfig",
-    "MultiTurnConfig",
-    "OptimConfig",
-    "OverlongBufferConfig",
-    "PFPPOConfig",
-    "PPOConfig",
-    "PolicyLossConfig",
-    "PrometheusConfig",
-    "RayInitConfig",
-    "RayKwargsConfig",
-    "RefConfig",
-    "RewardConfig",
-    "RewardFunctionConfig",
-    "RewardManagerConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "SFTConfig",
-    "SFTDataConfig",
-    "SFTModelConfig",
-    "SFTOptimConfig",
-    "SandboxConfig",
-    "SandboxFusionConfig",
-    "TrainerConfig",
-    "ValKwargsConfig",
-    "WeightedRewardConfig",
-]

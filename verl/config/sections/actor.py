@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config import known
-from verl.config.keys import key, section
+from verl.config.keys import Conditions, key, section, shared
 from verl.config.sections.model import CheckpointConfig, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 
 _CLIPS = f".policy_loss.loss_mode={'|'.join(known.CLIPPING_LOSSES)}"
@@ -111,37 +112,30 @@ class ActorConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
 
 
+def _as_actor(name: str, used_if: Conditions | None = None) -> Any:
+    """A key that follows the actor's."""
+    return shared(ActorConfig, name, used_if=used_if, follows=f"actor_rollout_ref.actor.{name}")
+
+
 @dataclass
-class RefConfig:
+class LogProbConfig:
+    """How log-probs are computed without gradient."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "sequences per pass; default: measured", ge=1, used_if="!.log_prob_use_dynamic_bsz"
+    )
+    log_prob_use_dynamic_bsz: bool = _as_actor("use_dynamic_bsz")
+    log_prob_max_token_len_per_gpu: int | None = _as_actor(
+        "ppo_max_token_len_per_gpu", ".log_prob_use_dynamic_bsz"
+    )
+
+
+@dataclass
+class RefConfig(LogProbConfig):
     """The frozen reference policy (the model before training; adapters off under LoRA)."""
 
-    strategy: str = key(
-        "fsdp",
-        "engine; default: the actor's",
-        known=known.STRATEGIES,
-        follows="actor_rollout_ref.actor.strategy",
-        available=known.AVAILABLE_STRATEGIES,
-    )
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "sequences per forward pass; default: measured", ge=1, used_if="!.log_prob_use_dynamic_bsz"
-    )
-    log_prob_use_dynamic_bsz: bool = key(
-        False, "cut by tokens; default: the actor's", follows="actor_rollout_ref.actor.use_dynamic_bsz"
-    )
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None,
-        "token budget; default: the actor's",
-        ge=1,
-        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        used_if=".log_prob_use_dynamic_bsz",
-    )
-    ulysses_sequence_parallel_size: int = key(
-        1,
-        "ranks that split each sequence; default: the actor's",
-        ge=1,
-        follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-        available=(1,),
-    )
+    strategy: str = _as_actor("strategy")
+    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
     megatron: MegatronConfig = section(
         MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"
@@ -153,24 +147,11 @@ class CriticConfig:
     """The value model; used by the estimators that need one (gae)."""
 
     enable: bool | None = key(None, "train a critic; default: when the estimator needs one")
-    strategy: str = key(
-        "fsdp",
-        "engine; default: the actor's",
-        known=known.STRATEGIES,
-        follows="actor_rollout_ref.actor.strategy",
-        available=known.AVAILABLE_STRATEGIES,
-    )
+    strategy: str = _as_actor("strategy")
     model: ModelConfig = section(ModelConfig, "the model the value head sits on; default path: the actor's")
     optim: OptimConfig = section(OptimConfig, "optimiser and schedule", lr=1e-5)
-    ppo_mini_batch_size: int = key(
-        256,
-        "prompts per optimiser step; default: the actor's",
-        ge=1,
-        follows="actor_rollout_ref.actor.ppo_mini_batch_size",
-    )
-    ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "sequences per training pass; default: measured", ge=1, used_if="!.use_dynamic_bsz"
-    )
+    ppo_mini_batch_size: int = _as_actor("ppo_mini_batch_size")
+    ppo_micro_batch_size_per_gpu: int | None = shared(ActorConfig, "ppo_micro_batch_size_per_gpu")
     forward_micro_batch_size_per_gpu: int | None = key(
         None,
         "sequences per pass without gradient; default: measured",
@@ -178,32 +159,16 @@ class CriticConfig:
         follows="critic.ppo_micro_batch_size_per_gpu",
         used_if="!.use_dynamic_bsz",
     )
-    use_dynamic_bsz: bool = key(
-        False, "cut by tokens; default: the actor's", follows="actor_rollout_ref.actor.use_dynamic_bsz"
-    )
-    ppo_max_token_len_per_gpu: int | None = key(
-        None,
-        "token budget; default: the actor's",
-        ge=1,
-        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        used_if=".use_dynamic_bsz",
-    )
-    ppo_epochs: int = key(
-        1, "passes over each batch; default: the actor's", ge=1, follows="actor_rollout_ref.actor.ppo_epochs"
-    )
-    grad_clip: float = key(1.0, "largest gradient norm; 0: no clipping", ge=0)
+    use_dynamic_bsz: bool = _as_actor("use_dynamic_bsz")
+    ppo_max_token_len_per_gpu: int | None = _as_actor("ppo_max_token_len_per_gpu")
+    ppo_epochs: int = _as_actor("ppo_epochs")
+    grad_clip: float = shared(ActorConfig, "grad_clip")
     cliprange_value: float = key(
         0.5, "how far a value may move from the old one before its loss is clipped", ge=0
     )
-    loss_agg_mode: str = key("token-mean", "how token losses become one number", known=known.LOSS_AGG_MODES)
-    use_torch_compile: bool = key(False, "compile the model; falls back with a notice where that fails")
-    ulysses_sequence_parallel_size: int = key(
-        1,
-        "ranks that split each sequence; default: the actor's",
-        ge=1,
-        follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-        available=(1,),
-    )
+    loss_agg_mode: str = shared(ActorConfig, "loss_agg_mode", used_if=())
+    use_torch_compile: bool = shared(ActorConfig, "use_torch_compile")
+    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
     megatron: MegatronConfig = section(
         MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"

@@ -24,22 +24,10 @@ class MixtureConfig:
 
 
 @dataclass
-class _RowsConfig:
-    """What reinforcement learning and supervised fine-tuning share."""
+class _TemplateConfig:
+    """How a row becomes text."""
 
-    train_files: list[str] = key(
-        [],
-        "training data: parquet, json, jsonl or csv file, folder, dataset id, or a list of them",
-        required=True,
-        path=True,
-    )
-    val_files: list[str] = key([], "validation data, in the same forms; empty: no validation", path=True)
     prompt_key: str = key("prompt", "column that holds the prompt: messages or a string")
-    response_key: str = key("response", "column that holds the response (fine-tuning, evaluation)")
-    shuffle: bool = key(True, "shuffle the training rows each epoch")
-    seed: int = key(
-        1, "seed of the shuffle; default: trainer.seed", follows="trainer.seed", used_if=".shuffle"
-    )
     chat_template: str | None = key(
         None, "file with a Jinja chat template that replaces the tokenizer's", path=True
     )
@@ -47,32 +35,18 @@ class _RowsConfig:
         {}, "passed to the chat template, e.g. {enable_thinking: false}"
     )
     system_prompt: str | None = key(None, "system message put first where a row's messages have none")
-    dataloader_num_workers: int = key(
-        0, "threads that read and tokenise rows ahead; 0: in the main thread", ge=0
-    )
-    train_max_samples: int = key(-1, "use only so many training rows; -1: all", ge=-1)
-    val_max_samples: int = key(-1, "use only so many validation rows; -1: all", ge=-1, used_if=".val_files")
 
 
 @dataclass
-class DataConfig(_RowsConfig):
-    """Prompts for reinforcement learning."""
+class PromptsConfig(_TemplateConfig):
+    """Prompts to generate for, in training and from a file."""
 
-    train_files: list[str] = shared(_RowsConfig, "train_files", used_if="!.mixture")
-    response_key: str = shared(_RowsConfig, "response_key", "no effect: responses are generated", "@never")
-    seed: int = shared(_RowsConfig, "seed", used_if=".shuffle or .mixture")
-    train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
     max_prompt_length: int = key(512, "longest prompt, in tokens", ge=1)
     max_response_length: int = key(512, "longest response, in tokens", ge=1)
     truncation: str = key(
-        "error",
-        "what to do with longer prompts",
-        known=known.TRUNCATIONS,
-        used_if="!.filter_overlong_prompts",
+        "error", "longer prompts", known=known.TRUNCATIONS, used_if="!.filter_overlong_prompts"
     )
-    filter_overlong_prompts: bool = key(
-        False, "drop longer prompts before training (takes precedence over truncation)"
-    )
+    filter_overlong_prompts: bool = key(False, "drop longer prompts first (goes before truncation)")
     filter_overlong_prompts_workers: int | None = key(
         None, "processes that filter; default: one per CPU core", ge=1, used_if=".filter_overlong_prompts"
     )
@@ -85,6 +59,39 @@ class DataConfig(_RowsConfig):
     raw_prompts: bool = key(
         False, "use string prompts as they stand and join messages without a chat template"
     )
+
+
+@dataclass
+class _RowsConfig(_TemplateConfig):
+    """What reinforcement learning and supervised fine-tuning share."""
+
+    train_files: list[str] = key(
+        [],
+        "training data: parquet, json, jsonl or csv file, folder, dataset id, or a list of them",
+        required=True,
+        path=True,
+    )
+    val_files: list[str] = key([], "validation data, in the same forms; empty: no validation", path=True)
+    response_key: str = key("response", "column that holds the response (fine-tuning, evaluation)")
+    shuffle: bool = key(True, "shuffle the training rows each epoch")
+    seed: int = key(
+        1, "seed of the shuffle; default: trainer.seed", follows="trainer.seed", used_if=".shuffle"
+    )
+    dataloader_num_workers: int = key(
+        0, "threads that read and tokenise rows ahead; 0: in the main thread", ge=0
+    )
+    train_max_samples: int = key(-1, "use only so many training rows; -1: all", ge=-1)
+    val_max_samples: int = key(-1, "use only so many validation rows; -1: all", ge=-1, used_if=".val_files")
+
+
+@dataclass
+class DataConfig(_RowsConfig, PromptsConfig):
+    """Prompts for reinforcement learning."""
+
+    train_files: list[str] = shared(_RowsConfig, "train_files", used_if="!.mixture")
+    response_key: str = shared(_RowsConfig, "response_key", "no effect: responses are generated", "@never")
+    seed: int = shared(_RowsConfig, "seed", used_if=".shuffle or .mixture")
+    train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
     return_raw_input_ids: bool = key(
         False, "no effect: prompts are always kept for reward models", used_if="@never"
     )

@@ -1,17 +1,16 @@
 """Sampling responses for a file of prompts: the keys of training where it has them, and the files in and out."""
 
-# ruff: noqa: RUF009 - `key`, `shared` and `section` return dataclasses.field
+# ruff: noqa: RUF009 - `key` and `shared` return dataclasses.field
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import key, section, shared
-from verl.config.sections.data import DataConfig, file_errors
+from verl.config.keys import key, shared
+from verl.config.sections.data import PromptsConfig, file_errors
 from verl.config.sections.model import ModelConfig
-from verl.config.sections.rollout import EngineKwargsConfig, RolloutConfig, engine_errors
-from verl.config.sections.trainer import TrainerConfig
+from verl.config.sections.rollout import EngineConfig, engine_errors
 
 
 @dataclass
@@ -32,7 +31,7 @@ class GenerationModelConfig:
 
 
 @dataclass
-class GenerationDataConfig:
+class GenerationDataConfig(PromptsConfig):
     """Prompts in, responses out."""
 
     path: list[str] = key(
@@ -50,7 +49,6 @@ class GenerationDataConfig:
     overwrite: bool = key(
         False, "replace output_path, and what an interrupted generation with other settings has left"
     )
-    prompt_key: str = shared(DataConfig, "prompt_key")
     response_key: str = key(
         "responses", "column that gets the responses, and beginning of the names beside it"
     )
@@ -58,22 +56,14 @@ class GenerationDataConfig:
     batch_size: int = key(1024, "prompts handed to the engine at a time; changes no response", ge=1)
     save_token_ids: bool = key(False, "write the token ids of the responses too")
     save_log_probs: bool = key(False, "write the log-prob of each token too, as in training")
-    max_prompt_length: int = shared(DataConfig, "max_prompt_length")
-    max_response_length: int = shared(DataConfig, "max_response_length")
-    truncation: str = shared(DataConfig, "truncation")
-    filter_overlong_prompts: bool = shared(
-        DataConfig, "filter_overlong_prompts", "leave rows with longer prompts out (goes before truncation)"
-    )
     filter_overlong_prompts_workers: int | None = shared(
-        DataConfig, "filter_overlong_prompts_workers", used_if=".filter_overlong_prompts or .truncation=error"
+        PromptsConfig,
+        "filter_overlong_prompts_workers",
+        used_if=".filter_overlong_prompts or .truncation=error",
     )
     cache_dir: str | None = shared(
-        DataConfig, "cache_dir", used_if=".filter_overlong_prompts or .truncation=error"
+        PromptsConfig, "cache_dir", used_if=".filter_overlong_prompts or .truncation=error"
     )
-    chat_template: str | None = shared(DataConfig, "chat_template")
-    apply_chat_template_kwargs: dict[str, Any] = shared(DataConfig, "apply_chat_template_kwargs")
-    system_prompt: str | None = shared(DataConfig, "system_prompt")
-    raw_prompts: bool = shared(DataConfig, "raw_prompts")
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
@@ -81,31 +71,10 @@ class GenerationDataConfig:
 
 
 @dataclass
-class GenerationRolloutConfig:
+class GenerationRolloutConfig(EngineConfig):
     """The engine that generates, as in training."""
 
-    name: str = shared(RolloutConfig, "name")
-    mode: str = shared(RolloutConfig, "mode", "vllm and sglang: in this process or as a server")
-    n: int = shared(RolloutConfig, "n")
-    temperature: float = shared(RolloutConfig, "temperature", "sampling temperature; 0: greedy")
-    top_p: float = shared(RolloutConfig, "top_p")
-    top_k: int = shared(RolloutConfig, "top_k")
-    min_p: float = shared(RolloutConfig, "min_p")
-    repetition_penalty: float = shared(RolloutConfig, "repetition_penalty")
-    stop: list[str] = shared(RolloutConfig, "stop")
-    stop_token_ids: list[int] = shared(RolloutConfig, "stop_token_ids")
-    ignore_eos: bool = shared(RolloutConfig, "ignore_eos")
-    raw_log_probs: bool = shared(RolloutConfig, "raw_log_probs", used_if="data.save_log_probs")
-    seed: int = shared(RolloutConfig, "seed", used_if=".temperature")
-    per_request_seed: bool = shared(RolloutConfig, "per_request_seed")
-    dtype: str = shared(RolloutConfig, "dtype", "of the weights; auto: bfloat16 on GPU, float32 on CPU")
-    tensor_model_parallel_size: int = shared(RolloutConfig, "tensor_model_parallel_size")
-    gpu_memory_utilization: float = shared(RolloutConfig, "gpu_memory_utilization")
-    max_num_seqs: int = shared(RolloutConfig, "max_num_seqs")
-    max_num_batched_tokens: int = shared(RolloutConfig, "max_num_batched_tokens")
-    max_model_len: int | None = shared(RolloutConfig, "max_model_len", used_if=".name!=hf")
-    enforce_eager: bool = shared(RolloutConfig, "enforce_eager")
-    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "extra arguments per engine")
+    raw_log_probs: bool = shared(EngineConfig, "raw_log_probs", used_if="data.save_log_probs")
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
@@ -115,15 +84,3 @@ class GenerationRolloutConfig:
                 f"'{name}.dtype' is fp8, which {name}.name=hf does not support; use native, or another dtype"
             )
         return lines
-
-
-@dataclass
-class GenerationTrainerConfig:
-    """Where it runs. The section has training's name, so that the same keys mean the same."""
-
-    n_gpus_per_node: int = shared(TrainerConfig, "n_gpus_per_node")
-    nnodes: int = shared(TrainerConfig, "nnodes")
-    device: str = shared(TrainerConfig, "device")
-    seed: int = shared(TrainerConfig, "seed")
-    watchdog_s: float = shared(TrainerConfig, "watchdog_s")
-    plugins: list[str] = shared(TrainerConfig, "plugins")

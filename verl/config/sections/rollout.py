@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config import known
 from verl.config.keys import key, section
+from verl.config.sections.actor import LogProbConfig
 
 
 @dataclass
@@ -47,8 +48,8 @@ class MultiTurnConfig:
 
 
 @dataclass
-class RolloutConfig:
-    """The engine that generates."""
+class EngineConfig:
+    """The engine that generates, in training and for a file of prompts."""
 
     name: str = key("native", "rollout engine", known=known.ROLLOUT_ENGINES, plugin="rollout")
     mode: str = key(
@@ -69,14 +70,13 @@ class RolloutConfig:
     stop_token_ids: list[int] = key([], "token ids that end a response, beside the model's own")
     ignore_eos: bool = key(False, "go on after the end token, up to the longest response")
     raw_log_probs: bool = key(False, "log-probs at temperature 1 instead of those sampled from")
-    seed: int = key(1, "seed of every draw; default: trainer.seed", follows="trainer.seed")
+    seed: int = key(
+        1, "seed of every draw; default: trainer.seed", follows="trainer.seed", used_if=".temperature"
+    )
     per_request_seed: bool = key(
         True,
         "vllm: every sample has a seed of its own; False: vLLM draws for all of a batch at once",
         used_if=".name=vllm",
-    )
-    calculate_log_probs: bool = key(
-        True, "keep the engine's log-probs and report how far the trainer's are from them"
     )
     dtype: str = key(
         "auto", "of the weights while generating; auto: the trainer's", known=known.ROLLOUT_DTYPES
@@ -96,30 +96,25 @@ class RolloutConfig:
     max_num_batched_tokens: int = key(
         8192, "tokens per forward pass, at most (prompts are prefilled in chunks)", ge=1, used_if=".name!=hf"
     )
-    max_model_len: int | None = key(None, "longest prompt and response together; default: from data.*", ge=1)
+    max_model_len: int | None = key(
+        None, "longest prompt and response together; default: from data.*", ge=1, used_if=".name!=hf"
+    )
     enforce_eager: bool = key(False, "no CUDA graphs", used_if=(".name!=hf", "@gpu"))
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "extra arguments per engine")
+
+
+@dataclass
+class RolloutConfig(EngineConfig, LogProbConfig):
+    """Generating in training; the log-probs are those the trainer recomputes."""
+
+    calculate_log_probs: bool = key(
+        True, "keep the engine's log-probs and report how far the trainer's are from them"
+    )
     free_cache_engine: bool = key(
         True, "give the KV cache's memory back while training", used_if=(".name!=hf", "@shared_gpus", "@gpu")
     )
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "sequences per pass when the trainer recomputes log-probs; default: measured",
-        ge=1,
-        used_if="!.log_prob_use_dynamic_bsz",
-    )
-    log_prob_use_dynamic_bsz: bool = key(
-        False, "cut these by tokens; default: the actor's", follows="actor_rollout_ref.actor.use_dynamic_bsz"
-    )
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None,
-        "their token budget; default: the actor's",
-        ge=1,
-        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        used_if=".log_prob_use_dynamic_bsz",
-    )
     n_gpus_per_node: int = key(0, "GPUs per node for rollout alone; 0: on the trainer's GPUs", ge=0)
     nnodes: int = key(0, "nodes for rollout alone; 0: on the trainer's nodes", ge=0)
-    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "extra arguments per engine")
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling in validation", used_if="data.val_files")
     multi_turn: MultiTurnConfig = section(
         MultiTurnConfig, "tools and several turns", used_if=".multi_turn.enable"

@@ -32,8 +32,8 @@ class HealthConfig:
 
 
 @dataclass
-class BaseTrainerConfig:
-    """What reinforcement learning and supervised fine-tuning share."""
+class PlacementConfig:
+    """Where a command runs, the same for training and generating."""
 
     n_gpus_per_node: int = key(1, "GPUs per node (with device=cpu: processes)", ge=1)
     nnodes: int = key(1, "nodes", ge=1)
@@ -43,6 +43,18 @@ class BaseTrainerConfig:
         known=known.DEVICES,
     )
     seed: int = key(1, "seed of everything random")
+    watchdog_s: float = key(
+        600.0, "seconds without progress after which a worker counts as dead", gt=0, used_if="@workers"
+    )
+    plugins: list[str] = key(
+        [], "modules imported before anything is checked (register your own things there)"
+    )
+
+
+@dataclass
+class BaseTrainerConfig(PlacementConfig):
+    """What reinforcement learning and supervised fine-tuning share."""
+
     total_epochs: int = key(1, "passes over the training data", ge=1)
     total_training_steps: int | None = key(None, "stop after so many steps; default: all epochs", ge=1)
     save_freq: int = key(-1, "steps between checkpoints; -1: only at the end", ge=-1)
@@ -73,14 +85,8 @@ class BaseTrainerConfig:
     wandb_proxy: str | None = key(None, "HTTP proxy used for wandb only", used_if=".logger=wandb")
     prometheus: PrometheusConfig = section(PrometheusConfig, "metrics endpoint")
     health: HealthConfig = section(HealthConfig, "bounds of the health rules")
-    watchdog_s: float = key(
-        600.0, "seconds without a sign of life after which a worker counts as dead", gt=0, used_if="@workers"
-    )
     max_restarts: int = key(
         0, "restarts from the last checkpoint after a worker died", ge=0, used_if="@workers"
-    )
-    plugins: list[str] = key(
-        [], "modules imported before anything is checked (register your own things there)"
     )
 
     def errors(self, name: str) -> list[str]:
