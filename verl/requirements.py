@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
+_CLAUSE = re.compile(r"(>=|<=|==|!=|<|>|~=)\s*([0-9][0-9.]*)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 _NOT_FEATURES = ("dev", "all")
 
@@ -38,7 +36,29 @@ class Wanted:
 
     def accepts(self, version: str) -> bool:
         """Whether a version is in the range; build tags (`+cpu`) and pre-release marks do not count."""
-        return SpecifierSet(self.versions).contains(Version(version).base_version, prereleases=True)
+        numbers = _numbers(version)
+        for sign, bound in _CLAUSE.findall(self.versions):
+            other = _numbers(bound)
+            width = max(len(numbers), len(other))
+            left = numbers + (0,) * (width - len(numbers))
+            right = other + (0,) * (width - len(other))
+            fits = {
+                ">=": left >= right,
+                "<=": left <= right,
+                ">": left > right,
+                "<": left < right,
+                "==": left == right,
+                "!=": left != right,
+                "~=": left >= right and left[: len(other) - 1] == other[:-1],
+            }
+            if not fits[sign]:
+                return False
+        return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(int(part) for part in match[1].split(".")) if match else ()
 
 
 def wanted_packages() -> list[Wanted]:
@@ -62,12 +82,10 @@ def wanted_packages() -> list[Wanted]:
 def _parsed(lines: list[tuple[str, str]]) -> list[Wanted]:
     found = []
     for line, extra in lines:
-        requirement = Requirement(line)
-        if extra in _NOT_FEATURES or requirement.name == "verl":
+        match = _REQUIREMENT.match(line)
+        if match is None or extra in _NOT_FEATURES or match[1] == "verl":
             continue
-        versions = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # ">=" first
-        options = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-        found.append(Wanted(requirement.name, versions, extra, options))
+        found.append(Wanted(match[1], match[3].strip().replace(" ", ""), extra, match[2] or ""))
     return found
 
 

@@ -532,7 +532,6 @@ def test_kinds_do_only_what_they_can(tools):
     ("role", "options", "error", "message"),
     [
         ({"strategy": "megatron"}, {}, ConfigError, "megatron.*allowed: fsdp, fsdp2"),
-        ({"ulysses_sequence_parallel_size": 2}, {}, ConfigError, "ulysses_sequence_parallel_size=2"),
         ({}, {"dtype": "float8"}, ConfigError, "float8.*bfloat16"),
         ({"optim.lr_scheduler_type": "cosine"}, {}, ConfigError, "total_training_steps"),
         ({}, {"lora_rank": 2, "target_modules": ["nowhere"]}, ConfigError, "nowhere"),

@@ -248,7 +248,7 @@ def test_a_generations_output_is_an_evaluations_input(
         ({"responses": ["a", None]}, [], "must hold a text or a list of texts"),
         ({}, ["custom_reward_function.path=nowhere.py"], "nowhere.py"),
         ({}, ["reward.overlong_buffer.enable=True"], "reward.overlong_buffer.enable"),
-        ({}, ["reward.reward_model.n_gpus_per_node=1"], "nobody trains"),
+        ({}, ["reward.reward_model.n_gpus_per_node=1"], "set both to 0"),
         ({}, ["data.output_path=scored.txt"], ".parquet, .jsonl, .json"),
         (
             {"responses_score": [1]},

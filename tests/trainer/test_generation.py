@@ -332,7 +332,7 @@ def test_a_journal_gives_back_what_it_was_given(tmp_path) -> None:
         (["data.prompt_key=question"], "data.prompt_key=prompt"),
         (["data.max_prompt_length=4"], "data.path: 7 of 7 prompts are longer"),
         (["data.path=missing.parquet"], "missing.parquet does not exist"),
-        (["rollout.name=natve"], "Did you mean 'native'"),
+        (["rollout.name=natve"], "Did you mean native"),
         (["rollout.temprature=1"], "'rollout.temperature' in section 'rollout'"),
         (["data.response_key=number"], "has a column number"),
         (["model.path=/nowhere"], "/nowhere"),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin
 
 from verl.config.keys import field_types, nearest, schema_keys
@@ -21,90 +22,91 @@ DTYPE_NAMES = {
 
 
 class Mismatch(Exception):
-    """The value has no reading in the wanted type."""
+    """The value cannot be read as the wanted type."""
 
 
-def build(root: type, tree: Mapping[str, Any], problems: list[str], typed: Mapping[str, str]) -> Any:
-    """The dataclass `root` filled from a nested mapping; `typed` maps our names to what the user typed."""
-    return _section(root, root, tree, "", {}, problems, typed)
+@dataclass
+class Builder:
+    """Fills the dataclass `root` from a nested mapping; `typed` maps our names to those the user typed."""
 
+    root: Any
+    typed: Mapping[str, str]
+    problems: list[str] = field(default_factory=list)
 
-def _section(
-    root: Any,
-    kind: Any,
-    tree: Mapping[str, Any],
-    prefix: str,
-    defaults: Mapping[str, Any],
-    problems: list[str],
-    typed: Mapping[str, str],
-) -> Any:
-    values = dict(defaults)
-    known = {field.name: field for field in fields(kind) if not field.metadata.get("internal")}
-    for name, value in tree.items():
-        full = f"{prefix}{name}"
-        if name not in known:
-            if "[" in prefix:
-                problems.append(
-                    f"unknown key '{full}' (value {value!r}). Known keys of an item of "
-                    f"'{prefix.partition('[')[0]}': {', '.join(known)}"
-                )
-            else:
-                problems += [_unknown(root, each, below, typed) for each, below in _leaves(full, value)]
-            continue
-        wanted = field_types(kind)[name]
-        if is_dataclass(wanted):
-            if value is None:
+    def section(self, kind: Any, tree: Mapping[str, Any], prefix: str = "", defaults: Any = None) -> Any:
+        values = dict(defaults or {})
+        known = {each.name: each for each in fields(kind) if not each.metadata.get("internal")}
+        for name, value in tree.items():
+            full = f"{prefix}{name}"
+            if name not in known:
+                self.problems += self._unknown(full, value, ", ".join(known))
                 continue
-            if not isinstance(value, Mapping):
-                problems.append(
-                    f"'{_as_typed(full, typed)}' is a section and takes keys "
-                    f"({_names(wanted)}), not the value {value!r}"
-                )
+            wanted = field_types(kind)[name]
+            if is_dataclass(wanted) and value is None:
                 continue
-            inner = known[name].metadata["defaults"]
-            values[name] = _section(root, wanted, value, f"{full}.", inner, problems, typed)
-            continue
-        try:
-            values[name] = convert(root, wanted, value, full, problems, typed)
-            if known[name].metadata["known"] in (MODEL_DTYPES, ROLLOUT_DTYPES):
-                values[name] = DTYPE_NAMES.get(values[name], values[name])
-        except Mismatch:
-            problems.append(f"'{_as_typed(full, typed)}' is {value!r}; it must be {type_name(wanted)}")
-    return kind(**values)
+            try:
+                if is_dataclass(wanted) and isinstance(value, Mapping):
+                    inner = known[name].metadata["defaults"]
+                    values[name] = self.section(wanted, value, f"{full}.", inner)
+                    continue
+                values[name] = self.convert(wanted, value, full)
+                if known[name].metadata["known"] in (MODEL_DTYPES, ROLLOUT_DTYPES):
+                    values[name] = DTYPE_NAMES.get(values[name], values[name])
+            except Mismatch:
+                self.problems.append(f"'{self._as_typed(full)}' is {value!r}; it must be {type_name(wanted)}")
+        return kind(**values)
 
+    def convert(self, wanted: Any, value: Any, name: str) -> Any:
+        """The value in the wanted type, or Mismatch."""
+        origin = get_origin(wanted)
+        if origin in (Union, types.UnionType):
+            return self._union(get_args(wanted), value, name)
+        if origin is list:
+            (item,) = get_args(wanted)
+            items = list(value) if isinstance(value, (list, tuple)) else [value]
+            return [self.convert(item, each, f"{name}[{i}]") for i, each in enumerate(items)]
+        if origin is not dict and not is_dataclass(wanted):
+            return _scalar(wanted, value)
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        return dict(value) if origin is dict else self.section(wanted, value, f"{name}.")
 
-def convert(
-    root: type, wanted: Any, value: Any, name: str, problems: list[str], typed: Mapping[str, str]
-) -> Any:
-    """The value in the wanted type, or Mismatch."""
-    origin = get_origin(wanted)
-    if origin in (Union, types.UnionType):
-        options = get_args(wanted)
+    def _union(self, options: tuple[Any, ...], value: Any, name: str) -> Any:
         if type(None) in options and (value is None or value == "None"):
             return None
         if isinstance(value, str) and "_" in value and str in options:
             return value  # Python would read the bounds 0.5_2 as the number 0.52
         for option in options:
-            if option is type(None):
-                continue
-            try:
-                return convert(root, option, value, name, problems, typed)
-            except Mismatch:
-                continue
+            if option is not type(None):
+                with suppress(Mismatch):
+                    return self.convert(option, value, name)
         raise Mismatch
-    if origin is list:
-        (item,) = get_args(wanted)
-        items = list(value) if isinstance(value, (list, tuple)) else [value]
-        return [convert(root, item, each, f"{name}[{i}]", problems, typed) for i, each in enumerate(items)]
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise Mismatch
-        return dict(value)
-    if is_dataclass(wanted) and isinstance(wanted, type):
-        if not isinstance(value, Mapping):
-            raise Mismatch
-        return _section(root, wanted, value, f"{name}.", {}, problems, typed)
-    return _scalar(wanted, value)
+
+    def _unknown(self, name: str, value: Any, known: str) -> list[str]:
+        if "[" in name:
+            section = name.partition("[")[0]
+            return [f"unknown key '{name}' (value {value!r}). Known keys of an item of '{section}': {known}"]
+        if isinstance(value, Mapping) and value:
+            return [
+                line for each, below in value.items() for line in self._unknown(f"{name}.{each}", below, "")
+            ]
+        shown = self._as_typed(name)
+        line = f"unknown key '{shown}'{f' (that is {name!r})' if shown != name else ''} (value {value!r})"
+        for feature, names in UNAVAILABLE_FEATURES.items():
+            if set(names) & set(name.lower().split(".")):
+                return [f"{line}: {feature} is not available in this version"]
+        first, *others = nearest(self.root, name)
+        section = schema_keys(self.root)[first].section
+        where = f"section '{section}'" if section else "the top level"
+        alternatives = f", or {' or '.join(repr(each) for each in others)}" if others else ""
+        return [f"{line}. Nearest known key: '{first}' in {where}{alternatives}"]
+
+    def _as_typed(self, name: str) -> str:
+        """What the user wrote for this key, where an alias was used."""
+        for ours, theirs in self.typed.items():
+            if name == ours or name.startswith(ours + "."):
+                return theirs + name[len(ours) :]
+        return name
 
 
 def _scalar(wanted: Any, value: Any) -> Any:
@@ -152,37 +154,5 @@ def type_name(wanted: Any) -> str:
     if origin is dict:
         return "a mapping of names to values"
     if is_dataclass(wanted):
-        return f"a mapping with the keys {_names(wanted)}"
+        return f"a mapping with the keys {', '.join(each.name for each in fields(wanted))}"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[wanted]
-
-
-def _unknown(root: type, name: str, value: Any, typed: Mapping[str, str]) -> str:
-    shown = _as_typed(name, typed)
-    line = f"unknown key '{shown}'{f' (that is {name!r})' if shown != name else ''} (value {value!r})"
-    for feature, names in UNAVAILABLE_FEATURES.items():
-        if set(names) & set(name.lower().split(".")):
-            return f"{line}: {feature} is not available in this version"
-    first, *others = nearest(root, name)
-    section = schema_keys(root)[first].section
-    where = f"section '{section}'" if section else "the top level"
-    alternatives = f", or {' or '.join(repr(each) for each in others)}" if others else ""
-    return f"{line}. Nearest known key: '{first}' in {where}{alternatives}"
-
-
-def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The keys below a name, or the name itself."""
-    if not isinstance(value, Mapping) or not value:
-        return [(name, value)]
-    return [leaf for each, below in value.items() for leaf in _leaves(f"{name}.{each}", below)]
-
-
-def _as_typed(name: str, typed: Mapping[str, str]) -> str:
-    """What the user wrote for this key, where an alias was used."""
-    for ours, theirs in typed.items():
-        if name == ours or name.startswith(ours + "."):
-            return theirs + name[len(ours) :]
-    return name
-
-
-def _names(kind: Any) -> str:
-    return ", ".join(field.name for field in fields(kind))

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from verl.config.aliases import our_name, resolve_aliases
 from verl.config.checks import check
-from verl.config.convert import build
+from verl.config.convert import Builder
 from verl.config.finalize import finalize
 from verl.config.keys import get, nearest, schema_keys
 from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
@@ -114,10 +114,10 @@ class _Draft(Generic[Config]):
     def finish(self, checked: bool, quiet: bool = False) -> Config:
         """The config; warnings are logged unless `quiet`."""
         tree = resolve(self.tree, (to_dict(self.kind()), self.as_typed))
-        problems: list[str] = []
-        config: Config = build(self.kind, tree, problems, self.typed)
-        if problems:
-            raise ConfigError("\n".join(problems))
+        builder = Builder(self.kind, self.typed)
+        config: Config = builder.section(self.kind, tree)
+        if builder.problems:
+            raise ConfigError("\n".join(builder.problems))
         config.user_set = frozenset(_set_keys(self.kind, tree, ""))
         for notice in finalize(config):
             log.info("%s", notice)

@@ -57,9 +57,8 @@ def build_engine(
     them in a row halt the run. A `ref` engine has no optimiser.
     """
     if role_cfg.strategy not in _strategies:
-        hint = " (megatron is not available yet)" if role_cfg.strategy == "megatron" else ""
         raise ConfigError(
-            f"strategy={role_cfg.strategy!r} has no training engine{hint}; allowed: {', '.join(known_strategies())}"
+            f"strategy={role_cfg.strategy!r} has no training engine; allowed: {', '.join(known_strategies())}"
         )
     builder = _strategies[role_cfg.strategy]
     if isinstance(builder, str):

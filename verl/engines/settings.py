@@ -98,11 +98,6 @@ def read_settings(
     seed: int = 0,
 ) -> EngineSettings:
     """From the model section and the role's section (actor, ref or critic)."""
-    if role.ulysses_sequence_parallel_size != 1:
-        raise ConfigError(
-            f"ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size} is not available with "
-            f"strategy={role.strategy}; the only value allowed is 1"
-        )
     train, forward = cut_rules(kind, role, log_prob)
     trained = kind != "ref"
     lora = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.config.checks import unavailable
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
 from verl.config.unused import unused_keys
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 def _config(overrides: dict[str, Any] | None, device: str, **values: Any) -> PPOConfig:
     place = {"trainer.device": torch.device(device).type}
     cfg = from_dict(PPOConfig, {**place, **values, **(overrides or {})}, checked=False)
+    problems = unavailable(cfg)
+    if problems:
+        raise ConfigError("\n".join(problems))
     for warning in unused_keys(cfg):
         logger.warning("%s", warning)
     return cfg

@@ -19,26 +19,17 @@ class PolicyLossConfig:
     """Which policy loss, and the numbers only some of them read."""
 
     loss_mode: str = key("vanilla", "policy loss", known=known.POLICY_LOSSES, plugin="policy_loss")
-    clip_cov_ratio: float = key(
-        2e-4, "clip_cov: share of tokens whose loss is dropped", ge=0, le=1, used_if=".loss_mode=clip_cov"
-    )
-    clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance", used_if=".loss_mode=clip_cov")
-    clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance", used_if=".loss_mode=clip_cov")
+    clip_cov_ratio: float = key(2e-4, "share of tokens dropped", ge=0, le=1, used_if=".loss_mode=clip_cov")
+    clip_cov_lb: float = key(1.0, "lower bound of the covariance", used_if=".loss_mode=clip_cov")
+    clip_cov_ub: float = key(5.0, "upper bound of the covariance", used_if=".loss_mode=clip_cov")
     kl_cov_ratio: float = key(
-        2e-4, "kl_cov: share of tokens that get the KL term", ge=0, le=1, used_if=".loss_mode=kl_cov"
+        2e-4, "share of tokens with the KL term", ge=0, le=1, used_if=".loss_mode=kl_cov"
     )
-    ppo_kl_coef: float = key(1.0, "kl_cov: weight of that term", ge=0, used_if=".loss_mode=kl_cov")
-    tau_pos: float = key(
-        1.0, "sapo: gate temperature for positive advantages", gt=0, used_if=".loss_mode=sapo"
-    )
-    tau_neg: float = key(1.05, "sapo: gate temperature for the others", gt=0, used_if=".loss_mode=sapo")
-    beta: float = key(0.1, "dro: weight of the quadratic term", gt=0, used_if=".loss_mode=dro")
-    seed: int = key(
-        1,
-        "clip_cov: seed of the random choice; default: trainer.seed",
-        follows="trainer.seed",
-        used_if=".loss_mode=clip_cov",
-    )
+    ppo_kl_coef: float = key(1.0, "weight of that term", ge=0, used_if=".loss_mode=kl_cov")
+    tau_pos: float = key(1.0, "gate temperature for positive advantages", gt=0, used_if=".loss_mode=sapo")
+    tau_neg: float = key(1.05, "gate temperature for the others", gt=0, used_if=".loss_mode=sapo")
+    beta: float = key(0.1, "weight of the quadratic term", gt=0, used_if=".loss_mode=dro")
+    seed: int = key(1, "seed of the choice", follows="trainer.seed", used_if=".loss_mode=clip_cov")
 
 
 @dataclass
@@ -51,29 +42,21 @@ class ActorConfig:
     optim: OptimConfig = section(OptimConfig, "optimiser and schedule")
     ppo_mini_batch_size: int = key(256, "prompts per optimiser step, over all ranks", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "sequences per forward and backward pass; default: measured at start",
-        ge=1,
-        used_if="!.use_dynamic_bsz",
+        None, "sequences per pass; default: measured", ge=1, used_if="!.use_dynamic_bsz"
     )
-    use_dynamic_bsz: bool = key(
-        False, "cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of sequences"
-    )
+    use_dynamic_bsz: bool = key(False, "cut micro-batches by tokens instead of sequences")
     ppo_max_token_len_per_gpu: int | None = key(
         None, "token budget of a micro-batch; default: measured", ge=1, used_if=".use_dynamic_bsz"
     )
     ppo_epochs: int = key(1, "passes over each batch of responses", ge=1)
     clip_ratio: float = key(
-        0.2,
-        "PPO clip range on both sides",
-        ge=0,
-        used_if=(_CLIPS, ".clip_ratio_low=None or .clip_ratio_high=None"),
+        0.2, "PPO clip range", ge=0, used_if=(_CLIPS, ".clip_ratio_low=None or .clip_ratio_high=None")
     )
     clip_ratio_low: float | None = key(None, "clip range below 1; default: clip_ratio", ge=0, used_if=_CLIPS)
     clip_ratio_high: float | None = key(None, "clip range above 1; default: clip_ratio", ge=0, used_if=_CLIPS)
     clip_ratio_c: float = key(
         3.0,
-        "dual clip: bound of the loss for negative advantages",
+        "dual clip: bound for negative advantages",
         gt=1,
         used_if=".policy_loss.loss_mode=vanilla|dppo_tv|dppo_kl",
     )
@@ -82,10 +65,7 @@ class ActorConfig:
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = key(0.001, "weight of that KL", ge=0, used_if=".use_kl_loss")
     kl_loss_type: str = key(
-        "low_var_kl",
-        "its estimator; a trailing + takes the gradient of k2",
-        known=known.KL_TYPES,
-        used_if=".use_kl_loss",
+        "low_var_kl", "its estimator; +: gradient of k2", known=known.KL_TYPES, used_if=".use_kl_loss"
     )
     loss_agg_mode: str = key(
         "token-mean",
@@ -95,7 +75,7 @@ class ActorConfig:
     )
     loss_scale_factor: int | None = key(
         None,
-        "divisor of seq-mean-token-sum-norm; default: data.max_response_length",
+        "divisor; default: data.max_response_length",
         ge=1,
         follows="data.max_response_length",
         used_if=".loss_agg_mode=seq-mean-token-sum-norm",
@@ -163,9 +143,7 @@ class CriticConfig:
     ppo_max_token_len_per_gpu: int | None = _as_actor("ppo_max_token_len_per_gpu")
     ppo_epochs: int = _as_actor("ppo_epochs")
     grad_clip: float = shared(ActorConfig, "grad_clip")
-    cliprange_value: float = key(
-        0.5, "how far a value may move from the old one before its loss is clipped", ge=0
-    )
+    cliprange_value: float = key(0.5, "how far a value may move before its loss is clipped", ge=0)
     loss_agg_mode: str = shared(ActorConfig, "loss_agg_mode", used_if=())
     use_torch_compile: bool = shared(ActorConfig, "use_torch_compile")
     ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")

@@ -26,11 +26,9 @@ class FilterGroupsConfig:
 
     enable: bool = key(False, "drop such groups and refill the batch")
     metric: str = key(
-        "seq_reward", "what must differ within a group", known=known.FILTER_METRICS, used_if=".enable"
+        "seq_reward", "what must differ in a group", known=known.FILTER_METRICS, used_if=".enable"
     )
-    max_num_gen_batches: int = key(
-        0, "generation rounds per step before giving up; 0: no limit", ge=0, used_if=".enable"
-    )
+    max_num_gen_batches: int = key(0, "generation rounds per step; 0: no limit", ge=0, used_if=".enable")
 
 
 @dataclass
@@ -38,30 +36,17 @@ class RolloutCorrectionConfig:
     """Importance weights and rejection between the rollout engine's and the trainer's probabilities."""
 
     rollout_is: str | None = key(
-        None,
-        "importance weights per token or per sequence; default: none",
-        known=known.ROLLOUT_IS,
-        used_if="!.bypass_mode",
+        None, "importance weights per token or sequence", known=known.ROLLOUT_IS, used_if="!.bypass_mode"
     )
     rollout_is_threshold: float | str = key(
-        2.0, "truncate weights above this; 'lo_hi': drop what lies outside", used_if=".rollout_is"
+        2.0, "truncate above; 'lo_hi': drop outside", used_if=".rollout_is"
     )
-    rollout_is_batch_normalize: bool = key(
-        False, "scale the weights to mean 1 over the batch", used_if=".rollout_is"
-    )
-    rollout_rs: str | None = key(
-        None,
-        "rejection rules, comma separated, e.g. seq_mean_k1,token_k2; default: none",
-        used_if="!.bypass_mode",
-    )
+    rollout_is_batch_normalize: bool = key(False, "scale weights to mean 1", used_if=".rollout_is")
+    rollout_rs: str | None = key(None, "rejection rules, e.g. seq_mean_k1,token_k2", used_if="!.bypass_mode")
     rollout_rs_threshold: float | str | None = key(
-        None,
-        "bounds of these rules, one number, 'lo_hi', or one each, comma separated",
-        used_if=".rollout_rs",
+        None, "their bounds: a number, 'lo_hi', or one each, comma separated", used_if=".rollout_rs"
     )
-    bypass_mode: bool = key(
-        False, "take the rollout engine's log-probs as the old ones (saves a forward pass)"
-    )
+    bypass_mode: bool = key(False, "take the rollout engine's log-probs as the old ones (saves a pass)")
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
@@ -118,13 +103,9 @@ class AlgorithmConfig:
         used_if=".adv_estimator=grpo|grpo_vectorized|grpo_passk|gdpo",
     )
     gdpo_reward_keys: list[str] = key(
-        [],
-        "gdpo: the keys of the reward function's dict that are normalised each on its own",
-        used_if=".adv_estimator=gdpo",
+        [], "keys of the reward function's dict, normalised separately", used_if=".adv_estimator=gdpo"
     )
-    gdpo_reward_weights: list[float] = key(
-        [], "gdpo: their weights; default: 1 each", used_if=".adv_estimator=gdpo"
-    )
+    gdpo_reward_weights: list[float] = key([], "their weights; default: 1", used_if=".adv_estimator=gdpo")
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference policy from the reward")
     kl_penalty: str = key("kl", "estimator of that KL", known=known.KL_TYPES, used_if=".use_kl_in_reward")
     kl_ctrl: KLControlConfig = section(KLControlConfig, "weight of that KL", used_if=".use_kl_in_reward")

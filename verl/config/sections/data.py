@@ -28,9 +28,7 @@ class _TemplateConfig:
     """How a row becomes text."""
 
     prompt_key: str = key("prompt", "column that holds the prompt: messages or a string")
-    chat_template: str | None = key(
-        None, "file with a Jinja chat template that replaces the tokenizer's", path=True
-    )
+    chat_template: str | None = key(None, "Jinja file that replaces the tokenizer's chat template", path=True)
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "passed to the chat template, e.g. {enable_thinking: false}"
     )
@@ -52,13 +50,11 @@ class PromptsConfig(_TemplateConfig):
     )
     cache_dir: str | None = key(
         None,
-        "folder for the filter's cache; default: the user's cache folder",
+        "the filter's cache; default: the user's cache folder",
         path=True,
         used_if=".filter_overlong_prompts",
     )
-    raw_prompts: bool = key(
-        False, "use string prompts as they stand and join messages without a chat template"
-    )
+    raw_prompts: bool = key(False, "use string prompts as they are; join messages without a chat template")
 
 
 @dataclass
@@ -67,19 +63,15 @@ class _RowsConfig(_TemplateConfig):
 
     train_files: list[str] = key(
         [],
-        "training data: parquet, json, jsonl or csv file, folder, dataset id, or a list of them",
+        "parquet, json, jsonl or csv file, folder, dataset id, or a list of them",
         required=True,
         path=True,
     )
     val_files: list[str] = key([], "validation data, in the same forms; empty: no validation", path=True)
     response_key: str = key("response", "column that holds the response (fine-tuning, evaluation)")
     shuffle: bool = key(True, "shuffle the training rows each epoch")
-    seed: int = key(
-        1, "seed of the shuffle; default: trainer.seed", follows="trainer.seed", used_if=".shuffle"
-    )
-    dataloader_num_workers: int = key(
-        0, "threads that read and tokenise rows ahead; 0: in the main thread", ge=0
-    )
+    seed: int = key(1, "seed of the shuffle", follows="trainer.seed", used_if=".shuffle")
+    dataloader_num_workers: int = key(0, "threads that tokenise rows ahead; 0: the main thread", ge=0)
     train_max_samples: int = key(-1, "use only so many training rows; -1: all", ge=-1)
     val_max_samples: int = key(-1, "use only so many validation rows; -1: all", ge=-1, used_if=".val_files")
 
@@ -92,15 +84,9 @@ class DataConfig(_RowsConfig, PromptsConfig):
     response_key: str = shared(_RowsConfig, "response_key", "no effect: responses are generated", "@never")
     seed: int = shared(_RowsConfig, "seed", used_if=".shuffle or .mixture")
     train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
-    return_raw_input_ids: bool = key(
-        False, "no effect: prompts are always kept for reward models", used_if="@never"
-    )
-    mixture: list[MixtureConfig] = key(
-        [], "weighted mixture, a list of {files, weight, name}; replaces train_files"
-    )
-    curriculum_key: str | None = key(
-        None, "column with a difficulty: rows come easiest first instead of shuffled"
-    )
+    return_raw_input_ids: bool = key(False, "no effect: prompts are always kept", used_if="@never")
+    mixture: list[MixtureConfig] = key([], "list of {files, weight, name}; replaces train_files")
+    curriculum_key: str | None = key(None, "column with a difficulty: easiest rows come first")
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
@@ -116,11 +102,9 @@ class SFTDataConfig(_RowsConfig):
     """Prompt and response pairs, or conversations, for supervised fine-tuning."""
 
     messages_key: str = key("messages", "column that holds a conversation; used where the rows have it")
-    train_batch_size: int = key(
-        64, "rows per optimiser step, over all ranks; default: at most the data", ge=1
-    )
+    train_batch_size: int = key(64, "rows per optimiser step; default: at most the data", ge=1)
     micro_batch_size_per_gpu: int | None = key(
-        None, "rows per forward and backward pass; default: measured", ge=1, used_if="!.use_dynamic_bsz"
+        None, "rows per pass; default: measured", ge=1, used_if="!.use_dynamic_bsz"
     )
     use_dynamic_bsz: bool = key(False, "cut micro-batches by tokens (max_token_len_per_gpu) instead of rows")
     max_token_len_per_gpu: int | None = key(

@@ -16,28 +16,15 @@ from verl.config.sections.trainer import TrainerConfig
 class EvaluationDataConfig:
     """Responses in, numbers out."""
 
-    path: list[str] = key(
-        [],
-        "responses: parquet, json, jsonl or csv file, folder, dataset id, or a list of them",
-        required=True,
-        path=True,
-    )
+    path: list[str] = key([], "file, folder, dataset id, or a list of them", required=True, path=True)
     prompt_key: str = shared(DataConfig, "prompt_key")
     response_key: str = key("responses", "column that holds the responses: a list of texts, or one text")
     data_source_key: str = key("data_source", "column that names where a row comes from")
-    reward_model_key: str = key(
-        "reward_model", "column with {ground_truth: ...}, or the truth itself; else ground_truth, else answer"
-    )
+    reward_model_key: str = key("reward_model", "column with {ground_truth: ...} or the truth itself")
     max_samples: int = key(-1, "score only the first so many rows; -1: all", ge=-1)
-    batch_size: int = key(
-        1024, "rows scored at a time; functions of a whole batch see so many together", ge=1
-    )
-    metrics_path: str = key(
-        "", "json file of the numbers; default: beside the data, NAME.metrics.json", path=True
-    )
-    output_path: str | None = key(
-        None, "file for the rows with their scores: .parquet, .jsonl or .json; default: none", path=True
-    )
+    batch_size: int = key(1024, "rows scored at a time; batch functions see so many", ge=1)
+    metrics_path: str = key("", "json file of the numbers; default: NAME.metrics.json", path=True)
+    output_path: str | None = key(None, "file for the scored rows: .parquet, .jsonl or .json", path=True)
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""

@@ -18,10 +18,7 @@ class GenerationModelConfig:
     """The model that answers."""
 
     path: str = key(
-        "",
-        "Hugging Face folder or id, run folder, global_step_N, or folder of a LoRA adapter",
-        required=True,
-        path=True,
+        "", "Hugging Face folder or id, run folder, checkpoint or LoRA adapter", required=True, path=True
     )
     tokenizer_path: str | None = shared(ModelConfig, "tokenizer_path")
     lora_path: str | None = key(None, "folder of a LoRA adapter that is merged into the model", path=True)
@@ -34,24 +31,12 @@ class GenerationModelConfig:
 class GenerationDataConfig(PromptsConfig):
     """Prompts in, responses out."""
 
-    path: list[str] = key(
-        [],
-        "prompts: parquet, json, jsonl or csv file, folder, dataset id, or a list of them",
-        required=True,
-        path=True,
-    )
+    path: list[str] = key([], "file, folder, dataset id, or a list of them", required=True, path=True)
     output_path: str = key(
-        "",
-        "file to write: .parquet, .jsonl or .json; appears when everything is generated",
-        required=True,
-        path=True,
+        "", "file to write at the end: .parquet, .jsonl or .json", required=True, path=True
     )
-    overwrite: bool = key(
-        False, "replace output_path, and what an interrupted generation with other settings has left"
-    )
-    response_key: str = key(
-        "responses", "column that gets the responses, and beginning of the names beside it"
-    )
+    overwrite: bool = key(False, "replace output_path and the progress of other settings")
+    response_key: str = key("responses", "column for the responses, and prefix of those beside it")
     max_samples: int = key(-1, "generate only for the first so many rows; -1: all", ge=-1)
     batch_size: int = key(1024, "prompts handed to the engine at a time; changes no response", ge=1)
     save_token_ids: bool = key(False, "write the token ids of the responses too")

@@ -17,41 +17,22 @@ class ModelConfig:
 
     path: str = key("", "Hugging Face model folder or id", required=True, path=True)
     tokenizer_path: str | None = key(None, "folder of the tokenizer; default: the model's", path=True)
-    dtype: str = key(
-        "auto", "of the parameters; auto: bfloat16 on a GPU, float32 on a CPU", known=known.MODEL_DTYPES
-    )
-    enable_gradient_checkpointing: bool = key(
-        False, "recompute activations in the backward pass to save memory"
-    )
-    enable_activation_offload: bool = key(
-        False, "keep activations in host memory between forward and backward", used_if="@gpu"
-    )
+    dtype: str = key("auto", "auto: bfloat16 on a GPU, float32 on a CPU", known=known.MODEL_DTYPES)
+    enable_gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
+    enable_activation_offload: bool = key(False, "keep activations in host memory", used_if="@gpu")
     use_remove_padding: bool = key(True, "pack sequences without padding; False: padded micro-batches")
-    peft_type: str = key(
-        "lora", "kind of adapter used when lora_rank > 0", known=known.PEFT_TYPES, used_if=".lora_rank"
-    )
+    peft_type: str = key("lora", "kind of adapter", known=known.PEFT_TYPES, used_if=".lora_rank")
     lora_rank: int = key(0, "rank of the LoRA adapters; 0: train all weights", ge=0)
     lora_alpha: int = key(
-        16,
-        "LoRA scale: the adapter's output is multiplied by lora_alpha / lora_rank",
-        ge=1,
-        used_if=".lora_rank",
+        16, "the adapter's output is multiplied by lora_alpha / lora_rank", ge=1, used_if=".lora_rank"
     )
     target_modules: list[str] = key(
-        ["all-linear"],
-        "modules that get an adapter, by name; all-linear: every linear layer",
-        used_if=".lora_rank",
+        ["all-linear"], "modules that get an adapter, by name", used_if=".lora_rank"
     )
-    freeze_embeddings: bool = key(
-        False, "keep the input embeddings (and a tied output matrix) as they are", used_if="!.lora_rank"
-    )
-    trust_remote_code: bool = key(
-        False, "run Python code that comes with the model; only for models you trust"
-    )
+    freeze_embeddings: bool = key(False, "do not train the input embeddings", used_if="!.lora_rank")
+    trust_remote_code: bool = key(False, "run the model's own Python code; only if you trust it")
     override_config: dict[str, Any] = key({}, "entries that replace those of the model's config.json")
-    external_lib: list[str] = key(
-        [], "modules imported before anything is checked (registers your own models, losses)"
-    )
+    external_lib: list[str] = key([], "modules to import first (register your own models, losses)")
 
 
 @dataclass
@@ -65,20 +46,10 @@ class OptimConfig:
     lr_scheduler_type: str = key("constant", "schedule after warm-up", known=known.SCHEDULERS)
     lr_warmup_steps: int = key(-1, "optimiser steps of linear warm-up; -1: take lr_warmup_steps_ratio", ge=-1)
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all optimiser steps", ge=0, le=1)
-    min_lr_ratio: float = key(
-        0.0,
-        "where cosine and linear end, as a share of lr",
-        ge=0,
-        le=1,
-        used_if=".lr_scheduler_type!=constant",
-    )
-    moments: str = key(
-        "float32", "storage of the optimiser's moments; int8 saves memory", known=known.MOMENTS
-    )
+    min_lr_ratio: float = key(0.0, "final share of lr", ge=0, le=1, used_if=".lr_scheduler_type!=constant")
+    moments: str = key("float32", "storage of the moments; int8 saves memory", known=known.MOMENTS)
     stochastic_rounding: bool = key(
-        False,
-        "update 16-bit weights in place by stochastic rounding, without float32 master copies",
-        used_if="@16bit",
+        False, "update 16-bit weights without float32 master copies", used_if="@16bit"
     )
 
     def errors(self, name: str) -> list[str]:
@@ -107,30 +78,17 @@ class FSDPConfig:
     """Sharding with fully_shard."""
 
     param_offload: bool = key(
-        False,
-        "keep parameters in host memory while the model does not work",
-        used_if=("!.offload_policy", "@gpu"),
+        False, "keep idle parameters in host memory", used_if=("!.offload_policy", "@gpu")
     )
     optimizer_offload: bool = key(
-        False,
-        "keep the optimiser's state in host memory between updates",
-        used_if=("!.offload_policy", "@gpu"),
+        False, "keep idle optimiser state in host memory", used_if=("!.offload_policy", "@gpu")
     )
-    offload_policy: bool = key(
-        False,
-        "keep shards of parameters, gradients and optimiser in host memory all the time",
-        used_if="@gpu",
-    )
+    offload_policy: bool = key(False, "keep all shards in host memory all the time", used_if="@gpu")
     fsdp_size: int = key(
-        -1,
-        "ranks that share one copy of the weights; -1: all (less: hybrid sharding)",
-        ge=-1,
-        used_if="@ranks or .offload_policy",
+        -1, "ranks that share the weights; -1: all", ge=-1, used_if="@ranks or .offload_policy"
     )
     reshard_after_forward: bool = key(
-        True,
-        "free gathered weights after the forward pass; False: faster, more memory",
-        used_if="@ranks or .offload_policy",
+        True, "free gathered weights after the forward pass", used_if="@ranks or .offload_policy"
     )
 
 
@@ -143,9 +101,7 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: int | None = key(None, "layer chunks per pipeline rank", ge=1)
     context_parallel_size: int = key(1, "ranks that split each sequence", ge=1)
     expert_model_parallel_size: int = key(1, "ranks that split the experts", ge=1)
-    sequence_parallel: bool = key(
-        False, "split norms and dropout along the sequence within a tensor-parallel group"
-    )
+    sequence_parallel: bool = key(False, "split norms along the sequence in a tensor-parallel group")
 
 
 @dataclass
@@ -153,13 +109,9 @@ class CheckpointConfig:
     """What a checkpoint holds and how it is written."""
 
     save_contents: list[str] | None = key(
-        None,
-        "what to save; default: model, optimizer, extra, and hf_model below 10B parameters",
-        known=known.SAVE_CONTENTS,
+        None, "default: model, optimizer, extra, and hf_model below 10B", known=known.SAVE_CONTENTS
     )
-    load_contents: list[str] | None = key(
-        None, "what to load on resume; default: all that was saved", known=known.SAVE_CONTENTS
-    )
+    load_contents: list[str] | None = key(None, "to load on resume; default: all", known=known.SAVE_CONTENTS)
     async_save: bool = key(False, "copy to host memory and write in the background")
 
 

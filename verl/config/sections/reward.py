@@ -16,9 +16,7 @@ from verl.config.sections.rollout import own_gpus_errors
 class RewardFunctionConfig:
     """The user's reward function."""
 
-    path: str | None = key(
-        None, "file, pkg.module or module:function; default: the scorer of each data_source", path=True
-    )
+    path: str | None = key(None, "file, pkg.module or module:function; default: by data_source", path=True)
     name: str = key("compute_score", "the function's name in that file", used_if=".path")
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function")
 
@@ -62,9 +60,7 @@ class RewardModelConfig:
     model_path: str | None = key(None, "its Hugging Face folder or id", path=True)
     weight: float = key(1.0, "factor of its score beside the other rewards")
     micro_batch_size_per_gpu: int | None = key(None, "responses per forward pass; default: 8", ge=1)
-    max_length: int | None = key(
-        None, "longest conversation in its own tokens; default: the model's limit", ge=1
-    )
+    max_length: int | None = key(None, "longest conversation, in its tokens; default: its limit", ge=1)
     dtype: str = key("auto", "of its parameters", known=known.MODEL_DTYPES)
     param_offload: bool = key(
         True, "keep it in host memory while others work", used_if=("!.n_gpus_per_node", "@gpu")
@@ -90,14 +86,10 @@ class JudgeConfig:
 
     base_url: str | None = key(None, "address of the endpoint, up to and including /v1")
     model: str | None = key(None, "model name the endpoint knows")
-    prompt: str | None = key(
-        None, "text, or file with it; {prompt}, {response} and {ground_truth} are filled in"
-    )
+    prompt: str | None = key(None, "text or file; {prompt}, {response}, {ground_truth} are filled in")
     system_prompt: str | None = key(None, "system message of the request")
     api_key_env: str = key("OPENAI_API_KEY", "environment variable that holds the key; may be unset")
-    score_pattern: str = key(
-        r"(-?\d+(?:\.\d+)?)", "regular expression whose last match's first group is the score"
-    )
+    score_pattern: str = key(r"(-?\d+(?:\.\d+)?)", "regex; group 1 of its last match is the score")
     max_score: float = key(1.0, "the score is divided by this", gt=0)
     weight: float = key(1.0, "factor of its score beside the other rewards")
     temperature: float = key(0.0, "sampling temperature", ge=0)
@@ -125,9 +117,7 @@ class SandboxConfig:
     max_processes: int = key(64, "processes and threads", ge=1)
     max_file_mb: int = key(16, "largest file it may write", ge=1)
     all_or_nothing: bool = key(False, "1 only when every test passes; False: the share of tests passed")
-    allow_unisolated: bool = key(
-        False, "run code even where the kernel allows no isolation; never for untrusted models"
-    )
+    allow_unisolated: bool = key(False, "run code without isolation; never for untrusted models")
 
 
 @dataclass
@@ -135,9 +125,7 @@ class OverlongBufferConfig:
     """The soft penalty for long responses (DAPO)."""
 
     enable: bool = key(False, "lower the reward of responses near the longest length")
-    len: int = key(
-        128, "width of the zone before data.max_response_length, in tokens", ge=1, used_if=".enable"
-    )
+    len: int = key(128, "tokens before data.max_response_length", ge=1, used_if=".enable")
     penalty_factor: float = key(1.0, "penalty at the very end of the zone", ge=0, used_if=".enable")
     log: bool = key(False, "report the penalty as metrics", used_if=".enable")
 
@@ -147,23 +135,17 @@ class RewardConfig:
     """What a response is worth."""
 
     custom_reward_function: RewardFunctionConfig = section(RewardFunctionConfig, "your reward function")
-    functions: list[WeightedRewardConfig] = key(
-        [], "several functions, summed: a list of {path, name, weight}"
-    )
+    functions: list[WeightedRewardConfig] = key([], "several, summed: a list of {path, name, weight}")
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "how scores are computed")
     num_workers: int | None = key(
-        None, "worker processes; default: one per CPU core, at most 8", ge=1, used_if="!.in_process"
+        None, "processes; default: one per core, at most 8", ge=1, used_if="!.in_process"
     )
     timeout_s: float = key(30.0, "seconds one call may take before its process is killed", gt=0)
-    max_failure_ratio: float = key(
-        0.2, "share of a batch without score above which the run stops", ge=0, le=1
-    )
-    in_process: bool = key(
-        False, "call the function in the trainer's process (it holds a GPU, cannot be pickled)"
-    )
+    max_failure_ratio: float = key(0.2, "share of a batch without score that stops the run", ge=0, le=1)
+    in_process: bool = key(False, "call the function in the trainer's process")
     max_concurrency: int = key(64, "calls of an async function at the same time", ge=1)
     memory_limit_mb: int | None = key(
-        None, "memory of one worker process; default: half of the machine's", ge=16, used_if="!.in_process"
+        None, "of one process; default: half of the machine's", ge=16, used_if="!.in_process"
     )
     reward_model: RewardModelConfig = section(
         RewardModelConfig, "a reward model", used_if=".reward_model.enable"

@@ -39,9 +39,7 @@ class MultiTurnConfig:
     max_turns: int = key(5, "turns the model may take in one conversation", ge=1)
     tool_server: str | None = key(None, "address of an HTTP server that runs the tools")
     tool_config_path: str | None = key(None, "YAML file that lists the tools", path=True)
-    format: str = key(
-        "hermes", "how the model writes tool calls", known=known.TOOL_FORMATS, plugin="tool_format"
-    )
+    format: str = key("hermes", "tool call format", known=known.TOOL_FORMATS, plugin="tool_format")
     max_parallel_calls: int = key(1, "tool calls of one turn that are run, at most", ge=1)
     max_tool_response_length: int = key(256, "longest tool answer, in tokens; longer ones are cut", ge=1)
     tool_timeout_s: float = key(30.0, "seconds a tool call may take", gt=0)
@@ -54,7 +52,7 @@ class EngineConfig:
     name: str = key("native", "rollout engine", known=known.ROLLOUT_ENGINES, plugin="rollout")
     mode: str = key(
         "inprocess",
-        "vllm and sglang: in the trainer's process or as a server",
+        "in the trainer's process or as a server",
         known=known.ROLLOUT_MODES,
         used_if=".name=vllm|sglang",
     )
@@ -63,41 +61,30 @@ class EngineConfig:
     top_p: float = key(1.0, "nucleus sampling", gt=0, le=1, used_if=".temperature")
     top_k: int = key(-1, "draw from the k likeliest tokens; -1: all", ge=-1, used_if=".temperature")
     min_p: float = key(
-        0.0, "drop tokens less likely than this share of the likeliest", ge=0, le=1, used_if=".temperature"
+        0.0, "drop tokens below this share of the likeliest", ge=0, le=1, used_if=".temperature"
     )
     repetition_penalty: float = key(1.0, "above 1: tokens already there become less likely", gt=0)
     stop: list[str] = key([], "texts that end a response")
     stop_token_ids: list[int] = key([], "token ids that end a response, beside the model's own")
     ignore_eos: bool = key(False, "go on after the end token, up to the longest response")
     raw_log_probs: bool = key(False, "log-probs at temperature 1 instead of those sampled from")
-    seed: int = key(
-        1, "seed of every draw; default: trainer.seed", follows="trainer.seed", used_if=".temperature"
-    )
-    per_request_seed: bool = key(
-        True,
-        "vllm: every sample has a seed of its own; False: vLLM draws for all of a batch at once",
-        used_if=".name=vllm",
-    )
-    dtype: str = key(
-        "auto", "of the weights while generating; auto: the trainer's", known=known.ROLLOUT_DTYPES
-    )
+    seed: int = key(1, "seed of every draw", follows="trainer.seed", used_if=".temperature")
+    per_request_seed: bool = key(True, "one seed per sample; False: one per batch", used_if=".name=vllm")
+    dtype: str = key("auto", "while generating; auto: the trainer's", known=known.ROLLOUT_DTYPES)
     tensor_model_parallel_size: int = key(
-        1, "vllm and sglang: GPUs that share one copy of the model", ge=1, used_if=".name=vllm|sglang"
+        1, "GPUs that share one copy of the model", ge=1, used_if=".name=vllm|sglang"
     )
     gpu_memory_utilization: float = key(
         0.5,
-        "share of GPU memory for weights and KV cache while generating (native on a CPU: of the free host memory, for "
-        "the KV cache)",
+        "share of GPU memory while generating (native on a CPU: of the free host memory)",
         gt=0,
         le=1,
         used_if=(".name!=hf", "@gpu or .name!=vllm|sglang"),
     )
     max_num_seqs: int = key(1024, "sequences generated at the same time, at most", ge=1)
-    max_num_batched_tokens: int = key(
-        8192, "tokens per forward pass, at most (prompts are prefilled in chunks)", ge=1, used_if=".name!=hf"
-    )
+    max_num_batched_tokens: int = key(8192, "tokens per forward pass, at most", ge=1, used_if=".name!=hf")
     max_model_len: int | None = key(
-        None, "longest prompt and response together; default: from data.*", ge=1, used_if=".name!=hf"
+        None, "prompt and response; default: from data.*", ge=1, used_if=".name!=hf"
     )
     enforce_eager: bool = key(False, "no CUDA graphs", used_if=(".name!=hf", "@gpu"))
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "extra arguments per engine")
@@ -107,11 +94,9 @@ class EngineConfig:
 class RolloutConfig(EngineConfig, LogProbConfig):
     """Generating in training; the log-probs are those the trainer recomputes."""
 
-    calculate_log_probs: bool = key(
-        True, "keep the engine's log-probs and report how far the trainer's are from them"
-    )
+    calculate_log_probs: bool = key(True, "keep the engine's log-probs and compare the trainer's")
     free_cache_engine: bool = key(
-        True, "give the KV cache's memory back while training", used_if=(".name!=hf", "@shared_gpus", "@gpu")
+        True, "free the KV cache while training", used_if=(".name!=hf", "@shared_gpus", "@gpu")
     )
     n_gpus_per_node: int = key(0, "GPUs per node for rollout alone; 0: on the trainer's GPUs", ge=0)
     nnodes: int = key(0, "nodes for rollout alone; 0: on the trainer's nodes", ge=0)
@@ -127,7 +112,7 @@ class RolloutConfig(EngineConfig, LogProbConfig):
 
 def engine_errors(name: str, engine: str, mode: str) -> list[str]:
     if engine == "sglang" and mode != "server":
-        return [f"'{name}.name' is sglang, which is available as a server only; set {name}.mode=server"]
+        return [f"{name}.name=sglang in the trainer's process is not available; set {name}.mode=server"]
     return []
 
 

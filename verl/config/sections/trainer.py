@@ -17,9 +17,7 @@ class PrometheusConfig:
 
     enable: bool = key(False, "serve metrics over HTTP")
     port: int = key(9090, "its port", ge=1, le=65535, used_if=".enable")
-    host: str = key(
-        "127.0.0.1", "address it binds to; 0.0.0.0: reachable from other machines", used_if=".enable"
-    )
+    host: str = key("127.0.0.1", "address; 0.0.0.0: open to other machines", used_if=".enable")
 
 
 @dataclass
@@ -38,17 +36,13 @@ class PlacementConfig:
     n_gpus_per_node: int = key(1, "GPUs per node (with device=cpu: processes)", ge=1)
     nnodes: int = key(1, "nodes", ge=1)
     device: str = key(
-        "auto",
-        "auto takes a GPU when there is one; several processes are on GPUs unless cpu",
-        known=known.DEVICES,
+        "auto", "auto: a GPU if there is one, always with several processes", known=known.DEVICES
     )
     seed: int = key(1, "seed of everything random")
     watchdog_s: float = key(
-        600.0, "seconds without progress after which a worker counts as dead", gt=0, used_if="@workers"
+        600.0, "seconds without progress until a worker counts as dead", gt=0, used_if="@workers"
     )
-    plugins: list[str] = key(
-        [], "modules imported before anything is checked (register your own things there)"
-    )
+    plugins: list[str] = key([], "modules to import first (register your own things there)")
 
 
 @dataclass
@@ -57,37 +51,23 @@ class BaseTrainerConfig(PlacementConfig):
 
     total_epochs: int = key(1, "passes over the training data", ge=1)
     total_training_steps: int | None = key(None, "stop after so many steps; default: all epochs", ge=1)
-    save_freq: int = key(-1, "steps between checkpoints; -1: only at the end", ge=-1)
-    test_freq: int = key(
-        -1, "steps between validations; -1: only at the end", ge=-1, used_if="data.val_files"
-    )
-    logger: list[str] = key(
-        ["console"], "where metrics go, beside the run folder", known=known.LOGGERS, plugin="tracker"
-    )
+    save_freq: int = key(-1, "steps between checkpoints; -1: at the end", ge=-1)
+    test_freq: int = key(-1, "steps between validations; -1: at the end", ge=-1, used_if="data.val_files")
+    logger: list[str] = key(["console"], "metrics go there, too", known=known.LOGGERS, plugin="tracker")
     project_name: str = key("verl", "first part of the run folder's name")
     experiment_name: str = key("default", "second part of the run folder's name")
-    default_local_dir: str = key(
-        "", "run folder; default: checkpoints/{project_name}/{experiment_name}", path=True
-    )
-    resume_mode: str = key(
-        "auto", "auto: newest complete checkpoint in the run folder", known=known.RESUME_MODES
-    )
+    default_local_dir: str = key("", "default: checkpoints/{project_name}/{experiment_name}", path=True)
+    resume_mode: str = key("auto", "auto: the newest complete checkpoint", known=known.RESUME_MODES)
     resume_from_path: str | None = key(
-        None, "checkpoint folder for resume_mode=resume_path", path=True, used_if=".resume_mode=resume_path"
+        None, "checkpoint folder", path=True, used_if=".resume_mode=resume_path"
     )
-    max_actor_ckpt_to_keep: int | None = key(None, "keep only the newest so many; default: all", ge=1)
-    keep_best: str | None = key(
-        None, "metric whose best checkpoint is never deleted, e.g. val-core/gsm8k/acc/mean@1"
-    )
-    keep_best_mode: str = key(
-        "max", "whether more or less of it is better", known=known.BEST_MODES, used_if=".keep_best"
-    )
+    max_actor_ckpt_to_keep: int | None = key(None, "keep the newest so many; default: all", ge=1)
+    keep_best: str | None = key(None, "metric whose best checkpoint is kept, e.g. val-core/gsm8k/acc/mean@1")
+    keep_best_mode: str = key("max", "which is better", known=known.BEST_MODES, used_if=".keep_best")
     wandb_proxy: str | None = key(None, "HTTP proxy used for wandb only", used_if=".logger=wandb")
     prometheus: PrometheusConfig = section(PrometheusConfig, "metrics endpoint")
     health: HealthConfig = section(HealthConfig, "bounds of the health rules")
-    max_restarts: int = key(
-        0, "restarts from the last checkpoint after a worker died", ge=0, used_if="@workers"
-    )
+    max_restarts: int = key(0, "restarts after a worker died", ge=0, used_if="@workers")
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
@@ -107,20 +87,18 @@ class TrainerConfig(BaseTrainerConfig):
     critic_warmup: int = key(0, "first steps in which only the critic learns", ge=0)
     balance_batch: bool = key(True, "give every rank about the same work", used_if="@ranks")
     max_critic_ckpt_to_keep: int | None = key(
-        None, "keep only the newest so many; default: all", ge=1, used_if="critic.enable"
+        None, "keep the newest so many; default: all", ge=1, used_if="critic.enable"
     )
     rollout_data_dir: str | None = key(
-        None, "folder for the training responses; default: rollouts/ in the run folder", path=True
+        None, "training responses; default: rollouts/ in the run folder", path=True
     )
     validation_data_dir: str | None = key(
         None,
-        "folder for the validation responses; default: validation/ in the run folder",
+        "validation responses; default: validation/ in the run folder",
         path=True,
         used_if="data.val_files",
     )
-    log_val_generations: int = key(
-        0, "validation samples sent to the loggers each time", ge=0, used_if="data.val_files"
-    )
+    log_val_generations: int = key(0, "validation samples for the loggers", ge=0, used_if="data.val_files")
 
 
 @dataclass
