@@ -29,7 +29,7 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "prepare": ("verl.data.prepare.cli", "turn a known dataset into training files"),
     "data": {"inspect": ("verl.data.inspect", "what the trainer would make of a data file")},
     "reward": {"test": ("verl.reward.cli", "try a reward function on a few rows before training")},
-    "plan": ("verl.plan_cli", "whether a run fits on N GPUs that need not be here"),
+    "plan": ("verl.config.plan_cli", "whether a run fits on N GPUs that need not be here"),
     "ckpt": ("verl.checkpoint.cli", "list, verify, compare and prune checkpoints"),
     "view": ("verl.observe.view", "look at a run, a project or two runs in the terminal"),
     "bench": {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl import plan_cli
+from verl.config import plan_cli
 from verl.errors import ConfigError, ModelError
 
 BIG = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,

@@ -128,8 +128,8 @@ def test_every_other_name_means_a_key_there_is() -> None:
     [
         (["--data.train_batch_size=4"], "write data.train_batch_size=4"),
         (["--data.train-batch-size", "4"], "write data.train_batch_size=4"),
-        (["--verbose"], "keys are given as key=value$"),
-        (["--verbose", "a=b"], "keys are given as key=value$"),
+        (["--verbose"], "keys are written key=value$"),
+        (["--verbose", "a=b"], "keys are written key=value$"),
         (["data.train_batch_size", "=", "4"], "without spaces: data.train_batch_size=4"),
         (["data.train_batch_size", "=4"], "without spaces: data.train_batch_size=4"),
         (["configs/mine.yaml"], "--config-path configs --config-name mine"),

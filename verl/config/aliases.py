@@ -1,7 +1,7 @@
 """Other spellings of keys, from several years of documents, and what they mean here.
 
-An alias is a move in the user's tree: a key, or a whole section with everything below it. Each one used is worth
-one line of notice. Giving a key in both spellings with different values is an error, never a silent choice.
+An alias moves a key or a section in the user's tree; each one used is reported once. A key in both spellings with
+different values is an error.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ knows which keys exist.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,56 +23,43 @@ COMMA_KEYS = (".rollout_rs", ".rollout_rs_threshold")
 _UNDERSCORED = re.compile(r"^[0-9.]+_[0-9_.]*$")
 
 
-@dataclass
+_PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+_PARSER.add_argument("--config-path", "-cp")
+_PARSER.add_argument("--config-name", "-cn")
+_PARSER.add_argument("--cfg", "-c", choices=["job"])
+_PARSER.add_argument("--check", action="store_true")
+_PARSER.add_argument("--help", "-h", action="store_true")
+
+
+@dataclass(frozen=True)
 class CommandLine:
-    """A command line, taken apart."""
+    """Options and overrides of a command line."""
 
-    overrides: list[str] = field(default_factory=list)
-    config_path: str | None = None
-    config_name: str | None = None
-    help: bool = False
-    help_about: list[str] = field(default_factory=list)
-    show_job: bool = False
-    check: bool = False
-
-
-_VALUED = {
-    "--config-path": "config_path", "-cp": "config_path", "--config-name": "config_name", "-cn": "config_name",
-    "--cfg": "cfg", "-c": "cfg",
-}  # fmt: skip
-_FLAGS = {"--help": "help", "-h": "help", "--check": "check"}
+    overrides: list[str]
+    config_path: str | None
+    config_name: str | None
+    help: bool
+    help_about: list[str]
+    show_job: bool
+    check: bool
 
 
 def parse_command_line(argv: list[str]) -> CommandLine:
-    """Flags and overrides in any order; `--flag value` and `--flag=value` are the same."""
-    line = CommandLine()
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if word in _FLAGS:
-            setattr(line, _FLAGS[word], True)
-        elif name in _VALUED:
-            if not equals:
-                if not words:
-                    raise ConfigError(f"'{name}' needs a value")
-                value = words.pop(0)
-            if _VALUED[name] == "cfg":
-                if value != "job":
-                    raise ConfigError(f"'{name} {value}' is not known; allowed: {name} job")
-                line.show_job = True
-            else:
-                setattr(line, _VALUED[name], value)
-        elif word.startswith("-"):
+    """Options and overrides in any order."""
+    try:
+        found, words = _PARSER.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; --help lists the options") from None
+    for number, word in enumerate(words):
+        if word.startswith("-"):
             raise ConfigError(
-                f"unknown option '{word}'. Options: {', '.join([*_VALUED, *_FLAGS])}; keys are given as key=value"
-                f"{_without_dashes(word, words)}"
+                f"unknown option '{word}' (--help lists them); keys are written key=value"
+                f"{_without_dashes(word, words[number + 1 :])}"
             )
-        elif line.help and not equals:
-            line.help_about.append(word)
-        else:
-            line.overrides.append(word)
-    return line
+    about = [word for word in words if "=" not in word] if found.help else []
+    overrides = [word for word in words if word not in about]
+    paths = found.config_path, found.config_name
+    return CommandLine(overrides, *paths, found.help, about, found.cfg is not None, found.check)
 
 
 def _without_dashes(word: str, rest: list[str]) -> str:
@@ -83,7 +71,7 @@ def _without_dashes(word: str, rest: list[str]) -> str:
 
 
 def read_yaml(config_path: str | None, config_name: str | None) -> dict[str, Any]:
-    """The user's YAML file as a nested dict, its `defaults:` list followed; {} where none was given."""
+    """The user's YAML file as a nested dict, with the files of its `defaults:` list; {} without a file."""
     if config_name is None:
         if config_path is None:
             return {}
@@ -151,7 +139,7 @@ def _default_entry(path: Path, entry: Any, parents: tuple[Path, ...]) -> dict[st
     raise ConfigError(f"'{path}': cannot read the entry {entry!r} of its defaults list")
 
 
-def from_mapping(values: Mapping[Any, Any], where: str = "the given config") -> dict[str, Any]:
+def from_mapping(values: Mapping[Any, Any], where: str = "the config") -> dict[str, Any]:
     """A copy of a nested mapping, with dotted names at the top split."""
     result: dict[str, Any] = {}
     for name, value in values.items():
@@ -275,7 +263,7 @@ def _parse(parser: Any, text: str) -> Any:
 
 
 def _unquote(value: Any) -> Any:
-    """Hydra keeps quoted strings inside lists and mappings as objects of its own; make them plain."""
+    """Hydra keeps quoted strings inside lists and mappings as objects; make them plain."""
     from hydra.core.override_parser.types import QuotedString
 
     if isinstance(value, QuotedString):

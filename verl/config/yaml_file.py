@@ -2,7 +2,7 @@
 
 Plain YAML 1.1 has surprises that cost runs: `1e-6` is a text, `0.5_2.0` and `1:30` are numbers, a key given twice
 keeps the last one, a date becomes an object. Here a number is a decimal number, `1e-6` included; what else looks
-like one is a text; a key given twice is an error. Depth and size are limited, aliases counted as what they stand for.
+like one is a text; a key given twice is an error. Depth and size are limited, with aliases expanded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import yaml
 from verl.errors import ConfigError
 from verl.json_input import MAX_BYTES, MAX_DEPTH, open_regular
 
-MAX_NODES = 100_000
-"""Keys and values of a file, an alias counting as often as it is used: a few lines can stand for billions."""
+MAX_NODES = (
+    100_000  # keys and values, an alias counting as often as it is used: a few lines can expand to billions
+)
 _INT = re.compile(r"^[-+]?[0-9]+$")
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
@@ -43,7 +44,7 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         if isinstance(alias, yaml.AliasEvent):
             if id(node) not in self._sizes:
-                raise _problem(f"'*{alias.anchor}' stands for something it is a part of", alias)
+                raise _problem(f"'*{alias.anchor}' is used inside what it names", alias)
             return node
         self._sizes[id(node)] = size = 1 + sum(self._sizes[id(child)] for child in _children(node))
         if size > MAX_NODES:

@@ -45,7 +45,7 @@ def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_da
 
 def require_disk(cfg: PPOConfig | SFTConfig, folder: Path, total_steps: int, model: Any = None) -> None:
     """Refuse a run that cannot save a checkpoint, and warn of one that cannot save all of them. `model`: one that was
-    passed as an object. Nothing is said where nothing is saved, or where the model's sizes are not known."""
+    passed as an object. Runs that save nothing and models of unknown size are skipped."""
     section = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model
     free = free_bytes(cfg.trainer.default_local_dir)
     if free is None or (isinstance(cfg, PPOConfig) and cfg.trainer.val_only):

@@ -1,1 +1,1 @@
-"""The sections of the config, one file per room they configure. `verl.config.schema` joins them."""
+"""The sections of the config, one file per subject. `verl.config.schema` joins them."""

@@ -40,7 +40,7 @@ class RewardManagerConfig:
 
 @dataclass
 class RewardModelRolloutConfig:
-    """How other systems serve a reward model; here it runs through transformers, and these keys say so when given."""
+    """How other systems serve a reward model; here it runs through transformers."""
 
     name: str = key(
         "hf",
