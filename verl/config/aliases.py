@@ -28,12 +28,13 @@ _REWARD = {
     "reward_model.overlong_buffer": "reward.overlong_buffer",
     "reward_model.sandbox_fusion": "reward.sandbox_fusion",
 }
-_PLACES = {
+_RUN = {
     "trainer.nnode": "trainer.nnodes",
     "ray_init.timeline_file": "ray_kwargs.timeline_json_file",
     "ray_init": "ray_kwargs.ray_init",
 }
 
+# Old name to ours, longer ones before the sections that contain them.
 PPO_ALIASES: dict[str, str] = {
     f"{_ACTOR}.peft": _MODEL,
     f"{_ACTOR}.lora_rank": f"{_MODEL}.lora_rank",
@@ -41,19 +42,19 @@ PPO_ALIASES: dict[str, str] = {
     f"{_ACTOR}.target_modules": f"{_MODEL}.target_modules",
     "rollout": "actor_rollout_ref.rollout",
     **_REWARD,
-    **_PLACES,
+    **_RUN,
     "critic.model.fsdp_config": "critic.fsdp_config",
     **{f"{_ACTOR}.optim.{old}": f"{_ACTOR}.optim.{new}" for old, new in _OPTIM.items()},
     **{f"critic.optim.{old}": f"critic.optim.{new}" for old, new in _OPTIM.items()},
 }
-"""Old spelling to ours, longer ones before the sections that contain them."""
 
 SFT_ALIASES: dict[str, str] = {
-    **_PLACES,
+    **_RUN,
     "optim.clip_grad": "optim.grad_clip",
     **{f"optim.{old}": f"optim.{new}" for old, new in _OPTIM.items()},
 }
 
+# The sections of training first, so that keys in the messages of engines can be typed as they are.
 GENERATION_ALIASES: dict[str, str] = {
     "actor_rollout_ref.model": "model",
     "actor_rollout_ref.rollout": "rollout",
@@ -63,17 +64,14 @@ GENERATION_ALIASES: dict[str, str] = {
     "rollout.response_length": "data.max_response_length",
     "rollout.max_response_length": "data.max_response_length",
     "model.dtype": "rollout.dtype",
-    **_PLACES,
+    **_RUN,
 }
-"""The sections of training first, so that what engines advise can be typed as it stands."""
-
-EVALUATION_ALIASES: dict[str, str] = _REWARD
 
 ALIASES: dict[type, dict[str, str]] = {
     PPOConfig: PPO_ALIASES,
     SFTConfig: SFT_ALIASES,
     GenerationConfig: GENERATION_ALIASES,
-    EvaluationConfig: EVALUATION_ALIASES,
+    EvaluationConfig: _REWARD,
 }
 
 

@@ -130,7 +130,7 @@ def _sft_errors(config: SFTConfig) -> list[str]:
     )
     if rows < world:
         errors.append(
-            f"'data.train_batch_size' is {rows}, less than the {world} ranks; set it to at least {world}"
+            f"'data.train_batch_size' is {rows}, fewer rows than the {world} ranks; set it to at least {world}"
         )
     if "data.micro_batch_size_per_gpu" in config.user_set and micro and micro * world > rows:
         errors.append(

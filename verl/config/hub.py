@@ -8,8 +8,7 @@ import urllib.request
 from collections.abc import Mapping
 
 _REQUEST_S = 5.0
-_ALL_S = 8.0
-"""Beyond the request's own time limit: looking names up has none."""
+_ALL_S = 8.0  # beyond the limit of the request, which does not cover name lookup
 _ON = ("1", "true", "yes", "on")
 
 
