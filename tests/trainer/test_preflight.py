@@ -66,19 +66,18 @@ def test_a_cached_model_is_taken_without_asking_the_hub_again(
 
 
 def test_a_disk_too_small_for_one_checkpoint_is_refused_before_training(
-    tiny_model_dir: Path, digits_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Path, digits_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verl.trainer.preflight.free_bytes", lambda folder: 600_000)
     data = digits_data / "train.jsonl"
     with pytest.raises(
         ConfigError, match=r"trainer.default_local_dir=.*a checkpoint takes about .* are free"
     ):
-        require_disk(ppo(tiny_model_dir, data), tmp_path, 1)
+        preflight(ppo(tiny_model_dir, data))
     sft = {"model.path": str(tiny_model_dir), "data.train_files": str(data)}
     with pytest.raises(ConfigError, match=r"checkpoint.save_contents"):
-        require_disk(from_dict(SFTConfig, sft), tmp_path, 1)
-    only_validates = ppo(tiny_model_dir, data, trainer__val_only=True, data__val_files=str(data))
-    require_disk(only_validates, tmp_path, 1)
+        preflight(from_dict(SFTConfig, sft))
+    preflight(ppo(tiny_model_dir, data, trainer__val_only=True, data__val_files=str(data)))
 
 
 def test_a_disk_too_small_for_what_is_planned_is_warned_of(

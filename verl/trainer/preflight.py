@@ -1,4 +1,4 @@
-"""Checks in the first seconds of every training command, before anything heavy is imported.
+"""Checks in the first seconds of every training command; torch is imported only when all but the last have passed.
 
 All problems are reported at once; of weights only file headers are read.
 """
@@ -41,6 +41,7 @@ def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_da
         raise ConfigError("\n".join(problems))
     if not given_model:
         _warn_of_length(cfg)
+        require_disk(cfg, Path(cfg.trainer.default_local_dir), total_steps=1)
 
 
 def require_disk(cfg: PPOConfig | SFTConfig, folder: Path, total_steps: int, model: Any = None) -> None:
