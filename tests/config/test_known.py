@@ -30,7 +30,7 @@ def test_engines_managers_trackers_and_schedules() -> None:
     from verl.engines import known_strategies
     from verl.engines.schedule import KINDS
     from verl.observe.trackers import KNOWN_LOGGERS
-    from verl.reward.managers import known_reward_managers
+    from verl.reward.build import known_reward_managers
     from verl.rollout import known_rollouts
 
     assert set(known.ROLLOUT_ENGINES) <= set(known_rollouts())

@@ -11,8 +11,8 @@ import pytest
 
 from verl.errors import CommandAnswered, RewardError, VerlError
 from verl.reward.base import RewardSample
+from verl.reward.evaluate import InProcessBackend
 from verl.reward.functions import RewardFunction
-from verl.reward.inprocess import InProcessBackend
 from verl.runtime import exits_as_errors, run_command
 from verl.trainer.main_ppo import main
 from verl.workers.rpc_server import RPCServer
@@ -151,7 +151,7 @@ def test_a_function_of_this_process_that_exits_is_named(is_async: bool, code: An
     async def leave_later(response: str) -> float:
         sys.exit(code)
 
-    backend = InProcessBackend([RewardFunction(leave_later if is_async else leave)])
+    backend = InProcessBackend([RewardFunction(leave_later if is_async else leave)], None, 1)
     backend.submit(0, 0, [RewardSample(0, "p", "r", None)])
     with pytest.raises(RewardError) as raised:
         backend.drain()

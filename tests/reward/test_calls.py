@@ -12,8 +12,7 @@ from verl.config.load import load_ppo_config
 from verl.config.schema import RewardConfig, WeightedRewardConfig
 from verl.reward import RewardResult, RewardSample, build_reward_manager, register_reward_manager
 from verl.reward.base import RewardManager
-from verl.reward.build import naive
-from verl.reward.managers import _FACTORIES
+from verl.reward.build import _FACTORIES, naive
 
 FUNCTIONS = """
 def one(response):

@@ -57,8 +57,8 @@ def test_forms_of_tests():
     [
         ("nothing here", "does not know this form"),
         ({"what": 1}, "does not know this form"),
-        ("assert f(x) == 2", "cannot take the assertion"),
-        ("assert f(1) < 2", "cannot take the assertion"),
+        ("assert f(x) == 2", "cannot read the assertion"),
+        ("assert f(1) < 2", "cannot read the assertion"),
         ("assert f(1) == 1\nassert g(1) == 1", "several functions"),
         ({"tests": [{"args": [1], "expected": 1}]}, "entry_point"),
     ],

@@ -122,15 +122,17 @@ def positional(prompt, response, /, *, ground_truth):
     ],
 )  # fmt: skip
 def test_parameters_are_bound_by_name(function, seen):
-    assert RewardFunction(function).call(sample(columns={"level": 7})) == seen
+    assert RewardFunction(function).call([sample(columns={"level": 7})]) == seen
 
 
 def test_reward_kwargs_win_over_everything():
     function = RewardFunction(
         lambda response, level, **rest: (level, rest["scale"]), {"level": 1, "scale": 3}
     )
-    assert function.call(sample(columns={"level": 7})) == (1, 3)
-    assert RewardFunction(lambda **rest: rest["level"], {"level": 1}).call(sample(columns={"level": 7})) == 1
+    assert function.call([sample(columns={"level": 7})]) == (1, 3)
+    assert (
+        RewardFunction(lambda **rest: rest["level"], {"level": 1}).call([sample(columns={"level": 7})]) == 1
+    )
 
 
 def test_a_batch_function_sees_lists():

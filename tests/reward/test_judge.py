@@ -184,13 +184,13 @@ def test_requests_overlap_up_to_the_limit(server):
 
 def test_the_rate_limit_holds(server, monkeypatch):
     passed = []  # when each was let through: how long it then takes to arrive is the machine's affair
-    wait = judge.Pace.wait
+    wait = judge.RateLimit.wait
 
     def noted(self, interrupted):
         wait(self, interrupted)
         passed.append(time.monotonic())
 
-    monkeypatch.setattr(judge.Pace, "wait", noted)
+    monkeypatch.setattr(judge.RateLimit, "wait", noted)
     before = time.monotonic()
     run(config(server, requests_per_minute=600.0, max_concurrency=8), ["worth=1 "] * 6)
     assert len(Judge.seen) == len(passed) == 6

@@ -12,12 +12,13 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from verl.config.checks import unavailable
 from verl.config.load import from_dict
-from verl.config.schema import PPOConfig, RewardConfig, TrainerConfig
+from verl.config.schema import PPOConfig, RewardConfig
 from verl.config.unused import unused_keys
 from verl.errors import ConfigError, MissingPackage, ModelError
 from verl.reward import RewardSample, build_reward_manager, register_reward_manager
-from verl.reward.managers import _FACTORIES
+from verl.reward.build import _FACTORIES
 from verl.reward.model import RewardModel
+from verl.workers.placement import build_reward_model
 
 WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", *"abcdefghijklmnop"]
 TEMPLATE = (
@@ -128,7 +129,7 @@ def test_a_reward_model_without_its_head_is_refused(tmp_path):
     weights = load_file(file)
     del weights["score.weight"]
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks score\.weight.*random.*model_path"):
+    with pytest.raises(ModelError, match=r"model_path=.*lacks the weights score\.weight.*random"):
         RewardModel.load(folder)
 
 
@@ -139,29 +140,32 @@ def test_a_model_whose_numbers_overflow_leaves_no_score(tmp_path):
         model.score.weight.fill_(float("inf"))
     model.save_pretrained(folder)
     results = run(config(folder), samples()[:2])
-    assert [r.score for r in results] == [None, None] and "overflowed" in (results[0].error or "")
+    assert [r.score for r in results] == [None, None] and "reward_model.dtype=float32" in (
+        results[0].error or ""
+    )
 
 
 def test_gpus_of_its_own_need_ray(model_folder, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
     with pytest.raises(MissingPackage, match=r"reward\.reward_model\.n_gpus_per_node=2.*pip install 'ray"):
-        build_reward_manager(config(model_folder, n_gpus_per_node=2, nnodes=1), max_response_length=8)
+        build_reward_model(PPOConfig(reward=config(model_folder, n_gpus_per_node=2, nnodes=1)))
 
 
 def test_a_users_manager_that_cannot_place_a_model_is_not_asked_to(model_folder):
     register_reward_manager("simple")(lambda cfg, *, tokenizer, function, max_response_length: "built")
-    register_reward_manager("knowing")(lambda cfg, *, run, **more: run.trainer.watchdog_s)
+    register_reward_manager("knowing")(lambda cfg, *, reward_model_factory, **more: reward_model_factory())
     try:
         cfg = config(model_folder)
         cfg.reward_manager.name = "simple"
         assert build_reward_manager(cfg, max_response_length=8) == "built"
         cfg.reward_model.n_gpus_per_node = cfg.reward_model.nnodes = 1
-        with pytest.raises(ConfigError, match=r"name=simple takes no argument 'run'.*n_gpus_per_node=1"):
+        with pytest.raises(ConfigError, match=r"n_gpus_per_node=1\) is not possible here; set it to 0"):
             build_reward_manager(cfg, max_response_length=8)
+        with pytest.raises(ConfigError, match=r"n_gpus_per_node=1.*name=simple, which takes no argument"):
+            build_reward_manager(cfg, max_response_length=8, reward_model_factory=lambda: 7)
         cfg.reward_manager.name = "knowing"
-        run = PPOConfig(reward=cfg, trainer=TrainerConfig(watchdog_s=7.0))
-        assert build_reward_manager(cfg, max_response_length=8, run=run) == 7.0
+        assert build_reward_manager(cfg, max_response_length=8, reward_model_factory=lambda: 7) == 7
     finally:
         _FACTORIES.pop("simple"), _FACTORIES.pop("knowing")
 
@@ -196,5 +200,5 @@ def test_on_a_gpu_scores_agree_and_the_model_leaves_the_device(model_folder):
     manager = build_reward_manager(config(model_folder), max_response_length=8)
     manager.submit(samples()[0])
     manager.collect()
-    model = manager._parts[0].backend._model.model
+    model = manager.terms[0].backend._model.model
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())

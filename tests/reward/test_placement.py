@@ -19,7 +19,7 @@ from verl.reward import (
     register_scorer,
 )
 from verl.reward.base import RewardManager
-from verl.reward.managers import _FACTORIES, known_reward_managers
+from verl.reward.build import _FACTORIES, known_reward_managers
 from verl.reward.scorers import _REGISTERED
 
 SIGNATURES = """
@@ -196,7 +196,7 @@ def test_the_batch_manager_wants_a_function_of_the_batch(build, reward_file):
     ]
     with pytest.raises(RewardError, match=r"two .*takes one sample.*completions"):
         build(config(reward_file, "two", manager="batch"))
-    with pytest.raises(RewardError, match="scorers of the data sources take one sample"):
+    with pytest.raises(RewardError, match="scorer takes one sample"):
         build(config(manager="batch"))
 
 
@@ -253,7 +253,7 @@ def test_a_helper_process_dies_with_the_worker_that_started_it(build, tmp_path, 
         "from verl.reward.pool import WorkerPool\n"
         "def compute_score(response, extra_info):\n"
         f"    pool = WorkerPool([FunctionSpec({str(tmp_path / 'sleeper.py')!r})], timeout_s=600)\n"
-        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(pool._workers[0].pid))\n"
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(pool.pids[0]))\n"
         "    pool.submit(0, 0, [])\n"
         "    time.sleep(600)\n"
     )

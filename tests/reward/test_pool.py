@@ -3,9 +3,7 @@ scores."""
 
 from __future__ import annotations
 
-import math
 import os
-import select
 import subprocess
 import sys
 import time
@@ -13,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from verl import processes
 from verl.errors import RewardError
-from verl.reward import cgroup, processes
-from verl.reward.base import RewardResult
-from verl.reward.handle import Broken, _result
 from verl.reward.loading import FunctionSpec
 from verl.reward.pool import WorkerPool
 
@@ -116,13 +112,6 @@ def act(response, extra_info):
             except OSError:
                 pass
         time.sleep(600)
-    if response == "forged":
-        for number in range(3, 64):
-            try:
-                os.write(number, b'{"id": 10000, "results": [[1e9, {}, null]]}\\n')
-            except OSError:
-                pass
-        time.sleep(600)
     if response == "prints":
         for _ in range(2000):
             print("x" * 1000)
@@ -142,6 +131,7 @@ def act(response, extra_info):
     if response == "when told":
         while not os.path.exists(extra_info["pids"]):
             time.sleep(0.01)
+        open(extra_info["answered"], "w").close()
         return 1.0
     if response == "slow":
         time.sleep(0.4)
@@ -202,12 +192,11 @@ def run(pool, make_sample, responses, tmp_path=None):
         ("segfault", "SIGSEGV"),
         ("abort", "SIGABRT"),
         ("os._exit", "exit code 0"),
-        ("sys.exit", "SystemExit"),
+        ("sys.exit", "called sys.exit(0)"),
         ("kill self", "SIGKILL"),
         ("kill group", "SIGKILL"),
         ("close everything", "exit code 1"),
         ("garbage", "wrote into its result channel"),
-        ("forged", "a task it was not given"),
         ("prints and dies", "exit code 3; last output: famous last words"),
         ("huge extra", "extra values take"),
         ("boom", "ValueError: boom (faults.py, line"),
@@ -228,43 +217,23 @@ def test_memory_is_limited_by_the_key(faults, make_sample):
 
 
 def test_memory_is_limited_without_the_key(faults, make_sample, monkeypatch):
-    monkeypatch.setattr("verl.reward.processes.memory_of_machine", lambda: 600 << 20)
+    monkeypatch.setattr("verl.processes.host_memory_limit", lambda: 600 << 20)
     results = run(faults(), make_sample, ["ok", "memory", "ok"])
     assert [result.score for result in results] == [1.0, None, 1.0]
     assert "limit 300 MB, reward.memory_limit_mb" in (results[1].error or "")
 
 
-def test_memory_that_is_not_mapped_counts(faults, make_sample, monkeypatch):
-    monkeypatch.setattr("verl.reward.processes.memory_of_machine", lambda: 400 << 20)
-    results = run(faults(timeout_s=600.0), make_sample, ["ok", "memfd", "ok"])
-    assert [result.score for result in results] == [1.0, None, 1.0]
-    assert "limit 200 MB, reward.memory_limit_mb" in (results[1].error or "")
-
-
-def test_shared_memory_counts_once_however_often_it_is_open():
-    descriptor = os.memfd_create("test")
-    again = os.dup(descriptor)
-    before = processes._open_shared_memory([os.getpid()])
-    try:
-        os.write(descriptor, bytes(1 << 20))
-        assert processes._open_shared_memory([os.getpid(), os.getpid()]) - before == 1 << 20
-    finally:
-        os.close(descriptor)
-        os.close(again)
-
-
 @pytest.mark.skipif(
-    cgroup.usable_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
+    processes.cgroup_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
 )
 def test_a_cgroup_ends_a_worker_at_its_limit_and_is_removed(faults, make_sample, monkeypatch):
-    monkeypatch.setattr("verl.reward.processes.memory_of_machine", lambda: 400 << 20)
+    monkeypatch.setattr("verl.processes.host_memory_limit", lambda: 400 << 20)
     pool = faults(timeout_s=600.0)
-    folder = pool._workers[0].group.path
     results = run(pool, make_sample, ["ok", "memory", "memfd", "ok"])
     assert [result.score for result in results] == [1.0, None, None, 1.0]
     assert all("used too much memory (limit 200 MB" in (results[number].error or "") for number in (1, 2))
     pool.close()
-    assert not list(folder.parent.glob(f"verl-{os.getpid()}-*"))
+    assert not list(processes.cgroup_parent().glob(f"verl-{os.getpid()}-*"))
 
 
 def test_a_fork_bomb_is_stopped_by_the_count_not_by_the_deadline(faults, make_sample):
@@ -328,39 +297,25 @@ def test_the_deadline_is_of_the_call_not_of_the_wait_behind_others(faults, make_
     assert {result.score for result in results} == {1.0} and pool.restarts == 0
 
 
-def test_an_answer_in_time_counts_though_nobody_had_time_to_hear_it(
-    faults, make_sample, tmp_path, monkeypatch
-):
-    """The thread that listens is also the one that ends and starts workers, which may take long."""
-    pool, told = faults(timeout_s=2.5), tmp_path / "pids"
-    serve = pool._serve
+@pytest.mark.slow(seconds=4)
+def test_an_answer_in_time_counts_though_the_pool_was_busy(faults, make_sample, tmp_path, monkeypatch):
+    """Whatever the pool does meanwhile, a reply that arrived before the deadline was enforced is taken."""
+    told, answered = tmp_path / "pids", tmp_path / "answered"
+    pool = faults(num_workers=2, timeout_s=2.5)
+    descendants = processes.descendants
 
-    def busy(key, events):
-        (worker,) = pool._workers
-        if key.data is None and worker.outstanding:
+    def busy(pid):
+        if not told.exists():
             told.touch()
-            assert select.select([worker.channel], [], [], 120)[0]
-            time.sleep(max(0.0, pool._deadline(worker) - time.monotonic()))
-        serve(key, events)
+            while not answered.exists():
+                time.sleep(0.01)
+            time.sleep(2.5)
+        return descendants(pid)
 
-    monkeypatch.setattr(pool, "_serve", busy)
-    info = {"pids": str(told)}
+    monkeypatch.setattr("verl.processes.descendants", busy)
+    info = {"pids": str(told), "answered": str(answered)}
     pool.submit(0, 0, [make_sample(0, "when told", extra_info=info)])
-    while not pool._workers[0].outstanding:
-        time.sleep(0.01)
-    pool.submit(1, 0, [make_sample(1, "ok", extra_info=info)])
-    results = pool.drain()
-    assert [results[number][0].score for number in (0, 1)] == [1.0, 1.0] and pool.restarts == 0
-
-
-@pytest.mark.parametrize(
-    "row",
-    [[math.nan, {}, None], [True, {}, None], ["1", {}, None], [None, {}, None], [1.0, [], None], [1.0, {}]],
-)
-def test_a_reply_that_is_no_result_is_not_believed(row):
-    with pytest.raises(Broken, match="malformed"):
-        _result(row)
-    assert _result([1, {"a": 2}, None]) == RewardResult(1.0, {"a": 2})
+    assert pool.drain()[0][0].score == 1.0 and pool.restarts == 0
 
 
 def test_processes_are_started_once_and_kept(faults, make_sample):
@@ -401,7 +356,7 @@ def test_an_async_function_that_blocks_or_crashes_is_found_among_its_neighbours(
     pool = faults("act_async", max_concurrency=8)
     results = run(pool, make_sample, ["ok", "wait", "os._exit", "wait", "sys.exit", "ok"])
     assert [result.score for result in results] == [1.0, 1.0, None, 1.0, None, 1.0]
-    assert "exit code 0" in (results[2].error or "") and "SystemExit" in (results[4].error or "")
+    assert "exit code 0" in (results[2].error or "") and "sys.exit(0)" in (results[4].error or "")
     monkeypatch.setattr("verl.reward.pool._GRACE_S", 0.5)
     results = run(faults("act_async", timeout_s=1.5, max_concurrency=8), make_sample, ["hang in C", "ok"])
     assert results[0].score is None and results[1].score == 1.0
@@ -475,7 +430,7 @@ for i, what in enumerate([{fault!r}, "hang"]):
     pool.submit(i, 0, [RewardSample(i, "", what, extra_info=info)])
 while not os.path.exists(info["pids"]) or not os.path.getsize(info["pids"]):
     time.sleep(0.01)
-print(" ".join(str(worker.pid) for worker in pool._workers), flush=True)
+print(*pool.pids, flush=True)
 time.sleep(600)
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

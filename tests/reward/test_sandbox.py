@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from verl import processes
 from verl.config.schema import RewardConfig
 from verl.errors import RewardError
-from verl.reward import RewardSample, build_reward_manager, cgroup, processes, sandbox
+from verl.reward import RewardSample, build_reward_manager, sandbox
 from verl.reward.sandbox import local, remote, seccomp
 from verl.reward.sandbox.program import FunctionCalls, Program
 from verl.reward.sandbox.settings import Settings
@@ -230,10 +231,10 @@ time.sleep(600)
 
 @isolated
 @pytest.mark.skipif(
-    cgroup.usable_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
+    processes.cgroup_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
 )
 def test_with_a_cgroup_the_kernel_holds_the_limits(monkeypatch):
-    monkeypatch.setattr(processes, "memory", lambda *_: pytest.fail("nothing is left to count"))
+    monkeypatch.setattr(processes, "resident_bytes", lambda *_: pytest.fail("nothing is left to count"))
     assert "verl-" in run("print(open('/proc/1/cgroup').read(), open('/proc/self/cgroup').read())").stdout
     forked = """
 import os, time
@@ -263,7 +264,7 @@ for pair in held:
             pass
 """
     assert run(buffers, memory_limit_mb=48, timeout_s=250.0).end == "memory"
-    assert not list(cgroup.usable_parent().glob(f"verl-{os.getpid()}-*"))
+    assert not list(processes.cgroup_parent().glob(f"verl-{os.getpid()}-*"))
 
 
 @isolated
@@ -606,19 +607,6 @@ print(os.read(here, 16).decode())
 """
     outcome = run(daemon, allow_unisolated=True)
     assert outcome.end == "ok" and gone(int(outcome.stdout))
-
-
-def test_without_isolation_memory_that_is_not_mapped_counts(monkeypatch):
-    monkeypatch.setattr(local, "why_unavailable", lambda: "bubblewrap (the program bwrap) is not installed")
-    hoard = """
-import os, time
-held = [os.memfd_create("x") for _ in range(20)]
-for descriptor in held:
-    for _ in range(4):
-        os.write(descriptor, bytes(4 << 20))
-time.sleep(600)
-"""
-    assert run(hoard, allow_unisolated=True, memory_limit_mb=128, max_file_mb=16).end == "memory"
 
 
 @isolated

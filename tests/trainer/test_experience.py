@@ -77,10 +77,9 @@ def test_a_response_keeps_its_own_score_whatever_finished_first(watch, reward_fi
 
 
 def test_rewards_are_told_the_truth_about_a_response(watch, tiny_tokenizer, monkeypatch):
-    from verl.reward import managers
+    from verl.reward import build_reward_manager as build
 
     samples, made = [], []
-    build = managers.build_reward_manager
 
     def watched(*arguments, **more):
         manager = build(*arguments, **more)

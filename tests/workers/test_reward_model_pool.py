@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from verl.config.schema import PPOConfig
 from verl.reward import RewardSample, build_reward_manager
+from verl.workers.placement import build_reward_model
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 pytest.importorskip("ray", reason="needs the package ray (pip install -e '.[ray]')")
@@ -25,7 +27,9 @@ pytest.importorskip("ray", reason="needs the package ray (pip install -e '.[ray]
 for _name, _value in {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}.items():
     os.environ.setdefault(_name, _value)
 
-_spec = importlib.util.spec_from_file_location("small_models", Path(__file__).with_name("test_model.py"))
+_spec = importlib.util.spec_from_file_location(
+    "small_models", Path(__file__).parents[1] / "reward" / "test_model.py"
+)
 assert _spec and _spec.loader
 small_models = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(small_models)
@@ -68,12 +72,17 @@ def run(folder, cluster, monkeypatch) -> PPOConfig:
     return cfg
 
 
+def manager_of(run: PPOConfig) -> Any:
+    factory = partial(build_reward_model, run)
+    return build_reward_manager(run.reward, max_response_length=8, reward_model_factory=factory)
+
+
 @pytest.fixture
 def build(gone) -> Iterator[Any]:
     managers = []
 
     def make(run: PPOConfig) -> Any:
-        manager = build_reward_manager(run.reward, max_response_length=8, run=run)
+        manager = manager_of(run)
         managers.append(manager)
         return manager
 
@@ -86,7 +95,7 @@ def build(gone) -> Iterator[Any]:
 
 def processes(manager: Any) -> list[int]:
     """The processes of its pool, by rank."""
-    names = manager._parts[0].backend._pool.calls.names
+    names = manager.terms[0].backend._pool.calls.names
     return [process_of(name) for name in names]
 
 
@@ -120,7 +129,7 @@ def test_scores_are_those_of_one_process_until_one_of_the_pool_is_killed(run, bu
     monkeypatch.chdir(folder.parent)  # where the cluster was not started
     run.reward.reward_model.model_path = folder.name
     manager = build(run)
-    backend, scored_by = manager._parts[0].backend, set()
+    backend, scored_by = manager.terms[0].backend, set()
     answer = backend._answer
 
     def noted(piece: Any, results: Any) -> None:
@@ -185,7 +194,7 @@ def test_what_a_process_cannot_load_is_said_with_its_place_and_nothing_stays(run
     with pytest.raises(
         ModelError, match=r"^reward model rank 0 on .* \(process \d+\), in build: .*has 2 labels"
     ):
-        build_reward_manager(run.reward, max_response_length=8, run=run)
+        manager_of(run)
     assert nobody_left()
 
 
@@ -216,7 +225,7 @@ def test_no_room_is_said_with_the_keys(run, monkeypatch):
     with pytest.raises(
         ClusterError, match=r"reward\.reward_model\.nnodes=1 nodes with 9 CPU each are needed"
     ):
-        build_reward_manager(run.reward, max_response_length=8, run=run)
+        manager_of(run)
 
 
 def test_a_cluster_of_our_own_that_is_too_small_is_refused_at_once(run, monkeypatch):
@@ -239,9 +248,10 @@ def test_a_cluster_of_our_own_that_is_too_small_is_refused_at_once(run, monkeypa
 
 def test_a_killed_trainer_leaves_no_process(run, gone, tmp_path):
     script = (
-        "import sys, time; from verl.config.load import load_ppo_config; from verl.reward import build_reward_manager\n"
-        "cfg = load_ppo_config(sys.argv[1:]); m = build_reward_manager(cfg.reward, max_response_length=8, run=cfg)\n"
-        "print(*m._parts[0].backend._pool.calls.names, 'ready', sep='\\n', flush=True); time.sleep(600)\n"
+        "import sys, time; from verl.config.load import load_ppo_config\n"
+        "from verl.workers.placement import build_reward_model\n"
+        "backend = build_reward_model(load_ppo_config(sys.argv[1:]))\n"
+        "print(*backend._pool.calls.names, 'ready', sep='\\n', flush=True); time.sleep(600)\n"
     )
     keys = [
         "actor_rollout_ref.model.path=x",

@@ -247,7 +247,8 @@ def _first_text(dataset: Any) -> str:
 def reward(arguments: list[str]) -> Iterator[Finding]:
     """The reward is found, its parameters can be filled, and the truth of a few rows gets a score."""
     from verl.config.schema import PPOConfig
-    from verl.reward.managers import FunctionRewardManager, build_reward_manager
+    from verl.reward import build_reward_manager
+    from verl.reward.managers import FunctionRewardManager
     from verl.trainer.assembly import perfect_answer
 
     cfg = _config(*arguments)
@@ -267,7 +268,7 @@ def reward(arguments: list[str]) -> Iterator[Finding]:
         return
     count = min(_SCORED_ROWS, len(dataset))
     manager = build_reward_manager(
-        section, tokenizer=_tokenizer(*arguments), max_response_length=cfg.data.max_response_length, run=cfg
+        section, tokenizer=_tokenizer(*arguments), max_response_length=cfg.data.max_response_length
     )
     if not isinstance(manager, FunctionRewardManager):
         yield Finding(

@@ -1,16 +1,14 @@
-"""`verl reward test`: try a reward function on a few rows before any training, and say what it saw and gave.
-
-It goes the way a run goes: the same finding, the same checks, the same worker process with its deadline.
-"""
+"""`verl reward test`: try a reward function on a few rows, with the checks and worker processes of a run."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.config.schema import RewardConfig
@@ -19,60 +17,58 @@ from verl.data.files import read_rows
 from verl.data.rl_dataset import truth_of
 from verl.errors import ConfigError, DataError, RewardError
 from verl.reward.base import RewardResult, RewardSample
+from verl.reward.build import build_reward_manager
 from verl.reward.functions import Signature
-from verl.reward.managers import FunctionRewardManager, build_reward_manager
+from verl.reward.managers import FunctionRewardManager
 
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages", "instruction")
-_OWN = ("data_source", "ground_truth", "extra_info")
+_SAMPLE_COLUMNS = ("data_source", "ground_truth", "extra_info")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--fn", help="file.py, file.py:function, pkg.module:function; default: the scorer of each data_source"
     )
-    parser.add_argument("--data", required=True, nargs="+", help="parquet, json, jsonl or csv files")
-    parser.add_argument("--name", help="the function's name, where --fn does not say it")
-    parser.add_argument("--rows", type=int, default=3, help="rows to try (default: 3)")
-    parser.add_argument(
-        "--kwargs", default="{}", help='reward_kwargs as JSON, such as \'{"method": "flexible"}\''
-    )
-    parser.add_argument("--response", help="try this text; default: the row's truth, then an empty response")
-    parser.add_argument("--response-key", help="try the responses in this column")
-    parser.add_argument("--prompt-key", help="the prompt's column; default: the first usual one there is")
-    parser.add_argument("--data-source", help="for rows without the column data_source")
-    parser.add_argument("--timeout-s", type=float, default=30.0, help="deadline of one call (default: 30)")
-    parser.add_argument("--in-process", action="store_true", help="call the function in this process")
+    add("--data", required=True, nargs="+", help="parquet, json, jsonl or csv files")
+    add("--name", help="the function's name, where --fn does not say it")
+    add("--rows", type=int, default=3, help="rows to try (default: 3)")
+    add("--kwargs", default="{}", help='reward_kwargs as JSON, such as \'{"method": "flexible"}\'')
+    add("--response", help="try this text; default: the row's truth, then an empty response")
+    add("--response-key", help="try the responses in this column")
+    add("--prompt-key", help="the prompt's column; default: the first usual one there is")
+    add("--data-source", help="for rows without the column data_source")
+    add("--timeout-s", type=float, default=30.0, help="deadline of one call (default: 30)")
+    add("--in-process", action="store_true", help="call the function in this process")
 
 
 def run(args: argparse.Namespace) -> int:
     rows = read_rows(args.data, key="--data")
+    columns = rows.column_names
     chosen = [rows[number] for number in range(min(args.rows, len(rows)))]
-    prompt_key = _prompt_column(rows.column_names, args.prompt_key)
+    if args.prompt_key is not None:
+        _require_column(args.prompt_key, "--prompt-key", columns)
+    prompt_key = args.prompt_key or next((name for name in _PROMPT_COLUMNS if name in columns), None)
     manager = build_reward_manager(_config(args), max_response_length=1)
-    if not isinstance(manager, FunctionRewardManager):
-        raise RewardError("verl reward test works with our own reward managers only.")
-    printed = _Printed()
-    try:
-        _say(f"{len(rows)} rows; columns: {', '.join(rows.column_names)}")
+    assert isinstance(manager, FunctionRewardManager)
+    scored = 0
+    with contextlib.closing(manager), _captured_output() as printed:
+        _print(f"{len(rows)} rows; columns: {', '.join(columns)}")
         for signature in manager.signatures:
-            _say(_describe(signature, rows.column_names, prompt_key))
-        sources = {_source(row, args) for row in chosen}
-        manager.check(sources, rows.column_names)
-        scored = 0
+            _print(_describe(signature))
+        manager.check({_source(row, args) for row in chosen}, columns)
         for number, row in enumerate(chosen):
             for title, response in _responses(row, args):
                 sample = _sample(number, row, response, prompt_key, _source(row, args))
                 began = time.monotonic()
                 manager.submit(sample)
                 result = manager.collect()[number]
-                _report(sample, title, result, time.monotonic() - began, printed.take())
+                _report(sample, title, result, time.monotonic() - began, printed)
+                printed.clear()
                 scored += result.score is not None
-    finally:
-        manager.close()
-        printed.remove()
     if not scored:
-        raise RewardError("The function gave no score for any of the rows tried; the reasons stand above.")
-    _say(f"\n{scored} scores; the function can be used.")
+        raise RewardError("The function gave no score for any of the rows tried; see the reasons above.")
+    _print(f"\n{scored} scores; the function can be used.")
     return 0
 
 
@@ -91,10 +87,9 @@ def _config(args: argparse.Namespace) -> RewardConfig:
     return config
 
 
-def _prompt_column(columns: list[str], wanted: str | None) -> str | None:
-    if wanted is not None and wanted not in columns:
-        raise DataError(f"--prompt-key {wanted!r}: no such column; there are: {', '.join(columns)}.")
-    return wanted or next((name for name in _PROMPT_COLUMNS if name in columns), None)
+def _require_column(name: str, option: str, columns: list[str]) -> None:
+    if name not in columns:
+        raise DataError(f"{option} {name!r}: no such column; there are: {', '.join(columns)}.")
 
 
 def _source(row: Mapping[str, Any], args: argparse.Namespace) -> str:
@@ -103,10 +98,7 @@ def _source(row: Mapping[str, Any], args: argparse.Namespace) -> str:
 
 def _responses(row: Mapping[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
     if args.response_key:
-        if args.response_key not in row:
-            raise DataError(
-                f"--response-key {args.response_key!r}: no such column; there are: {', '.join(row)}."
-            )
+        _require_column(args.response_key, "--response-key", list(row))
         return [(f"column {args.response_key}", str(row[args.response_key]))]
     if args.response is not None:
         return [("given response", args.response)]
@@ -125,34 +117,33 @@ def _sample(
         ground_truth=truth_of(row),
         data_source=source,
         extra_info=dict(row.get("extra_info") or {}),
-        columns={name: value for name, value in row.items() if name not in (*_OWN, prompt_key)},
+        columns={name: value for name, value in row.items() if name not in (*_SAMPLE_COLUMNS, prompt_key)},
         messages=messages,
     )
 
 
-def _describe(signature: Signature, columns: list[str], prompt_key: str | None) -> str:
-    kind = ("a whole batch" if signature.is_batch else "one sample") + (
-        ", async" if signature.is_async else ""
-    )
-    asked = [f"{name} (optional)" if name in signature.optional else name for name in signature.names]
-    return f"function {signature.name}: takes {kind}; parameters: {', '.join(asked) or 'any'}"
+def _describe(signature: Signature) -> str:
+    kind = "a whole batch" if signature.is_batch else "one sample"
+    kind += ", async" if signature.is_async else ""
+    names = [f"{name} (optional)" if name in signature.optional else name for name in signature.names]
+    return f"function {signature.name}: takes {kind}; parameters: {', '.join(names) or 'any'}"
 
 
 def _report(
     sample: RewardSample, title: str, result: RewardResult, seconds: float, printed: list[str]
 ) -> None:
-    _say(f"\nrow {sample.index}, {title}")
-    _say(f"  prompt        {_short(sample.prompt)}")
-    _say(f"  response      {_short(sample.response)}")
-    _say(f"  ground_truth  {_short(sample.ground_truth)}")
+    lines = {"prompt": sample.prompt, "response": sample.response, "ground_truth": sample.ground_truth}
+    _print(f"\nrow {sample.index}, {title}")
+    for name, value in lines.items():
+        _print(f"  {name:<13} {_short(value)}")
     for line in printed:
-        _say(f"  it printed    {line}")
+        _print(f"  it printed    {line}")
     if result.score is None:
-        _say(f"  NO SCORE      {result.error}")
+        _print(f"  NO SCORE      {result.error}")
         return
-    _say(f"  score         {result.score:g}   ({seconds * 1000:.1f} ms)")
-    for key, value in result.extra.items():
-        _say(f"  {key:<13} {_short(value)}")
+    _print(f"  score         {result.score:g}   ({seconds * 1000:.1f} ms)")
+    for name, value in result.extra.items():
+        _print(f"  {name:<13} {_short(value)}")
 
 
 def _short(value: Any, limit: int = 100) -> str:
@@ -160,31 +151,25 @@ def _short(value: Any, limit: int = 100) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-class _Printed(logging.Handler):
-    """What the function printed, kept for the report instead of being logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self._lines: list[str] = []
-        self._logger = logging.getLogger("verl.reward.output")
-        self._before = (self._logger.propagate, self._logger.level)
-        self._logger.propagate = False
-        self._logger.setLevel(logging.INFO)
-        self._logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        lines, self._lines = self._lines, []
-        return lines
-
-    def remove(self) -> None:
-        self._logger.removeHandler(self)
-        self._logger.propagate, level = self._before
-        self._logger.setLevel(level)
+@contextlib.contextmanager
+def _captured_output() -> Iterator[list[str]]:
+    """What functions print, for the report instead of the log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("verl.reward.output")
+    before = logger.propagate, logger.level
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before[0]
+        logger.setLevel(before[1])

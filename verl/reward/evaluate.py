@@ -1,7 +1,7 @@
-"""Run loaded reward functions on samples. The same code runs in this process and in a worker process.
+"""Calls reward functions on samples, in a worker process or in this one.
 
-A function that raises, or returns what cannot be a score, costs its sample the score and nothing else: the
-result carries the reason, with the line of the user's file where it happened.
+A function that raises, or returns what cannot be a score, costs its samples the score and nothing else: the result has
+the reason, with the line of the user's file.
 """
 
 from __future__ import annotations
@@ -9,162 +9,92 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Hashable, Sequence
 from typing import Any
 
 from verl.errors import RewardError
-from verl.reward.base import RewardResult, RewardSample
+from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import RewardFunction, Signature
-from verl.reward.loading import FunctionSpec, load_function
 from verl.reward.results import interpret, interpret_batch
-from verl.reward.scorers import get_scorer
-
-SCORERS = "<scorers>"
-"""As the path of a FunctionSpec: the scorer registered for each row's data_source."""
 
 
-class ScorerFunction:
-    """Looks like a `RewardFunction`; hands each sample to the scorer of its data source."""
-
-    def __init__(self, kwargs: Mapping[str, Any] | None = None) -> None:
-        self.kwargs = dict(kwargs or {})
-        self.signature = Signature(name="scorer", takes_any=True)
-        self._bound: dict[str, RewardFunction] = {}
-
-    @property
-    def name(self) -> str:
-        return self.signature.name
-
-    def bound(self, data_source: str) -> RewardFunction:
-        if data_source not in self._bound:
-            function = RewardFunction(get_scorer(data_source), name=f"scorer of {data_source!r}")
-            accepts = function.signature
-            if accepts.is_batch:
-                raise RewardError(
-                    f"The scorer of {data_source!r} takes a whole batch ({', '.join(accepts.names)}); a "
-                    f"scorer gets one "
-                    f"sample. Give it as reward.custom_reward_function instead."
-                )
-            # One set of reward_kwargs serves several scorers: each takes what it knows.
-            function.kwargs = {
-                key: value for key, value in self.kwargs.items() if accepts.takes_any or key in accepts.names
-            }
-            self._bound[data_source] = function
-        return self._bound[data_source]
-
-    def call(self, sample: RewardSample) -> Any:
-        return self.bound(sample.data_source).call(sample)
-
-    def call_batch(self, samples: Sequence[RewardSample]) -> Any:
-        raise RewardError("scorers take one sample at a time")
-
-    def check(self, data_sources: Sequence[str], columns: Sequence[str] | None, key: str) -> None:
-        used: set[str] = set()
-        for data_source in data_sources:
-            function = self.bound(data_source)
-            function.signature.check(function.kwargs, columns, key)
-            used |= set(function.kwargs)
-        surplus = [name for name in self.kwargs if name not in used]
-        if surplus and data_sources:
-            raise RewardError(
-                f"{key}.reward_kwargs has {', '.join(map(repr, surplus))}, which none of the scorers of "
-                f"{', '.join(map(repr, sorted(set(data_sources))))} takes."
-            )
+class FunctionExited(RewardError):
+    """A reward function called `sys.exit`."""
 
 
-Function = RewardFunction | ScorerFunction
-
-
-def load(spec: FunctionSpec) -> Function:
-    """The function of a spec, ready to be called."""
-    if spec.path == SCORERS:
-        return ScorerFunction(spec.kwargs)
-    function = load_function(spec)
-    name = getattr(function, "__qualname__", None) or spec.describe()
-    return RewardFunction(function, spec.kwargs, f"{name} ({spec.path.rpartition(':')[0] or spec.path})")
-
-
-class ExitCalled(Exception):
-    """`sys.exit` inside a coroutine; SystemExit would end the event loop, and with it everybody else's call."""
+class _ExitInCoroutine(Exception):
+    """Stands for SystemExit inside a coroutine, where it would end the event loop and with it every other call."""
 
 
 def score(
-    function: Function, samples: Sequence[RewardSample], timeout: float | None = None
+    function: RewardFunction, samples: Sequence[RewardSample], timeout_s: float | None = None
 ) -> list[RewardResult]:
-    """Results of one task: a batch function sees all of `samples`, any other function each of them."""
+    """Results of one call: a batch function gets all of `samples`, any other function exactly one. Raises
+    FunctionExited; the deadline applies to async functions only."""
     try:
-        if function.signature.is_batch:
-            return _believe_batch(function, samples, _settle(function.call_batch(samples), timeout))
-        return [interpret(_settle(function.call(s), timeout), function.name, s) for s in samples]
-    except Exception as error:  # a stranger's code may raise anything; the sample pays, not the run
-        return failed(function, samples, error, timeout)
+        value = function.call(samples)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_bounded(value, timeout_s))
+        return _interpret(function, samples, value)
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        return failed(function, samples, error, timeout_s)
 
 
 async def score_async(
-    function: Function,
-    samples: Sequence[RewardSample],
-    timeout: float | None = None,
-    *,
-    exits: bool = False,
+    function: RewardFunction, samples: Sequence[RewardSample], timeout_s: float | None = None
 ) -> list[RewardResult]:
-    """The same inside an event loop, so that several can be under way. `exits`: raise where the function exits."""
+    """`score` inside an event loop, so that several calls can overlap."""
     try:
-        if function.signature.is_batch:
-            return _believe_batch(function, samples, await _maybe(function.call_batch(samples), timeout))
-        return [interpret(await _maybe(function.call(s), timeout), function.name, s) for s in samples]
-    except Exception as error:  # as above
-        if exits and isinstance(error, ExitCalled) and error.__cause__ is not None:
-            raise exited(function, error.__cause__) from error
-        return failed(function, samples, error, timeout)
-
-
-def exited(function: Function, error: BaseException) -> RewardError:
-    """What to raise where a function of this process asks the process to end."""
-    return RewardError(
-        f"Reward function {function.name} called sys.exit({getattr(error, 'code', '')!r}){_location(error)}, which "
-        "would end the run: a reward must return a score or raise an exception."
-    )
+        value = function.call(samples)
+        if inspect.isawaitable(value):
+            value = await _bounded(value, timeout_s)
+        return _interpret(function, samples, value)
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        return failed(function, samples, error, timeout_s)
 
 
 def failed(
-    function: Function, samples: Sequence[RewardSample], error: BaseException, timeout: float | None
+    function: RewardFunction, samples: Sequence[RewardSample], error: BaseException, timeout_s: float | None
 ) -> list[RewardResult]:
     """No score for any of `samples`, because of `error`."""
-    if isinstance(error, ExitCalled) and error.__cause__ is not None:
+    if isinstance(error, _ExitInCoroutine) and error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, SystemExit):
+        raise FunctionExited(
+            f"Reward function {function.name} called sys.exit({error.code!r}){_location(error)}; it must return a "
+            f"score or raise an exception."
+        ) from error
     if isinstance(error, RewardError):
         text = str(error)
-    elif isinstance(error, TimeoutError) and timeout is not None and not error.args:
-        text = f"Reward function {function.name} took longer than reward.timeout_s={timeout:g} s"
+    elif isinstance(error, TimeoutError) and timeout_s is not None and not error.args:
+        text = f"Reward function {function.name} took longer than reward.timeout_s={timeout_s:g} s"
     else:
-        rows = ", ".join(str(sample.index) for sample in samples[:4]) + (", ..." if len(samples) > 4 else "")
-        text = f"Reward function {function.name} raised {type(error).__name__}: {error}{_location(error)} on row {rows}"
+        text = (
+            f"Reward function {function.name} raised {type(error).__name__}: {error}{_location(error)} "
+            f"on row {rows_text([sample.index for sample in samples])}"
+        )
     return [RewardResult(None, error=text) for _ in samples]
 
 
-def _believe_batch(function: Function, samples: Sequence[RewardSample], value: Any) -> list[RewardResult]:
-    results = []
-    for sample, item in zip(samples, interpret_batch(value, function.name, samples), strict=True):
+def rows_text(rows: Sequence[int]) -> str:
+    """The first few row numbers, for messages."""
+    return ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
+
+
+def _interpret(function: RewardFunction, samples: Sequence[RewardSample], value: Any) -> list[RewardResult]:
+    if function.signature.is_batch:
+        return interpret_batch(value, function.name, samples)
+    return [interpret(value, function.name, sample) for sample in samples]
+
+
+async def _bounded(value: Awaitable[Any], timeout_s: float | None) -> Any:
+    async def guarded() -> Any:
         try:
-            results.append(interpret(item, function.name, sample))
-        except RewardError as error:  # one bad score does not spoil its neighbours
-            results.append(RewardResult(None, error=str(error)))
-    return results
+            return await value
+        except SystemExit as error:
+            raise _ExitInCoroutine from error
 
-
-def _settle(value: Any, timeout: float | None) -> Any:
-    return asyncio.run(_maybe(value, timeout)) if inspect.isawaitable(value) else value
-
-
-async def _maybe(value: Any, timeout: float | None) -> Any:
-    return await asyncio.wait_for(_as_coroutine(value), timeout) if inspect.isawaitable(value) else value
-
-
-async def _as_coroutine(value: Awaitable[Any]) -> Any:
-    try:
-        return await value
-    except SystemExit as error:
-        raise ExitCalled from error
+    return await asyncio.wait_for(guarded(), timeout_s)
 
 
 def _location(error: BaseException) -> str:
@@ -176,3 +106,53 @@ def _location(error: BaseException) -> str:
             found = f" ({os.path.basename(filename)}, line {trace.tb_lineno})"
         trace = trace.tb_next
     return found
+
+
+class InProcessBackend(Backend):
+    """Calls functions in this process: for those that hold a GPU or that no other process can import.
+
+    Nothing can be killed here, so the deadline holds for async functions only. Calls happen in `drain`, on the caller's
+    thread, because such functions may depend on the thread they run on.
+    """
+
+    def __init__(
+        self, functions: Sequence[RewardFunction], timeout_s: float | None, max_concurrency: int
+    ) -> None:
+        self.functions = list(functions)
+        self.timeout_s = timeout_s
+        self.max_concurrency = max_concurrency
+        self.calls: int = 0
+        self._tasks: list[tuple[Hashable, RewardFunction, Sequence[RewardSample]]] = []
+
+    @property
+    def signatures(self) -> list[Signature]:
+        return [function.signature for function in self.functions]
+
+    def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
+        self._tasks.append((key, self.functions[function], samples))
+
+    def drain(self) -> dict[Hashable, list[RewardResult]]:
+        tasks, self._tasks = self._tasks, []
+        self.calls += len(tasks)
+        concurrent = [task for task in tasks if task[1].signature.is_async]
+        results = {
+            key: score(function, samples, self.timeout_s)
+            for key, function, samples in tasks
+            if not function.signature.is_async
+        }
+        return results | (asyncio.run(self._score_concurrently(concurrent)) if concurrent else {})
+
+    async def _score_concurrently(
+        self, tasks: list[tuple[Hashable, RewardFunction, Sequence[RewardSample]]]
+    ) -> dict[Hashable, list[RewardResult]]:
+        limit = asyncio.Semaphore(self.max_concurrency)
+
+        async def one(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
+            async with limit:
+                return await score_async(function, samples, self.timeout_s)
+
+        scored = await asyncio.gather(*(one(function, samples) for _, function, samples in tasks))
+        return dict(zip((key for key, _, _ in tasks), scored, strict=True))
+
+    def close(self) -> None:
+        self._tasks.clear()

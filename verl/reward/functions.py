@@ -1,25 +1,22 @@
-"""Call anybody's reward function by the names of its parameters.
+"""Binds a reward function's parameters by name and calls it.
 
-`Signature` is what is known of a function without running it: it decides whether the function scores one
-sample or a whole batch, and whether everything it asks for will be there. It is plain data, because the
-function itself may live in another process. `RewardFunction` binds and calls.
-
-A parameter gets, in this order: the value of `reward_kwargs`, the sample's own field, the dataset's column of
-that name, its default. A function with `**kwargs` gets everything. A parameter that would stay empty is an
-error at start.
+A parameter gets, in this order: the value in `reward_kwargs`, the sample's field, the dataset's column of that name,
+its default. A function with `**kwargs` gets everything. A parameter that would stay unset is an error at start.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from verl.errors import RewardError
 from verl.reward.base import RewardSample
+from verl.reward.loading import FunctionSpec, load_function
+from verl.reward.scorers import get_scorer
 
-# Parameter name -> attribute of RewardSample. The first name of each attribute is the one given to **kwargs.
+# Parameter name -> attribute of RewardSample.
 SAMPLE_NAMES: dict[str, str] = {
     "data_source": "data_source",
     "solution_str": "response",
@@ -45,21 +42,22 @@ BATCH_NAMES: dict[str, str] = {
     "data_sources": "data_source",
     "extra_infos": "extra_info",
 }
-# Where a row's truth can stand (`verl.data.rl_dataset.truth_of`), and the parameters that want it.
+# Columns in which `verl.data.rl_dataset.truth_of` finds a row's truth, and the parameters that need it.
 TRUTH_COLUMNS = ("reward_model", "ground_truth", "answer")
-_TRUTHS = ("ground_truth", "ground_truths")
+_TRUTH_PARAMETERS = ("ground_truth", "ground_truths")
+# What **kwargs gets besides the columns.
 _KEYWORD_SAMPLE = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt", "response")
 _KEYWORD_BATCH = ("prompts", "ground_truth", "data_source", "extra_info")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A function's parameters, as plain data."""
+    """A function's parameters as plain data, because the function itself may live in another process."""
 
     name: str
     positional_only: tuple[str, ...] = ()
     by_name: tuple[str, ...] = ()
-    optional: frozenset[str] = field(default_factory=frozenset)
+    optional: tuple[str, ...] = ()
     takes_any: bool = False
     is_async: bool = False
 
@@ -69,62 +67,48 @@ class Signature:
 
     @property
     def is_batch(self) -> bool:
+        """Whether it scores all responses in one call."""
         return any(name in BATCH_NAMES for name in self.names)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "optional": sorted(self.optional)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Signature:
-        return cls(
-            name=str(data["name"]),
-            positional_only=tuple(map(str, data["positional_only"])),
-            by_name=tuple(map(str, data["by_name"])),
-            optional=frozenset(map(str, data["optional"])),
-            takes_any=bool(data["takes_any"]),
-            is_async=bool(data["is_async"]),
-        )
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+        }
+        return cls(**fields)
 
     def check(
-        self, kwargs: Mapping[str, Any], columns: Iterable[str] | None = (), key: str = "reward"
+        self, kwargs: Mapping[str, Any], columns: Collection[str] | None = (), key: str = "reward"
     ) -> None:
-        """Refuse what could only fail at the first sample. `columns=None` means they are not known yet."""
+        """Raise RewardError for what could only fail at the first sample. `columns=None`: not known yet."""
         surplus = [] if self.takes_any else [name for name in kwargs if name not in self.names]
         if surplus:
             raise RewardError(
-                f"Reward function {self.name} has no parameter {_quoted(surplus)} given in "
-                f"{key}.reward_kwargs; "
+                f"Reward function {self.name} has no parameter {_quoted(surplus)} given in {key}.reward_kwargs; "
                 f"its parameters are {_quoted(self.names)}."
             )
         if columns is None:
             return
-        known = (
-            set(SAMPLE_NAMES) | set(columns) | set(kwargs) | (set(BATCH_NAMES) if self.is_batch else set())
-        )
-        unknown = [name for name in self.names if name not in known and name not in self.optional]
+        known = {*SAMPLE_NAMES, *columns, *kwargs, *(BATCH_NAMES if self.is_batch else ())}
+        required = [name for name in self.names if name not in self.optional]
+        unknown = [name for name in required if name not in known]
         if unknown:
             raise RewardError(
-                f"Reward function {self.name} asks for {_quoted(unknown)}, which nothing provides. Known "
-                f"parameters: "
-                f"{', '.join(SAMPLE_NAMES)}; for a whole batch {', '.join(BATCH_NAMES)}; columns of the "
-                f"data: "
-                f"{', '.join(sorted(columns)) or 'none besides these'}. Rename the parameter, give it a "
-                f"default, "
-                f"or set {key}.reward_kwargs.{unknown[0]}."
+                f"Reward function {self.name} asks for {_quoted(unknown)}, which nothing provides. Known parameters: "
+                f"{', '.join(SAMPLE_NAMES)}; for a whole batch {', '.join(BATCH_NAMES)}; columns of the data: "
+                f"{', '.join(sorted(columns)) or 'none'}. Rename the parameter, give it a default, or set "
+                f"{key}.reward_kwargs.{unknown[0]}."
             )
-        self._require_truth(kwargs, set(columns), key)
-
-    def _require_truth(self, kwargs: Mapping[str, Any], columns: set[str], key: str) -> None:
-        """A function that must have the truth, and rows that cannot have one: every score would be wrong."""
-        wanted = [name for name in _TRUTHS if name in self.names and name not in self.optional]
-        if not wanted or not columns or wanted[0] in kwargs or columns & set(TRUTH_COLUMNS):
-            return
-        raise RewardError(
-            f"Reward function {self.name} asks for {wanted[0]!r}, but no row has a truth: it is looked for in the "
-            f"columns reward_model.ground_truth, ground_truth and answer, and the data has: "
-            f"{', '.join(sorted(columns))}. Name the column so, ask for it by its own name (a parameter "
-            f"of that name gets it), or give the parameter a default if the function needs no truth."
-        )
+        truth = [name for name in _TRUTH_PARAMETERS if name in required and name not in kwargs]
+        if truth and columns and not set(columns) & set(TRUTH_COLUMNS):
+            raise RewardError(
+                f"Reward function {self.name} asks for {truth[0]!r}, but no row has one in the columns "
+                f"reward_model.ground_truth, ground_truth or answer; the data has: {', '.join(sorted(columns))}. "
+                f"Rename the column, ask for it by its own name, or give the parameter a default."
+            )
 
 
 def signature_of(function: Callable[..., Any], name: str = "") -> Signature:
@@ -134,8 +118,7 @@ def signature_of(function: Callable[..., Any], name: str = "") -> Signature:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise RewardError(
-            f"The parameters of the reward function {label} cannot be read ({error}); wrap it in a plain "
-            f"Python function."
+            f"The parameters of the reward function {label} cannot be read ({error}); wrap it in a Python function."
         ) from error
     kind = inspect.Parameter
     call = type(function).__call__ if callable(function) else None  # a class with `async def __call__`
@@ -145,7 +128,7 @@ def signature_of(function: Callable[..., Any], name: str = "") -> Signature:
         by_name=tuple(
             p.name for p in parameters if p.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
         ),
-        optional=frozenset(p.name for p in parameters if p.default is not kind.empty),
+        optional=tuple(p.name for p in parameters if p.default is not kind.empty),
         takes_any=any(p.kind is kind.VAR_KEYWORD for p in parameters),
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
     )
@@ -165,69 +148,121 @@ class RewardFunction:
     def name(self) -> str:
         return self.signature.name
 
-    def call(self, sample: RewardSample) -> Any:
-        """One sample. For an async function, a coroutine."""
-        return self._invoke(lambda parameter: _of_sample(sample, parameter), _rest_of_sample, sample)
-
-    def call_batch(self, samples: Sequence[RewardSample]) -> Any:
-        """A whole batch: every argument is a list. For an async function, a coroutine."""
-        return self._invoke(lambda parameter: _of_batch(samples, parameter), _rest_of_batch, samples)
-
-    def _invoke(self, find: Callable[[str], Any], rest: Callable[[Any], dict[str, Any]], given: Any) -> Any:
+    def call(self, samples: Sequence[RewardSample]) -> Any:
+        """Call it for one sample, or for a whole batch with every argument a list. An async function returns a
+        coroutine."""
+        available = _BatchArguments(samples) if self.signature.is_batch else _SampleArguments(samples[0])
         values: dict[str, Any] = {}
         for parameter in self.signature.names:
-            value = self.kwargs[parameter] if parameter in self.kwargs else find(parameter)
-            if value is not _ABSENT:
-                values[parameter] = value
+            if parameter in self.kwargs:
+                values[parameter] = self.kwargs[parameter]
+            elif parameter in available:
+                values[parameter] = available.value(parameter)
             elif parameter not in self.signature.optional:
                 raise RewardError(
                     f"Reward function {self.name} asks for {parameter!r}, which this row does not have; "
                     f"give the parameter a default or the data that column."
                 )
         if self.signature.takes_any:
-            values = {**rest(given), **self.kwargs, **values}
+            values = {**available.everything(), **self.kwargs, **values}
         arguments: list[Any] = []
         for parameter in self.signature.positional_only:
             if parameter not in values:
-                break  # its default holds, and so do those of all behind it
+                break  # from here on the defaults apply
             arguments.append(values.pop(parameter))
         return self.function(*arguments, **values)
 
 
-class _Absent:
-    pass
+@dataclass
+class _SampleArguments:
+    """Values that parameters of a per-sample function can have."""
+
+    sample: RewardSample
+
+    def __contains__(self, parameter: str) -> bool:
+        return parameter in SAMPLE_NAMES or parameter in self.sample.columns
+
+    def value(self, parameter: str) -> Any:
+        if parameter in SAMPLE_NAMES:
+            return getattr(self.sample, SAMPLE_NAMES[parameter])
+        return self.sample.columns[parameter]
+
+    def everything(self) -> dict[str, Any]:
+        return {**self.sample.columns, **{name: self.value(name) for name in _KEYWORD_SAMPLE}}
 
 
-_ABSENT = _Absent()
+@dataclass
+class _BatchArguments:
+    """Values that parameters of a batch function can have: lists, in the order of the samples."""
+
+    samples: Sequence[RewardSample]
+    columns: dict[str, None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.columns = dict.fromkeys(name for sample in self.samples for name in sample.columns)
+
+    def __contains__(self, parameter: str) -> bool:
+        return parameter in BATCH_NAMES or parameter in SAMPLE_NAMES or parameter in self.columns
+
+    def value(self, parameter: str) -> list[Any]:
+        attribute = BATCH_NAMES.get(parameter) or SAMPLE_NAMES.get(parameter)
+        if attribute is not None:
+            return [getattr(sample, attribute) for sample in self.samples]
+        return [sample.columns.get(parameter) for sample in self.samples]
+
+    def everything(self) -> dict[str, Any]:
+        return {name: self.value(name) for name in (*self.columns, *_KEYWORD_BATCH)}
 
 
-def _of_sample(sample: RewardSample, parameter: str) -> Any:
-    if parameter in SAMPLE_NAMES:
-        return getattr(sample, SAMPLE_NAMES[parameter])
-    return sample.columns.get(parameter, _ABSENT)
+class ScorerFunction(RewardFunction):
+    """Calls the scorer that is registered for each sample's data source."""
+
+    def __init__(self, kwargs: Mapping[str, Any] | None = None) -> None:
+        self.kwargs = dict(kwargs or {})
+        self.signature = Signature(name="scorer", takes_any=True)
+        self._scorers: dict[str, RewardFunction] = {}
+
+    def scorer(self, data_source: str) -> RewardFunction:
+        if data_source not in self._scorers:
+            function = RewardFunction(get_scorer(data_source), name=f"scorer of {data_source!r}")
+            accepts = function.signature
+            if accepts.is_batch:
+                raise RewardError(
+                    f"The scorer of {data_source!r} takes a whole batch ({', '.join(accepts.names)}); a scorer gets "
+                    f"one sample. Set reward.custom_reward_function.path to it instead."
+                )
+            # One set of reward_kwargs serves several scorers: each gets those it has a parameter for.
+            function.kwargs = {
+                key: value for key, value in self.kwargs.items() if accepts.takes_any or key in accepts.names
+            }
+            self._scorers[data_source] = function
+        return self._scorers[data_source]
+
+    def call(self, samples: Sequence[RewardSample]) -> Any:
+        return self.scorer(samples[0].data_source).call(samples)
+
+    def check(self, data_sources: Sequence[str], columns: Sequence[str] | None, key: str) -> None:
+        used: set[str] = set()
+        for data_source in data_sources:
+            function = self.scorer(data_source)
+            function.signature.check(function.kwargs, columns, key)
+            used |= set(function.kwargs)
+        surplus = [name for name in self.kwargs if name not in used]
+        if surplus and data_sources:
+            raise RewardError(
+                f"{key}.reward_kwargs has {_quoted(surplus)}, which none of the scorers of "
+                f"{_quoted(sorted(set(data_sources)))} takes."
+            )
 
 
-def _of_batch(samples: Sequence[RewardSample], parameter: str) -> Any:
-    attribute = BATCH_NAMES.get(parameter) or SAMPLE_NAMES.get(parameter)
-    if attribute is not None:
-        return [getattr(sample, attribute) for sample in samples]
-    if not any(parameter in sample.columns for sample in samples):
-        return _ABSENT
-    return [sample.columns.get(parameter) for sample in samples]
+def load(spec: FunctionSpec) -> RewardFunction:
+    """Import the function of a spec."""
+    if spec.is_scorers:
+        return ScorerFunction(spec.kwargs)
+    function = load_function(spec)
+    name = getattr(function, "__qualname__", None) or spec.describe()
+    return RewardFunction(function, spec.kwargs, f"{name} ({spec.path.rpartition(':')[0] or spec.path})")
 
 
-def _rest_of_sample(sample: RewardSample) -> dict[str, Any]:
-    return {**sample.columns, **{name: getattr(sample, SAMPLE_NAMES[name]) for name in _KEYWORD_SAMPLE}}
-
-
-def _rest_of_batch(samples: Sequence[RewardSample]) -> dict[str, Any]:
-    names = dict.fromkeys(name for sample in samples for name in sample.columns)
-    values = {name: [sample.columns.get(name) for sample in samples] for name in names}
-    for name in _KEYWORD_BATCH:
-        attribute = BATCH_NAMES.get(name) or SAMPLE_NAMES[name]
-        values[name] = [getattr(sample, attribute) for sample in samples]
-    return values
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"
+def _quoted(names: Collection[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"

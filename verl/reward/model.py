@@ -1,9 +1,8 @@
 """A sequence-classification model as reward: one number for a whole conversation.
 
-The conversation is encoded anew with the reward model's own tokenizer and template, from the messages where the data
-had them. Work is done in batches of similar length on the device at hand; on the trainer's GPUs the model waits in
-host memory while others work (on GPUs of its own: `verl.workers.reward_model_pool`). Scores do not depend on how
-samples are batched.
+Conversations are encoded with the reward model's own tokenizer and template and scored in batches of similar length. On
+the trainer's GPUs the model stays in host memory while it is not used; `verl.workers.reward_model_pool` runs it on GPUs
+of its own. Scores do not depend on how samples are batched.
 """
 
 from __future__ import annotations
@@ -16,12 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.algorithms.balance import sequence_work
 from verl.errors import ConfigError, ModelError, TrainingHalted
 from verl.models.dtypes import torch_dtype
-from verl.reward.base import RewardResult, RewardSample
+from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import Signature
 
 DEFAULT_BATCH = 8
+CHARACTERS_PER_TOKEN = 4
+MAX_BATCHES = 8
+"""Forward passes in one share of `next_share`: what arrives later is divided among all processes again."""
 
 
 class RewardModel:
@@ -61,19 +64,19 @@ class RewardModel:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ModelError(
-                f"The reward model {path!r} cannot be loaded: {error}. reward.reward_model.model_path needs a folder "
-                f"or id with a sequence-classification model and its tokenizer."
+                f"The reward model reward.reward_model.model_path={path!r} cannot be loaded: {error}. It needs a "
+                f"sequence-classification model and its tokenizer."
             ) from error
         if model.config.num_labels != 1:
             raise ModelError(
-                f"The reward model {path!r} has {model.config.num_labels} labels; a reward model gives one number "
-                f"(num_labels=1). Set reward.reward_model.model_path to another one."
+                f"The reward model reward.reward_model.model_path={path!r} has {model.config.num_labels} labels; it "
+                f"must have one."
             )
         missing = sorted(found.get("missing_keys") or ())
         if missing:
             raise ModelError(
-                f"The reward model {path!r} lacks {', '.join(missing[:3])}, so its rewards would be random. Set "
-                f"reward.reward_model.model_path to a folder with all weights of a reward model."
+                f"The reward model reward.reward_model.model_path={path!r} lacks the weights "
+                f"{', '.join(missing[:3])}, so its rewards would be random."
             )
         limit = max_length or _length_limit(model, tokenizer)
         return cls(model, tokenizer, where, limit, batch_size or DEFAULT_BATCH)
@@ -92,13 +95,13 @@ class RewardModel:
         )
 
     def results(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """`score` in the words of the managers."""
+        """`score` as results."""
         try:
             return [_result(*pair) for pair in self.score(samples)]
         except torch.OutOfMemoryError as error:
             raise TrainingHalted(
-                f"The reward model ran out of GPU memory with {self.batch_size} conversations at a time: {error}. "
-                f"Lower reward.reward_model.micro_batch_size_per_gpu (now {self.batch_size}) or "
+                f"The reward model ran out of GPU memory: {error}. Lower "
+                f"reward.reward_model.micro_batch_size_per_gpu (now {self.batch_size}) or "
                 f"reward.reward_model.max_length (now {self.max_length})."
             ) from error
 
@@ -129,10 +132,9 @@ class RewardModel:
             text = self.tokenizer.apply_chat_template(conversation, tokenize=False)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            ids = self.tokenizer("\n\n".join(str(message["content"]) for message in conversation))[
-                "input_ids"
-            ]
-        # The end is what is judged, so it is the beginning that goes.
+            text = "\n\n".join(str(message["content"]) for message in conversation)
+            ids = self.tokenizer(text)["input_ids"]
+        # The end is what is judged, so the beginning is cut.
         return ids[-self.max_length :] or [self._pad], len(ids) > self.max_length
 
     @torch.inference_mode()
@@ -145,10 +147,8 @@ class RewardModel:
         return logits[:, 0].float().cpu()
 
 
-class ModelBackend:
-    """The reward model as one of a manager's rewards, in this process; loaded when first needed."""
-
-    calls = None
+class ModelBackend(Backend):
+    """The reward model in this process; loaded when first needed."""
 
     def __init__(self, config: Any) -> None:
         check_path(config)
@@ -183,25 +183,46 @@ class ModelBackend:
 
 
 def check_path(config: Any) -> None:
-    """Refuse, before anything is loaded or started, a folder that cannot be one."""
+    """Raise before anything is loaded or started if `model_path` cannot be a model."""
     path = config.model_path
     if not path:
         raise ConfigError(
-            "reward.reward_model.enable=True needs reward.reward_model.model_path, a Hugging Face folder or id."
+            "reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or id."
         )
     folder = Path(path).expanduser()
     if (folder.exists() or path.startswith(("/", "~", "."))) and not (folder / "config.json").is_file():
-        raise ModelError(
-            f"reward.reward_model.model_path={path!r} is not a model folder: it has no config.json."
-        )
+        raise ModelError(f"reward.reward_model.model_path={path!r} has no config.json.")
 
 
 def _result(score: float, cut: bool) -> RewardResult:
     if not math.isfinite(score):
         return RewardResult(
-            None, error=f"The reward model gave {score}; its numbers overflowed (try float32)."
+            None, error=f"The reward model gave {score}; try reward.reward_model.dtype=float32."
         )
     return RewardResult(score, {"rm_truncated": float(cut)})
+
+
+def estimated_work(sample: RewardSample, hidden_size: int) -> int:
+    """Of one conversation, from its length in characters."""
+    characters = len(sample.prompt) + len(sample.response)
+    return sequence_work([1 + characters // CHARACTERS_PER_TOKEN], hidden_size)[0]
+
+
+def next_share(work: Sequence[int], processes: int, batch_size: int) -> list[int]:
+    """Positions in `work` (one number for each waiting sample) that one of `processes` scores next: its share, largest
+    first so that all finish about together, at least `batch_size` samples where there are enough for everyone."""
+    if not work:
+        return []
+    order = sorted(range(len(work)), key=lambda position: (-work[position], position))
+    least = min(batch_size, -(-len(work) // processes))
+    share = sum(work) / processes
+    taken, total = 0, 0
+    while taken < len(order) and taken < MAX_BATCHES * batch_size:
+        if taken >= least and total + work[order[taken]] > share:
+            break
+        total += work[order[taken]]
+        taken += 1
+    return order[:taken]
 
 
 def _length_limit(model: Any, tokenizer: Any) -> int:
@@ -214,18 +235,14 @@ def _length_limit(model: Any, tokenizer: Any) -> int:
 
 
 def _pad_token(model: Any, tokenizer: Any) -> int:
-    """The token that fills rows. The model looks for the last token that is not this one, so it must not be one that
-    ends a conversation."""
+    """The padding token. The model scores at the last token that is not this one, so it must not be one that ends a
+    conversation."""
     config = model.config
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     pad = getattr(text_config, "pad_token_id", None)
     if pad is None:
-        for candidate in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
-            if candidate is not None and candidate != tokenizer.eos_token_id:
-                pad = candidate
-                break
-        else:
-            pad = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
-        text_config.pad_token_id = pad
-        config.pad_token_id = pad
+        eos = tokenizer.eos_token_id
+        candidates = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+        pad = next((token for token in candidates if token not in (None, eos)), 0 if eos is None else eos)
+        text_config.pad_token_id = config.pad_token_id = pad
     return int(pad)

@@ -1,54 +1,52 @@
-"""A pool of killable worker processes.
+"""A pool of worker processes that call reward functions.
 
-What always holds: every submitted task is answered exactly once; a call that outlives its deadline, crashes,
-exits, eats memory or breeds processes costs only its own samples their score, and its whole process tree is
-gone before the replacement starts; tasks that merely waited behind it are run again. Processes are started
-once and kept.
+Every submitted task gets exactly one answer. A call that misses its deadline, crashes, exits or exceeds the memory or
+process limit costs only its own samples their score: the worker's whole process tree is killed before a new worker
+starts, and tasks that waited behind it run again.
 
-One thread does all the talking, without ever blocking on a worker. It also starts them: the kernel ends a
-worker when the thread that started it is gone.
+One thread runs an event loop that starts the workers and talks to them: the kernel ends a worker with the thread that
+started it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import itertools
+import json
 import logging
 import pickle
-import selectors
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from verl import processes
 from verl.errors import RewardError
-from verl.reward import processes
-from verl.reward.base import RewardResult, RewardSample
+from verl.reward.base import Backend, RewardResult, RewardSample
+from verl.reward.evaluate import rows_text
 from verl.reward.functions import Signature
-from verl.reward.handle import Broken, Task, WorkerHandle
 from verl.reward.loading import FunctionSpec
 from verl.reward.sandbox import Settings
-from verl.reward.worker import WorkerSetup
+from verl.reward.worker import Task, WorkerProcess, WorkerSetup
 
 _log = logging.getLogger(__name__)
 
 MAX_PROCESSES = 64
 """Processes one worker may have at the same time, itself included, besides those of a sandbox."""
-_MAX_ZOMBIES = 128
 _START_LIMIT_S = 600.0
 _MAX_FAILED_STARTS = 3
 _GRACE_S = 2.0  # an async function's own deadline fires first; this is for one that blocks its event loop
-_AHEAD_S = (
-    0.05  # so much work is sent ahead of time, so that a worker need not wait for us between quick calls
-)
+_AHEAD_S = 0.05  # so much work is sent ahead, so that a worker need not wait for us between quick calls
 _MAX_AHEAD = 16
-_WATCH_S = 0.1
+_CHECK_S = 0.1
+_IDLE_CHECK_S = 1.0
+_MAX_LINE = 1 << 30
 
 
-class WorkerPool:
+class WorkerPool(Backend):
     """Runs functions in worker processes. `submit` from one thread, then `drain`."""
 
     def __init__(
@@ -63,57 +61,60 @@ class WorkerPool:
         sandbox_settings: Settings | None = None,
         quiet: bool = False,
     ) -> None:
-        """`quiet`: deaths are expected, and the caller answers for them; they are logged as details only."""
+        """`quiet`: killed calls are expected by the caller and logged at level DEBUG only."""
         self.timeout_s = timeout_s
         self.num_workers = num_workers
-        self._names = ", ".join(spec.describe() for spec in specs)
         self.restarts = 0
-        self.calls = 0
-        self._death_level = logging.DEBUG if quiet else logging.WARNING
-        self._setup = WorkerSetup(
-            tuple(specs), timeout_s, memory_limit_mb, dict(scorers or {}), sandbox_settings or Settings()
-        )
+        self.calls: int = 0
+        self._names = ", ".join(spec.describe() for spec in specs)
+        self._kill_level = logging.DEBUG if quiet else logging.WARNING
+        sandboxed = sandbox_settings or Settings()
+        self._setup = WorkerSetup(tuple(specs), timeout_s, memory_limit_mb, dict(scorers or {}), sandboxed)
         # Programs in the sandbox are descendants too, and have limits of their own.
-        guests = self._setup.sandbox_settings
         self._memory_limit = (
-            (memory_limit_mb + guests.memory_limit_mb) << 20
+            (memory_limit_mb + sandboxed.memory_limit_mb) << 20
             if memory_limit_mb
-            else processes.memory_of_machine() // 2
+            else processes.host_memory_limit() // 2
         )
-        self._process_limit = MAX_PROCESSES + guests.max_processes
+        self._process_limit = MAX_PROCESSES + sandboxed.max_processes
         self._per_worker = max(1, max_concurrency // num_workers)
-        self._signatures: list[Signature] | None = None
-        self._numbers = itertools.count()
+        self._signatures: list[Signature] = []
+        self._ids = itertools.count()
+        self._workers: list[WorkerProcess] = []
+        self._failed_starts = 0
+        self._call_s = 0.0
+        # Shared between the caller's thread and the event loop's, under `_changed`.
+        self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
         self._results: dict[Hashable, list[RewardResult]] = {}
-        self._open_tasks = 0
-        self._changed = threading.Condition()
+        self._unanswered = 0
         self._failure: RewardError | None = None
-        self._failed_starts = 0
-        self._closing = False
-        self._workers: list[WorkerHandle] = []
-        self._call_s = 0.0
-        self._next_watch = 0.0
-        self._selector = selectors.DefaultSelector()
-        self._wake_here, self._wake_there = socket.socketpair()
-        for end in (self._wake_here, self._wake_there):
-            end.setblocking(False)
-        self._selector.register(self._wake_here, selectors.EVENT_READ, None)
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-        self._await_start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._signatures or self._failure)
+            failure = self._failure
+        if failure is not None:
+            self.close()
+            raise failure
 
     @property
     def signatures(self) -> list[Signature]:
-        return self._signatures or []
+        return self._signatures
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers' supervisors."""
+        return [worker.process.pid for worker in self._workers]
 
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        """Queue one call; `key` is how `drain` names its results."""
-        number, samples = next(self._numbers), list(samples)
+        task_id, samples = next(self._ids), list(samples)
         try:
-            payload = pickle.dumps((number, function, samples))
-        except Exception as error:  # pickling runs whatever __reduce__ the data has
+            payload = pickle.dumps((task_id, function, samples))
+        except Exception as error:  # pickling calls whatever __reduce__ the data has
             text = (
                 f"The row cannot be sent to a reward worker process ({type(error).__name__}: {error}); "
                 f"set reward.in_process=True or drop that column."
@@ -121,297 +122,225 @@ class WorkerPool:
             with self._changed:
                 self._results[key] = [RewardResult(None, error=text) for _ in samples]
             return
-        task = Task(number, key, function, tuple(sample.index for sample in samples), payload)
+        task = Task(task_id, key, function, tuple(sample.index for sample in samples), payload)
         with self._changed:
-            self._raise_failure()
+            if self._failure is not None:
+                raise self._failure
             self._queue.append(task)
-            self._open_tasks += 1
-        self._wake()
+            self._unanswered += 1
+            first = len(self._queue) == 1
+        if first:  # otherwise the loop knows that tasks are waiting
+            with contextlib.suppress(RuntimeError):  # the loop has just ended: drain says why
+                self._loop.call_soon_threadsafe(self._dispatch)
 
     def drain(self) -> dict[Hashable, list[RewardResult]]:
-        """Wait for everything submitted since the last drain."""
         with self._changed:
-            while self._open_tasks and self._failure is None:
-                self._changed.wait()
-            self._raise_failure()
+            self._changed.wait_for(lambda: not self._unanswered or self._failure)
+            if self._failure is not None:
+                raise self._failure
             results, self._results = self._results, {}
         return results
 
     def close(self) -> None:
         """End the workers and whatever they started. Safe to call twice."""
         atexit.unregister(self.close)
-        self._closing = True
-        self._wake()
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._closing.set)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    # ---- the thread
+    # ---- the event loop's thread
 
     def _run(self) -> None:
+        failure = RewardError("The reward pool is closed.")
         try:
-            while not self._closing and self._failure is None:
-                self._fill()
-                self._dispatch()
-                for key, events in self._selector.select(self._patience()):
-                    self._serve(key, events)
-                self._enforce()
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        except RewardError as error:
+            failure = error
         except Exception as error:  # whoever waits in drain must hear of it
             _log.exception("the reward pool failed")
-            self._fail(RewardError(f"The reward pool failed: {type(error).__name__}: {error}"))
-        finally:
-            for worker in self._workers:
-                worker.end()
-            self._selector.close()
-            self._wake_here.close()
-            if self._failure is None:
-                self._fail(RewardError("The reward pool is closed."))
-
-    def _fill(self) -> None:
-        while len(self._workers) < self.num_workers and self._failure is None:
-            worker = WorkerHandle(self._setup, self._memory_limit)
-            self._workers.append(worker)
-            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
-            self._selector.register(worker.output, selectors.EVENT_READ, worker)
-
-    def _dispatch(self) -> None:
+            failure = RewardError(f"The reward pool failed: {type(error).__name__}: {error}")
         with self._changed:
-            while self._queue:
-                task = self._queue[0]
-                free = [worker for worker in self._workers if self._has_room(worker, task)]
-                if not free:
-                    return
-                self._queue.popleft()
-                min(free, key=lambda worker: len(worker.outstanding)).assign(task)
+            self._failure = failure
+            self._changed.notify_all()
 
-    def _has_room(self, worker: WorkerHandle, task: Task) -> bool:
-        if not worker.ready or worker.retiring or worker.exclusive:
-            return False
-        if task.alone:
-            return not worker.outstanding
-        if self._concurrent:
-            return len(worker.outstanding) < self._per_worker
-        ahead = int(_AHEAD_S / self._call_s) if self._call_s else 1
-        return len(worker.outstanding) <= min(ahead, _MAX_AHEAD)
+    async def _serve(self) -> None:
+        coroutines = [self._closing.wait(), self._enforce_limits()]
+        coroutines += [self._keep_worker() for _ in range(self.num_workers)]
+        running = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+        done, pending = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for future in pending:
+            future.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for worker in self._workers:
+            await worker.end()
+        for future in done:
+            future.result()
 
-    @property
-    def _concurrent(self) -> bool:
-        return any(signature.is_async for signature in self.signatures)
-
-    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
-        worker = key.data
-        if worker is None:
-            with contextlib.suppress(BlockingIOError):
-                self._wake_here.recv(4096)
-            return
-        if worker not in self._workers:  # replaced earlier in this round
-            return
-        if key.fileobj is worker.output:
-            if not worker.read_output():
-                self._selector.unregister(worker.output)
-            return
-        if events & selectors.EVENT_READ:
-            self._listen(worker)
-
-    def _listen(self, worker: WorkerHandle) -> None:
-        """Take what it has said; it may turn out to be lost."""
-        try:
-            worker.read_output()  # what a call printed is passed on before its result
-            for message in worker.messages():
-                self._hear(worker, message)
-        except Broken as error:
-            self._lost(worker, str(error))
-
-    def _hear(self, worker: WorkerHandle, message: dict[str, Any]) -> None:
-        if "load_error" in message:
-            self._fail(RewardError(str(message["load_error"])))
-        elif not worker.ready:
+    async def _keep_worker(self) -> None:
+        """Keep one worker running until the pool closes; RewardError when it cannot be started."""
+        while True:
+            worker = WorkerProcess(self._memory_limit)
+            self._workers.append(worker)
+            self._loop.add_reader(worker.output, worker.read_output)
             try:
-                signatures = [Signature.from_json(item) for item in message["ready"]]
-            except (KeyError, TypeError) as error:
-                raise Broken("did not say hello") from error
+                problem = await self._talk(worker)
+                problem = await self._how_it_ended(worker, problem)
+            finally:
+                await worker.end()
+            self._workers.remove(worker)
+            self.restarts += 1
+            problem += worker.last_output()
+            if worker.ready:
+                self._reassign(worker, problem)
+                continue
+            self._failed_starts += 1
+            if not self._signatures or self._failed_starts >= _MAX_FAILED_STARTS:
+                raise RewardError(
+                    f"The reward function {self._names}, imported in a worker process, {problem}."
+                )
+
+    async def _talk(self, worker: WorkerProcess) -> str:
+        """Pass replies on until the socket closes; what the worker did wrong, if it still runs then."""
+        reader, worker.writer = await asyncio.open_unix_connection(sock=worker.socket, limit=_MAX_LINE)
+        worker.send(pickle.dumps(self._setup))
+        with contextlib.suppress(ConnectionError):
+            while (line := await reader.readline()).endswith(b"\n"):
+                worker.read_output()  # what a call printed is logged before its result arrives
+                try:
+                    self._handle(worker, json.loads(line))
+                except (ValueError, KeyError, TypeError):
+                    return "wrote into its result channel and was killed"
+        return ""
+
+    async def _how_it_ended(self, worker: WorkerProcess, problem: str) -> str:
+        if worker.kill_reason or problem:
+            return worker.kill_reason or problem
+        deadline = time.monotonic() + 3.0
+        while worker.process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
+        if worker.cgroup is not None and worker.cgroup.ran_out_of_memory():
+            return self._memory_problem("too much")
+        if worker.process.returncode is None:
+            return "closed its result channel and was killed"
+        return processes.describe_exit(worker.process.returncode)
+
+    def _handle(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        if "load_error" in message:
+            raise RewardError(message["load_error"])
+        if "ready" in message:
             worker.ready = True
             self._failed_starts = 0
             with self._changed:
-                self._signatures = signatures
+                self._signatures = [Signature.from_json(item) for item in message["ready"]]
                 self._changed.notify_all()
         else:
-            before = worker.last_reply_at
-            task, results = worker.take_reply(message)
-            took = worker.last_reply_at - max(before, task.sent_at)
+            task = worker.tasks[message["id"]]
+            results = [RewardResult(*row) for row in message["results"]]
+            del worker.tasks[task.id]
+            now = time.monotonic()
+            took = now - max(worker.last_reply_at, task.sent_at)
+            worker.last_reply_at = now
             self._call_s = took if self._call_s == 0.0 else 0.9 * self._call_s + 0.1 * took
             self._answer(task, results)
+        self._dispatch()
 
     def _answer(self, task: Task, results: list[RewardResult]) -> None:
         with self._changed:
             self._results[task.key] = results
             self.calls += 1
-            self._open_tasks -= 1
-            if not self._open_tasks:
+            self._unanswered -= 1
+            if not self._unanswered:
                 self._changed.notify_all()
+
+    def _dispatch(self) -> None:
+        with self._changed:
+            while self._queue:
+                task = self._queue[0]
+                free = [worker for worker in self._workers if self._can_take(worker, task)]
+                if not free:
+                    return
+                self._queue.popleft()
+                worker = min(free, key=lambda worker: len(worker.tasks))
+                task.sent_at = time.monotonic()
+                worker.tasks[task.id] = task
+                worker.send(task.payload)
+
+    def _can_take(self, worker: WorkerProcess, task: Task) -> bool:
+        if not worker.ready or worker.ending:
+            return False
+        if task.alone or any(other.alone for other in worker.tasks.values()):
+            return not worker.tasks
+        if self._concurrent:
+            return len(worker.tasks) < self._per_worker
+        ahead = int(_AHEAD_S / self._call_s) if self._call_s else 1
+        return len(worker.tasks) <= min(ahead, _MAX_AHEAD)
+
+    @property
+    def _concurrent(self) -> bool:
+        return any(signature.is_async for signature in self._signatures)
+
+    def _running(self, worker: WorkerProcess) -> list[Task]:
+        """The calls a worker is busy with: the oldest, or all of them with async functions."""
+        tasks = list(worker.tasks.values())
+        return tasks if self._concurrent else tasks[:1]
 
     # ---- deadlines, limits, deaths
 
-    def _patience(self) -> float | None:
-        """Seconds until something must be looked at."""
-        for worker in self._workers:
-            self._watch_writes(worker)
-        if all(worker.ready and not worker.outstanding for worker in self._workers):
-            return None
-        now = time.monotonic()
-        moments = [self._next_watch, now + 1.0]
-        moments += [deadline for worker in self._workers if (deadline := self._deadline(worker)) is not None]
-        return max(0.0, min(moments) - now)
+    async def _enforce_limits(self) -> None:
+        next_scan = 0.0
+        while True:
+            # Replies that arrived in time are handled before this continues, however long the loop was busy.
+            await asyncio.sleep(_CHECK_S if any(worker.tasks for worker in self._workers) else _IDLE_CHECK_S)
+            start = time.monotonic()
+            for worker in self._workers:
+                if not worker.ending:
+                    self._enforce_deadline(worker, start)
+                if not worker.ending and start >= next_scan and (worker.tasks or not worker.ready):
+                    self._enforce_sizes(worker)
+            if start >= next_scan:  # reading /proc may take long on a machine with very many processes
+                next_scan = time.monotonic() + 20 * (time.monotonic() - start)
 
-    def _watch_writes(self, worker: WorkerHandle) -> None:
-        worker.flush()
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.wants_to_write else 0)
-        self._selector.modify(worker.channel, events, worker)
+    def _enforce_deadline(self, worker: WorkerProcess, now: float) -> None:
+        running = self._running(worker)
+        if not worker.ready and now >= worker.started_at + _START_LIMIT_S:
+            worker.kill(f"did not finish importing within {_START_LIMIT_S:g} s", [])
+        # The deadline is of the call, not of the wait behind others.
+        since = 0.0 if self._concurrent else worker.last_reply_at
+        late = [now - max(task.sent_at, since) - self.timeout_s for task in running]
+        if late and max(late) >= (_GRACE_S if self._concurrent else 0.0):
+            reason = f"took longer than reward.timeout_s={self.timeout_s:g} s and was killed"
+            worker.kill(reason, [task for task, by in zip(running, late, strict=True) if by >= 0.0])
 
-    def _deadline(self, worker: WorkerHandle) -> float | None:
-        if not worker.ready:
-            return worker.started_at + _START_LIMIT_S
-        if not worker.outstanding:
-            return None
-        first = next(iter(worker.outstanding.values()))
-        if self._concurrent:
-            return first.sent_at + self.timeout_s + _GRACE_S
-        return max(first.sent_at, worker.last_reply_at) + self.timeout_s
+    def _enforce_sizes(self, worker: WorkerProcess) -> None:
+        pids = [process.pid for process in processes.descendants(worker.process.pid)]
+        if (count := len(pids)) > self._process_limit:
+            limit = self._process_limit - 1
+            reason = f"started {count - 1} processes (at most {limit}) and was killed with them"
+            worker.kill(reason, self._running(worker))
+        elif worker.cgroup is None and (used := processes.resident_bytes(pids)) > self._memory_limit:
+            worker.kill(self._memory_problem(f"{used >> 20} MB of"), self._running(worker))
 
-    def _enforce(self) -> None:
-        now = time.monotonic()
-        for worker in list(self._workers):
-            deadline = self._deadline(worker)
-            if deadline is not None and now >= deadline:
-                # It may have answered in time, while this thread was busy with another one.
-                self._listen(worker)
-                if worker not in self._workers:
-                    continue
-                deadline = self._deadline(worker)
-            if deadline is None or now < deadline:
-                if worker.retiring and not worker.outstanding:
-                    self._replace(worker)
-            elif not worker.ready:
-                self._start_failed(worker, f"did not finish importing within {_START_LIMIT_S:g} s")
-            else:
-                late = [
-                    task
-                    for task in worker.outstanding.values()
-                    if not self._concurrent or now >= task.sent_at + self.timeout_s
-                ]
-                guilty = late if self._concurrent else late[:1]
-                what = f"took longer than reward.timeout_s={self.timeout_s:g} s and was killed"
-                self._blame(worker, guilty, what, certain=not self._concurrent)
-        if now >= self._next_watch:
-            self._watch(now)
+    def _memory_problem(self, used: str) -> str:
+        limit = f"limit {self._memory_limit >> 20} MB, reward.memory_limit_mb"
+        return f"used {used} memory ({limit}) and was killed"
 
-    def _watch(self, now: float) -> None:
-        """Look at the process trees: often while a call is long, seldom otherwise."""
-        busy = [worker for worker in self._workers if worker.outstanding or not worker.ready]
-        seen = processes.trees([worker.pid for worker in busy])
-        for worker in busy:
-            tree = seen[worker.pid]
-            used = 0 if worker.group is not None else processes.memory(tree.pids)
-            if worker.process.poll() is not None:  # a child of it still holds the channel open
-                self._lost(worker, "")
-            elif len(tree.pids) > self._process_limit:
-                text = (
-                    f"started {len(tree.pids) - 1} processes (at most {self._process_limit - 1}) and was killed "
-                    f"with them"
-                )
-                self._blame_running(worker, text)
-            elif used > self._memory_limit:
-                self._blame_running(worker, self._too_much_memory(f"{used >> 20} MB of"))
-            elif tree.zombies > _MAX_ZOMBIES:
-                worker.retiring = True
-        done = time.monotonic()
-        slow = any(now - max(w.last_reply_at, w.started_at) > _WATCH_S for w in busy if w.outstanding)
-        self._next_watch = done + max(_WATCH_S if slow else 10 * _WATCH_S, 20 * (done - now))
-
-    def _too_much_memory(self, used: str) -> str:
-        return (
-            f"used {used} memory (limit {self._memory_limit >> 20} MB, reward.memory_limit_mb) and was killed"
-        )
-
-    def _blame_running(self, worker: WorkerHandle, what: str) -> None:
-        if not worker.ready:
-            self._start_failed(worker, what)
-        else:
-            self._blame(worker, self._running(worker), what, certain=not self._concurrent)
-
-    def _running(self, worker: WorkerHandle) -> list[Task]:
-        """The calls that may be the cause of what a worker does: one in a serial worker, all in a concurrent
-        one."""
-        tasks = list(worker.outstanding.values())
-        return tasks if self._concurrent else tasks[:1]
-
-    def _lost(self, worker: WorkerHandle, reason: str) -> None:
-        """The channel broke: find out how the worker ended."""
-        if reason:
-            what = reason + " and was killed"
-        elif worker.group is not None and worker.group.ran_out_of_memory():
-            what = self._too_much_memory("too much")
-        elif (status := worker.exit_status()) is None:
-            what = "closed its result channel and was killed"
-        else:
-            what = processes.describe_end(status)
-        what += worker.last_words()
-        if not worker.ready:
-            self._start_failed(worker, what)
-        else:
-            self._blame(worker, self._running(worker), what)
-
-    def _blame(self, worker: WorkerHandle, suspects: list[Task], what: str, certain: bool = False) -> None:
-        """Replace the worker. Who is not certainly guilty is tried once more, with a worker to himself: it
-        may have been a neighbour, or something an earlier call left behind."""
-        others = [task for task in worker.outstanding.values() if task not in suspects]
-        self._replace(worker)
-        again = list(others)
-        for task in suspects:
-            if certain or task.alone:
-                rows = ", ".join(map(str, task.rows[:4])) + (", ..." if len(task.rows) > 4 else "")
-                text = f"Reward function {self.signatures[task.function].name} {what} (row {rows})"
-                _log.log(self._death_level, "%s", text)
+    def _reassign(self, worker: WorkerProcess, problem: str) -> None:
+        """Fail the calls that ended the worker and queue the others again. A call that only may have ended it is tried
+        once more, alone: it may have been a neighbour, or something an earlier call left behind."""
+        certain = bool(worker.kill_reason) and not self._concurrent
+        suspects = worker.suspects if worker.kill_reason else self._running(worker)
+        again = []
+        for task in worker.tasks.values():
+            if task in suspects and (certain or task.alone):
+                name = self._signatures[task.function].name
+                text = f"Reward function {name} {problem} (row {rows_text(task.rows)})"
+                _log.log(self._kill_level, "%s", text)
                 self._answer(task, [RewardResult(None, error=text) for _ in task.rows])
             else:
-                task.alone = True
+                task.alone = task.alone or task in suspects
                 again.append(task)
         with self._changed:
             self._queue.extendleft(reversed(again))
-
-    def _replace(self, worker: WorkerHandle) -> None:
-        self._workers.remove(worker)
-        for source in (worker.channel, worker.output):
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(source)
-        worker.end()
-        self.restarts += 1
-
-    def _start_failed(self, worker: WorkerHandle, what: str) -> None:
-        self._replace(worker)
-        self._failed_starts += 1
-        if self._signatures is None or self._failed_starts >= _MAX_FAILED_STARTS:
-            self._fail(
-                RewardError(f"The reward function {self._names}, imported in a worker process, {what}.")
-            )
-
-    def _fail(self, error: RewardError) -> None:
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _await_start(self) -> None:
-        with self._changed:
-            while self._signatures is None and self._failure is None:
-                self._changed.wait()
-            failure = self._failure
-        if failure is not None:
-            self.close()
-            raise failure
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_there.send(b".")
+        self._dispatch()

@@ -1,8 +1,4 @@
-"""Believe a reward function's answer, or say exactly why not.
-
-Whatever passes `interpret` is a finite float with a dict of plain extra values, so nothing behind it ever
-meets a None, a NaN or a tensor. Python truth values count as 1 and 0.
-"""
+"""Checks what a reward function returned: every accepted score is a finite float with plain extra values."""
 
 from __future__ import annotations
 
@@ -19,7 +15,9 @@ _EXTRA_LIMIT = 2000  # characters kept of an extra value that is not a number, a
 def interpret(value: Any, function: str, sample: RewardSample) -> RewardResult:
     """The result for one sample, from what `function` returned for it."""
     if isinstance(value, RewardResult):
-        return value
+        if value.score is None and value.error:
+            return value
+        value = {**value.extra, "score": value.score}
     if isinstance(value, Mapping):
         if "score" not in value:
             raise _unusable(
@@ -30,37 +28,45 @@ def interpret(value: Any, function: str, sample: RewardSample) -> RewardResult:
     return RewardResult(_number(value, function, sample, value))
 
 
-def interpret_batch(value: Any, function: str, samples: Sequence[RewardSample]) -> list[Any]:
-    """The list of per-sample values in a batch function's answer: a sequence of results, or a dict of
-    sequences."""
+def interpret_batch(value: Any, function: str, samples: Sequence[RewardSample]) -> list[RewardResult]:
+    """The results from what a batch function returned: a sequence of scores or dicts, or a dict of sequences. One bad
+    score does not spoil the others."""
+    results = []
+    for sample, item in zip(samples, _per_sample(value, function, len(samples)), strict=True):
+        try:
+            results.append(interpret(item, function, sample))
+        except RewardError as error:
+            results.append(RewardResult(None, error=str(error)))
+    return results
+
+
+def _per_sample(value: Any, function: str, count: int) -> list[Any]:
     if isinstance(value, Mapping) and "score" in value:
         columns = {key: _as_list(items) for key, items in value.items()}
-        wrong = {key: items for key, items in columns.items() if items is None or len(items) != len(samples)}
+        wrong = {key: items for key, items in columns.items() if items is None or len(items) != count}
         if not wrong:
-            # type: ignore[arg-type]
-            return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            return [{key: items[row] for key, items in columns.items() if items} for row in range(count)]
         key, items = next(iter(wrong.items()))
         seen = f"a dict whose {key!r} has " + ("no length" if items is None else f"{len(items)} items")
     else:
         listed = _as_list(value)
-        if listed is not None and len(listed) == len(samples):
+        if listed is not None and len(listed) == count:
             return listed
         seen = f"{type(value).__name__} {_show(value)}" if listed is None else f"{len(listed)} scores"
     raise RewardError(
-        f"Reward function {function} was given {len(samples)} completions and returned {seen}. "
-        f"A batch function must return one score (or one dict with 'score') per completion, in order."
+        f"Reward function {function} was given {count} completions and returned {seen}. A batch function must return "
+        f"one score (or dict with 'score') per completion, in order."
     )
 
 
 def plain(value: Any) -> Any:
-    """Numbers as Python numbers, text and small lists as they are, anything else as its repr: what JSON can
-    carry."""
+    """What JSON can carry: numbers as Python numbers, text and small collections as they are, anything else as repr."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return _clip(value)
     if isinstance(value, int):
-        # str() of it may be refused by Python
+        # str() of a longer one may be refused by Python
         return int(value) if abs(value) < 2**63 else "a very large integer"
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
@@ -68,43 +74,26 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, Mapping) and len(value) <= 64:
         return {_clip(str(key)): plain(item) for key, item in value.items()}
-    item = getattr(value, "item", None)
-    size = getattr(value, "size", None)
-    if callable(item) and (size is None or (isinstance(size, int) and size == 1) or _is_single_tensor(value)):
-        try:
-            return plain(value.item())
-        except (TypeError, ValueError, RuntimeError):
-            pass
-    return _clip(repr(value))
-
-
-def _is_single_tensor(value: Any) -> bool:
-    numel = getattr(value, "numel", None)
-    return callable(numel) and numel() == 1
+    try:  # numpy scalars and tensors with one element; others raise
+        return plain(value.item())
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return _clip(repr(value))
 
 
 def _number(value: Any, function: str, sample: RewardSample, returned: Any) -> float:
-    given = value
     if value is None:
-        raise _unusable(
-            returned, function, sample, "None", "Return a number on every path through the function."
-        )
+        raise _unusable(returned, function, sample, "None", "Return a number on every path.")
     if isinstance(value, str | bytes):
         raise _unusable(returned, function, sample, "text", "Return float(...) of it.")
-    if not isinstance(value, bool | int | float):
-        try:
-            value = float(given)  # numpy scalars, 0-d tensors, Decimal, Fraction
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            kind = f"a {type(given).__name__}"
-            raise _unusable(returned, function, sample, kind, "Return one number per sample.") from None
     try:
-        number = float(value)
+        number = float(value)  # also numpy scalars, 0-d tensors, Decimal, Fraction
     except OverflowError:
         number = math.inf
+    except (TypeError, ValueError, RuntimeError):
+        kind = f"a {type(value).__name__}"
+        raise _unusable(returned, function, sample, kind, "Return one number per sample.") from None
     if not math.isfinite(number):
-        raise _unusable(
-            returned, function, sample, str(number), "Return a finite number, clipped to a sensible range."
-        )
+        raise _unusable(returned, function, sample, str(number), "Return a finite number.")
     return number
 
 
@@ -116,15 +105,10 @@ def _unusable(value: Any, function: str, sample: RewardSample, kind: str, fix: s
 
 
 def _as_list(value: Any) -> list[Any] | None:
-    if isinstance(value, str | bytes | Mapping):
-        return None
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return list(value)
-    tolist = getattr(value, "tolist", None)
-    if callable(tolist):
-        listed = tolist()
-        return listed if isinstance(listed, list) else None
-    return None
+    listed = value.tolist() if callable(getattr(value, "tolist", None)) else None
+    return listed if isinstance(listed, list) else None
 
 
 def _show(value: Any, limit: int = 80) -> str:

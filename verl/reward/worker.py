@@ -1,49 +1,53 @@
-"""The worker process: loads the functions once, then scores tasks until its channel closes or it is killed.
+"""A worker process of the pool: the trainer's end (`WorkerProcess`) and the process itself (`main`).
 
-Tasks come as length-prefixed pickles from the trainer, which we trust; results go back as lines of JSON,
-because the trainer must never unpickle what a process that ran a stranger's code has sent. The channel is a
-socket of its own, so that what a function prints cannot be taken for a result. No torch is imported here.
+It imports the functions once, then scores tasks until its socket closes or it is killed. Tasks come as length-prefixed
+pickles from the trainer, results go back as lines of JSON. The socket is separate from stdout, so that what a function
+prints is never taken for a result. No torch is imported here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
+import logging
 import os
 import pickle
 import resource
-import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from verl import processes
 from verl.errors import RewardError
-from verl.reward import cgroup, processes, sandbox
+from verl.reward import sandbox
 from verl.reward.base import RewardResult, RewardSample
-from verl.reward.evaluate import Function, failed, load, score, score_async
+from verl.reward.evaluate import failed, score, score_async
+from verl.reward.functions import RewardFunction, load
 from verl.reward.loading import FunctionSpec, load_function
 from verl.reward.scorers import register_scorer
 
 HEADER = struct.Struct(">I")
+MAX_REPLY_BYTES = 1 << 20
+MAX_REPLY_BYTES_PER_SAMPLE = 64 << 10
+_OUTPUT_TAIL = 2000
+_SHOWN_LINES = 50
+_MAIN = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
+    "from verl.reward.worker import main; main(*map(int, sys.argv[1].split()))"
+)
 
-
-def longest_line(samples: int) -> int:
-    """How long the reply about so many samples may be."""
-    return (1 << 20) + samples * (64 << 10)
-
-
-Task = tuple[int, int, list[RewardSample]]
+_output_log = logging.getLogger("verl.reward.output")
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """The first message: what to load and under which limits."""
+    """The first message: what to import and under which limits."""
 
     specs: tuple[FunctionSpec, ...]
     timeout_s: float
@@ -53,17 +57,119 @@ class WorkerSetup:
     sandbox_settings: sandbox.Settings = field(default_factory=sandbox.Settings)
 
 
-def main(channel_fd: int, group_fd: int | None = None) -> None:
-    """Serve the channel; never returns to the caller's code with work undone."""
+@dataclass(eq=False)
+class Task:
+    """One call: a function and the samples it is for, pickled."""
+
+    id: int
+    key: Hashable
+    function: int
+    rows: tuple[int, ...]
+    payload: bytes
+    sent_at: float = 0.0
+    alone: bool = False
+    """Set after a crash whose cause is unclear: the second attempt has a worker to itself."""
+
+
+class WorkerProcess:
+    """A worker process under its supervisor, and the tasks it was sent."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        """`memory_bytes` limits the worker with everything it starts, where a cgroup can."""
+        self.tasks: dict[int, Task] = {}
+        self.ready = False
+        self.ending = False
+        self.writer: asyncio.StreamWriter | None = None
+        self.started_at = self.last_reply_at = time.monotonic()
+        self.kill_reason = ""
+        self.suspects: list[Task] = []
+        """Tasks that caused `kill_reason`, or may have."""
+        self._tail = self._partial = b""
+        self._shown = 0
+        self.cgroup = processes.MemoryCgroup.create(memory_bytes)
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            inherited = [theirs.fileno(), *([] if self.cgroup is None else [self.cgroup.join_fd])]
+            command = [sys.executable, "-c", _MAIN, " ".join(map(str, inherited)), json.dumps(sys.path)]
+            self.process = subprocess.Popen(
+                processes.supervised_command(command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=inherited,
+            )
+        assert self.process.stdout is not None
+        self.output = self.process.stdout
+        os.set_blocking(self.output.fileno(), False)
+
+    def send(self, payload: bytes) -> None:
+        assert self.writer is not None
+        self.writer.write(HEADER.pack(len(payload)) + payload)
+
+    def kill(self, reason: str, suspects: list[Task]) -> None:
+        """Stop talking to it; `_keep_worker` then ends it and starts another."""
+        self.kill_reason, self.suspects, self.ending = reason, suspects, True
+        if self.writer is not None:
+            self.writer.transport.abort()
+
+    async def end(self, timeout_s: float = 5.0) -> None:
+        """Kill it with everything it started. Safe to call again after it was cancelled."""
+        self.ending = True
+        self.process.terminate()
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
+        if (
+            self.process.poll() is None
+        ):  # the supervisor was stopped, or something below it is stuck in the kernel
+            processes.kill_tree(self.process.pid)
+            self.process.wait()
+        if self.output.closed:
+            return
+        while self.read_output():
+            pass
+        asyncio.get_running_loop().remove_reader(self.output)
+        self.output.close()
+        if self.writer is not None:
+            self.writer.transport.abort()
+        self.socket.close()
+        if self.cgroup is not None:
+            self.cgroup.close()
+
+    def read_output(self) -> bool:
+        """Log what the functions printed; whether there was anything."""
+        data = self.output.read(1 << 16)
+        if data is None:
+            return False
+        self._tail = (self._tail + data)[-_OUTPUT_TAIL:]
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if not data:
+            asyncio.get_running_loop().remove_reader(self.output)
+        if not data or len(self._partial) > _OUTPUT_TAIL:
+            lines, self._partial = [*lines, self._partial], b""
+        for line in filter(None, lines):
+            self._shown += 1
+            level = logging.INFO if self._shown <= _SHOWN_LINES else logging.DEBUG
+            _output_log.log(level, "%s", line[:500].decode(errors="replace"))
+            if self._shown == _SHOWN_LINES:
+                _output_log.info("(further output of this worker is logged at level DEBUG)")
+        return bool(data)
+
+    def last_output(self) -> str:
+        lines = [line for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
+        return f"; last output: {lines[-1].strip()[:200]}" if lines else ""
+
+
+def main(socket_fd: int, cgroup_fd: int | None = None) -> None:
+    """Serve until the trainer closes the socket."""
     processes.die_with_parent()
-    if group_fd is not None:
-        cgroup.join(group_fd)
-    processes.die_first_when_memory_is_short()
+    if cgroup_fd is not None:
+        processes.join_cgroup(cgroup_fd)
+    processes.prefer_as_oom_victim()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    channel = socket.socket(fileno=channel_fd)
-    _keep_from_children(channel)
-    reader = channel.makefile("rb")
-    setup: WorkerSetup = pickle.loads(_read_frame(reader) or b"")
+    channel = socket.socket(fileno=socket_fd)
+    setup: WorkerSetup = pickle.loads(_read_frame(channel) or b"")
     sandbox.configure(setup.sandbox_settings)
     if setup.memory_limit_mb is not None:
         limit = setup.memory_limit_mb << 20
@@ -73,78 +179,51 @@ def main(channel_fd: int, group_fd: int | None = None) -> None:
             register_scorer(data_source)(load_function(FunctionSpec(target, key="register_scorer")))
         functions = [load(spec) for spec in setup.specs]
     except RewardError as error:
-        _send(channel, {"load_error": str(error)})
+        channel.sendall(_line({"load_error": str(error)}))
         return
-    _send(channel, {"ready": [function.signature.to_json() for function in functions]})
+    channel.sendall(_line({"ready": [function.signature.to_json() for function in functions]}))
     if any(function.signature.is_async for function in functions):
         asyncio.run(_serve_async(channel, functions, setup.timeout_s))
     else:
-        _serve(channel, reader, functions, setup.timeout_s)
+        _serve(channel, functions, setup.timeout_s)
 
 
-def _serve(
-    channel: socket.socket, reader: io.BufferedReader, functions: list[Function], timeout: float
-) -> None:
+def _serve(channel: socket.socket, functions: list[RewardFunction], timeout_s: float) -> None:
     own_pid = os.getpid()
-    while (frame := _read_frame(reader)) is not None:
-        number, index, samples = _task(frame)
+    while (frame := _read_frame(channel)) is not None:
+        task, number, samples = pickle.loads(frame)
         try:
-            results = score(functions[index], samples, timeout)
-        except BaseException as error:  # sys.exit() in a function must not end the worker
-            results = failed(functions[index], samples, error, None)
+            results = score(functions[number], samples, timeout_s)
+        except BaseException as error:  # also sys.exit must not end the worker
+            results = failed(functions[number], samples, error, None)
         if os.getpid() != own_pid:
-            # the function forked and the child came back here: it has no business with the channel
-            os._exit(0)
+            os._exit(0)  # the function forked and the child returned here
         _flush()
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm the function forgot must not hit the next sample
-        _reply(channel, number, functions[index].name, results)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm the function left must not hit the next sample
+        channel.sendall(_reply(task, functions[number].name, results))
 
 
-async def _serve_async(channel: socket.socket, functions: list[Function], timeout: float) -> None:
+async def _serve_async(channel: socket.socket, functions: list[RewardFunction], timeout_s: float) -> None:
     own_pid = os.getpid()
     running: set[asyncio.Task[None]] = set()
+    reader, writer = await asyncio.open_unix_connection(sock=channel)
 
-    async def one(number: int, index: int, samples: list[RewardSample]) -> None:
+    async def one(task: int, number: int, samples: list[RewardSample]) -> None:
         try:
-            results = await score_async(functions[index], samples, timeout)
-        except (SystemExit, KeyboardInterrupt) as error:
-            results = failed(functions[index], samples, error, None)
+            results = await score_async(functions[number], samples, timeout_s)
+        except (RewardError, KeyboardInterrupt) as error:
+            results = failed(functions[number], samples, error, None)
         if os.getpid() != own_pid:
             os._exit(0)
         _flush()
-        _reply(channel, number, functions[index].name, results)
+        writer.write(_reply(task, functions[number].name, results))
 
-    # The socket itself stays blocking for `_reply`; the stream works on a duplicate of it.
-    stream, _ = await asyncio.open_connection(sock=_nonblocking_twin(channel))
-    while True:
-        try:
-            header = await stream.readexactly(HEADER.size)
-            frame = await stream.readexactly(HEADER.unpack(header)[0])
-        except asyncio.IncompleteReadError:
-            break
-        task = asyncio.get_running_loop().create_task(one(*_task(frame)))
-        running.add(task)
-        task.add_done_callback(running.discard)
-
-
-def _nonblocking_twin(channel: socket.socket) -> socket.socket:
-    """O_NONBLOCK belongs to the open file, which a duplicate shares: `_send` waits by select where needed."""
-    twin = channel.dup()
-    twin.setblocking(False)
-    return twin
-
-
-def _keep_from_children(channel: socket.socket) -> None:
-    descriptor = channel.fileno()
-    os.set_inheritable(descriptor, False)
-
-    def in_child() -> None:
-        processes.die_with_parent()
-        with contextlib.suppress(OSError):
-            # Not close(): the number would be given to the next file the child opens.
-            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor, inheritable=False)
-
-    os.register_at_fork(after_in_child=in_child)
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while True:
+            (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            call = asyncio.create_task(one(*pickle.loads(await reader.readexactly(length))))
+            running.add(call)
+            call.add_done_callback(running.discard)
 
 
 def _flush() -> None:
@@ -153,38 +232,21 @@ def _flush() -> None:
             stream.flush()
 
 
-def _task(frame: bytes) -> Task:
-    return pickle.loads(frame)
-
-
-def _read_frame(reader: io.BufferedReader) -> bytes | None:
-    header = reader.read(HEADER.size)
+def _read_frame(channel: socket.socket) -> bytes | None:
+    header = channel.recv(HEADER.size, socket.MSG_WAITALL)
     if len(header) < HEADER.size:
         return None
-    length = HEADER.unpack(header)[0]
-    frame = reader.read(length)
-    return frame if len(frame) == length else None
+    return channel.recv(HEADER.unpack(header)[0], socket.MSG_WAITALL)
 
 
-def _reply(channel: socket.socket, number: int, name: str, results: list[RewardResult]) -> None:
-    message = {"id": number, "results": [[r.score, r.extra, r.error] for r in results]}
-    text = json.dumps(message)
-    limit = longest_line(len(results))
-    if len(text) > limit:
-        error = f"Reward function {name}: its extra values take {len(text)} characters; at most {limit} fit"
-        message["results"] = [[None, {}, error] for _ in results]
-        text = json.dumps(message)
-    _write(channel, text.encode() + b"\n")
+def _line(message: Mapping[str, object]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    _write(channel, json.dumps(message).encode() + b"\n")
-
-
-def _write(channel: socket.socket, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[channel.send(view) :]
-        except BlockingIOError:
-            select.select([], [channel], [])
+def _reply(task: int, name: str, results: list[RewardResult]) -> bytes:
+    line = _line({"id": task, "results": [[r.score, r.extra, r.error] for r in results]})
+    limit = MAX_REPLY_BYTES + len(results) * MAX_REPLY_BYTES_PER_SAMPLE
+    if len(line) <= limit:
+        return line
+    error = f"Reward function {name}: its extra values take {len(line)} bytes; the limit is {limit}"
+    return _line({"id": task, "results": [[None, {}, error] for _ in results]})

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.config.batch_math import batch_plan
@@ -19,8 +20,7 @@ from verl.observe.causes import likely_fix
 from verl.observe.health import HealthSettings
 from verl.observe.run_folder import RunFolder
 from verl.observe.trackers import FanOut, build_trackers
-from verl.reward.base import RewardManager, RewardSample
-from verl.reward.managers import build_reward_manager
+from verl.reward import RewardManager, RewardSample, build_reward_manager
 from verl.runtime import exits_as_errors, quiet_transformers, seed_everything
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
@@ -30,7 +30,7 @@ from verl.trainer.setup import (
     prometheus_address,
     record_config,
 )
-from verl.workers.placement import build_checkpoints, build_group
+from verl.workers.placement import build_checkpoints, build_group, build_reward_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,7 +83,7 @@ def open_run(
         tokenizer=tokenizer,
         function=reward_function,
         max_response_length=cfg.data.max_response_length,
-        run=cfg,
+        reward_model_factory=partial(build_reward_model, cfg),
     )
     try:
         check_rewards(rewards, [train_loader, val_loader])

@@ -24,8 +24,8 @@ from verl.observe.jsonable import dumps, jsonable
 from verl.observe.logs import shared_console
 from verl.observe.progress import counting
 from verl.reward.base import RewardManager, RewardResult, RewardSample
+from verl.reward.build import build_reward_manager
 from verl.reward.failures import causes
-from verl.reward.managers import build_reward_manager
 from verl.trainer.row_output import ExtendedRows, require_writable
 
 if TYPE_CHECKING:

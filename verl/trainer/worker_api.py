@@ -18,6 +18,7 @@ from verl.errors import ConfigError, RewardError
 from verl.rollout import build_rollout
 from verl.workers.actor import ActorRole
 from verl.workers.mini_batches import mini_batches
+from verl.workers.placement import build_reward_model
 from verl.workers.rollout import RolloutRole, training_settings
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class TrainerWorker:
                 self.cfg.reward,
                 function=reward_function,
                 max_response_length=self.cfg.data.max_response_length,
+                reward_model_factory=lambda: build_reward_model(self.cfg),
             )
         if optimizer is not None:
             from verl.engines.external_optimizer import ExternalOptimizer

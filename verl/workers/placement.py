@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
+    from verl.reward.base import Backend
     from verl.workers.ray_group import RayGroup
 
 
@@ -41,6 +42,17 @@ def build_group(
     from verl.workers.ray_group import RayGroup
 
     return RayGroup(cfg, tokenizer, training_steps=training_steps, run_folder=run_folder, model=model)
+
+
+def build_reward_model(cfg: PPOConfig) -> Backend:
+    """Start the reward model on the GPUs that `reward.reward_model.n_gpus_per_node` gives it."""
+    if importlib.util.find_spec("ray") is None:
+        asked = f"reward.reward_model.n_gpus_per_node={cfg.reward.reward_model.n_gpus_per_node}"
+        raise missing_package("ray", "ray", f"a reward model on GPUs of its own ({asked})")
+    require_ray(cfg)
+    from verl.workers.reward_model_pool import ModelPoolBackend
+
+    return ModelPoolBackend.for_run(cfg)
 
 
 def require_ray(cfg: PPOConfig | SFTConfig | GenerationConfig) -> None:

@@ -27,10 +27,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
 from verl.errors import TrainingHalted, VerlError
-from verl.reward.base import RewardResult, RewardSample
+from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import Signature
-from verl.reward.model import check_path
-from verl.reward.pieces import estimated_work, next_piece
+from verl.reward.model import check_path, estimated_work, next_share
 from verl.workers.ray_actor import remote_class
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
@@ -140,10 +139,8 @@ class ModelPool:
         self.cluster.close()
 
 
-class ModelPoolBackend:
-    """The pool as one of a manager's rewards: a thread for each process hands it one piece after the other."""
-
-    calls = None
+class ModelPoolBackend(Backend):
+    """The pool as one of a manager's rewards: a thread for each process hands it one share after the other."""
 
     def __init__(self, pool: ModelPool) -> None:
         self._pool = pool
@@ -224,7 +221,7 @@ class ModelPoolBackend:
             if self._failure is not None or self._closing:
                 return []
             work = [item.work for item in self._waiting]
-            chosen = next_piece(work, len(self._threads), self._pool.facts.batch_size)
+            chosen = next_share(work, len(self._threads), self._pool.facts.batch_size)
             piece = [self._waiting[position] for position in chosen]
             taken = set(chosen)
             self._waiting = [item for at, item in enumerate(self._waiting) if at not in taken]

@@ -1,9 +1,5 @@
-"""Run code a model wrote, where it can do no harm.
-
-Which sandbox runs it is a matter of settings: a remote service where its address is given, else the local one
-(bubblewrap), else, only where the user said so, none. What the local one guarantees stands in
-docs/sandbox.md.
-"""
+"""Runs code a model wrote: at a remote service where its address is set, else in the local sandbox (bubblewrap), else,
+only where the user allows it, without isolation. docs/sandbox.md says what the local one guarantees."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ def run(program: Program, using: Settings | None = None) -> Outcome:
 
 
 def require() -> None:
-    """Refuse at start, with RewardError, where programs could not be run as the settings demand."""
+    """Raise RewardError where programs could not be run as the settings demand."""
     chosen = settings()
     if chosen.url:
         return

@@ -12,9 +12,9 @@ from verl.reward.sandbox.settings import Settings
 LAUNCH = """
 import json, os, resource, sys
 job = json.loads(sys.argv[1])
-if job["group"] is not None:
-    os.write(job["group"], b"0")
-    os.close(job["group"])
+if job["cgroup"] is not None:
+    os.write(job["cgroup"], b"0")
+    os.close(job["cgroup"])
 for name, value in job["limits"].items():
     number = getattr(resource, "RLIMIT_" + name)
     hard = resource.getrlimit(number)[1]
@@ -32,9 +32,9 @@ exec(code, space)
 """
 
 
-def arguments(source: str, started_fd: int, group_fd: int | None, settings: Settings) -> list[str]:
-    """Python's arguments for launching the file `source` (a path as the sandbox sees it); `group_fd` is the entrance of
-    the cgroup to join."""
+def arguments(source: str, started_fd: int, cgroup_fd: int | None, settings: Settings) -> list[str]:
+    """Python's arguments for launching the file `source` (a path as the sandbox sees it); `cgroup_fd` is the `join_fd`
+    of its cgroup."""
     limits = {
         "AS": settings.memory_limit_mb << 20,
         "CPU": int(settings.timeout_s) + 1,
@@ -44,5 +44,5 @@ def arguments(source: str, started_fd: int, group_fd: int | None, settings: Sett
         "MEMLOCK": 0,  # also what zero-copy sends may pin
         "CORE": 0,
     }
-    job = {"limits": limits, "source": source, "started": started_fd, "group": group_fd}
+    job = {"limits": limits, "source": source, "started": started_fd, "cgroup": cgroup_fd}
     return ["-s", "-B", "-X", "utf8", "-c", LAUNCH, json.dumps(job)]

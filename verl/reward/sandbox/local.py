@@ -1,8 +1,8 @@
 """The local sandbox: bubblewrap around one Python process.
 
-What always holds: no network, no file of the host but a read-only /usr and the interpreter, a small scratch
-folder in memory, no view of other processes, limits set before the first line of the program runs, an
-unprivileged user also when we are root. Whatever the program started is gone when `run` returns.
+A program has no network, no file of the host but a read-only /usr and the interpreter, a small scratch folder in
+memory, no view of other processes, limits set before its first line runs, and an unprivileged user even under root.
+Whatever it started is gone when `run` returns.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl import processes
 from verl.errors import RewardError
-from verl.reward import cgroup, processes, supervise
 from verl.reward.sandbox import launch, seccomp
 from verl.reward.sandbox.program import End, Outcome, Program
 from verl.reward.sandbox.settings import Settings
@@ -54,25 +54,20 @@ def run(program: Program, settings: Settings) -> Outcome:
 
 def refusal(problem: str) -> str:
     return (
-        f"Code written by a model must not run here without isolation: {problem}. Install bubblewrap "
-        f"(Debian, Ubuntu: "
-        f"apt-get install bubblewrap), use a remote sandbox with reward.sandbox_fusion.url=URL, or, only "
-        f"when the "
-        f"machine is expendable, set reward.sandbox.allow_unisolated=True."
+        f"Model-written code cannot be isolated here: {problem}. Install bubblewrap (apt-get install bubblewrap), set "
+        f"reward.sandbox_fusion.url=URL or, only on an expendable machine, reward.sandbox.allow_unisolated=True."
     )
 
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Why programs cannot be isolated here; None when they can. Found out once, by doing it."""
+    """Why programs cannot be isolated here; None when they can. Found out once, by running one."""
     if sys.platform != "linux":
-        return f"the local sandbox needs Linux namespaces, and this is {sys.platform}"
+        return f"it needs Linux namespaces, and this is {sys.platform}"
     if find_bwrap() is None:
         return "bubblewrap (the program bwrap) is not installed"
     if find_python() is None:
-        return (
-            "no Python that an unprivileged user may run was found (looked in sys.base_prefix and /usr/bin)"
-        )
+        return "no Python that an unprivileged user may run in sys.base_prefix or /usr/bin"
     outcome = _run(Program("print('inside')"), Settings(timeout_s=20.0), isolated=True)
     if outcome.end == "ok" and outcome.stdout == "inside\n":
         return None
@@ -110,16 +105,16 @@ def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
     with contextlib.ExitStack() as stack:
         started_here, started_there = _pipe(stack)
         info_here, info_there = _pipe(stack)
-        group = cgroup.create(settings.memory_limit_mb << 20, settings.max_processes)
-        group_fd = None
-        if group is not None:
-            stack.callback(group.close)
-            group_fd = group.entrance
-        descriptors = [started_there, *([] if group_fd is None else [group_fd])]
+        cgroup = processes.MemoryCgroup.create(settings.memory_limit_mb << 20, settings.max_processes)
+        cgroup_fd = None
+        if cgroup is not None:
+            stack.callback(cgroup.close)
+            cgroup_fd = cgroup.join_fd
+        descriptors = [started_there, *([] if cgroup_fd is None else [cgroup_fd])]
         environment, drop = {}, {}
         unprivileged = _NOBODY if os.geteuid() == 0 else None
         if isolated:
-            inner = launch.arguments(_SOURCE, started_there, group_fd, settings)
+            inner = launch.arguments(_SOURCE, started_there, cgroup_fd, settings)
             source_fd = _sealed(stack, program.source)
             filter_fd = _sealed(stack, seccomp.program() or b"") if seccomp.program() else None
             descriptors += [info_there, source_fd, *([] if filter_fd is None else [filter_fd])]
@@ -128,9 +123,9 @@ def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
             if unprivileged is not None:
                 drop = {"user": unprivileged, "group": unprivileged, "extra_groups": []}
         else:
-            inner = launch.arguments("solution.py", started_there, group_fd, settings)
+            inner = launch.arguments("solution.py", started_there, cgroup_fd, settings)
             folder = _scratch(stack, program.source)
-            command = supervise.command_line([find_python() or sys.executable, *inner], unprivileged)
+            command = processes.supervised_command([find_python() or sys.executable, *inner], unprivileged)
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
         began = time.monotonic()
         try:
@@ -150,12 +145,12 @@ def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
         finally:
             os.close(started_there)
             os.close(info_there)
-        watch = _Watch(process, started_here, info_here, settings, counted=group is not None)
+        watch = _Watch(process, started_here, info_here, settings, check_memory=cgroup is None)
         try:
             end = watch.until_end()
         finally:
             watch.close()
-        if group is not None and group.ran_out_of_memory():
+        if cgroup is not None and cgroup.ran_out_of_memory():
             end = "memory"
     if end == "ok" and process.returncode != 0:
         end = "timeout" if process.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU) else "error"
@@ -169,7 +164,7 @@ def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
 
 
 class _Watch:
-    """Reads what a program prints until it ends or breaks a limit. Its time counts from its own first line."""
+    """Reads what a program prints until it ends or exceeds a limit. Its time counts from its own first line."""
 
     def __init__(
         self,
@@ -177,9 +172,9 @@ class _Watch:
         started_fd: int,
         info_fd: int,
         settings: Settings,
-        counted: bool,
+        check_memory: bool,
     ) -> None:
-        """`counted`: the kernel holds the program to its memory limit."""
+        """`check_memory`: no cgroup limits the program's memory."""
         self.process = process
         self.started = False
         self.out, self.err = bytearray(), bytearray()
@@ -187,22 +182,22 @@ class _Watch:
         self._settings = settings
         self._namespace: _Namespace | None = None
         self._deadline = time.monotonic() + _START_LIMIT_S
-        self._next_look = math.inf if counted else time.monotonic() + _WATCH_S
+        self._next_check = time.monotonic() + _WATCH_S if check_memory else math.inf
 
     def until_end(self) -> End:
         assert self.process.stdout is not None and self.process.stderr is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._started_fd, selectors.EVENT_READ, self._start)
-            selector.register(self._info_fd, selectors.EVENT_READ, self._learn)
+            selector.register(self._info_fd, selectors.EVENT_READ, self._find_namespace)
             selector.register(self.process.stdout, selectors.EVENT_READ, self.out.extend)
             selector.register(self.process.stderr, selectors.EVENT_READ, self.err.extend)
             while selector.get_map():
                 now = time.monotonic()
                 if now >= self._deadline:
                     return "timeout"
-                if now >= self._next_look and self._too_much_memory(now):
+                if now >= self._next_check and self._exceeds_memory(now):
                     return "memory"
-                for key, _ in selector.select(max(0.0, min(self._deadline, self._next_look) - now)):
+                for key, _ in selector.select(max(0.0, min(self._deadline, self._next_check) - now)):
                     data = os.read(key.fd, 1 << 16)
                     if not data:
                         selector.unregister(key.fileobj)
@@ -214,7 +209,7 @@ class _Watch:
                         return "output"
         try:
             self.process.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:  # it closed its output and goes on
+        except subprocess.TimeoutExpired:  # it closed its output and still runs
             return "timeout"
         return "ok"
 
@@ -225,7 +220,7 @@ class _Watch:
             self.process.kill()
             self.process.wait()
         else:
-            processes.end_supervised(self.process)
+            processes.kill_supervised(self.process)
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -234,25 +229,27 @@ class _Watch:
         self.started = True
         self._deadline = time.monotonic() + self._settings.timeout_s
 
-    def _learn(self, data: bytes) -> None:
+    def _find_namespace(self, data: bytes) -> None:
         found = re.search(rb'"child-pid": *(\d+)', data)
         if found and self._namespace is None:
             with contextlib.suppress(ProcessLookupError):  # it could not be built, and bubblewrap says why
                 self._namespace = _Namespace(int(found[1]))
 
-    def _too_much_memory(self, now: float) -> bool:
-        tree = processes.trees([self.process.pid])[self.process.pid]
-        files = None
-        if self._namespace is not None:  # whose first process sees the host's files until the program starts
-            files = self._namespace.file_bytes(self._settings) if self.started else 0
-        used = processes.memory(tree.pids, files)
+    def _exceeds_memory(self, now: float) -> bool:
+        files = 0
+        if (
+            self._namespace is not None and self.started
+        ):  # before that its first process sees the host's files
+            files = self._namespace.file_bytes(self._settings)
+        pids = [process.pid for process in processes.descendants(self.process.pid)]
+        used = processes.resident_bytes(pids, files)
         done = time.monotonic()
-        self._next_look = done + max(_WATCH_S, 20 * (done - now))
+        self._next_check = done + max(_WATCH_S, 20 * (done - now))
         return used > (self._settings.memory_limit_mb << 20)
 
 
 class _Namespace:
-    """The process namespace of a program, known by its first process: all of it ends with that one."""
+    """The process namespace of a program, identified by its first process: all others end with that one."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -267,11 +264,11 @@ class _Namespace:
         os.close(self._pidfd)
 
     def file_bytes(self, settings: Settings) -> int:
-        """What the files of the program take: the only places it can write to are in memory."""
+        """Bytes of the program's files: all folders it can write to are in memory."""
         total = 0
-        for place in _WRITABLE:
+        for folder in _WRITABLE:
             try:
-                usage = os.statvfs(f"/proc/{self._first}/root{place}")
+                usage = os.statvfs(f"/proc/{self._first}/root{folder}")
             except PermissionError:
                 total += _scratch_limit(settings)
                 continue
@@ -292,24 +289,16 @@ def _bubblewrap(
     python, bwrap = find_python(), find_bwrap()
     if python is None or bwrap is None:
         raise RewardError(refusal("no usable Python or bwrap was found"))
-    command = [
-        bwrap,
-        "--info-fd",
-        str(info_fd),
-        "--unshare-all",
-        "--unshare-user",
-        "--disable-userns",
-        "--die-with-parent",
-        "--new-session",
-    ]
+    command = [bwrap, "--info-fd", str(info_fd), "--unshare-all", "--unshare-user", "--disable-userns"]
+    command += ["--die-with-parent", "--new-session"]
     command += ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"]
     command += ["--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", _SCRATCH]
     command += ["--setenv", "LANG", "C.UTF-8"]
-    command += [part for mount in _mounts(python) for part in mount]
+    command += [argument for mount in _mounts(python) for argument in mount]
     # /dev/zero can be mapped as shared memory that no limit counts; /dev/full reads as zeros too and cannot.
     command += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"]
-    for place in _WRITABLE:
-        command += ["--size", str(_scratch_limit(settings)), "--tmpfs", place]
+    for folder in _WRITABLE:
+        command += ["--size", str(_scratch_limit(settings)), "--tmpfs", folder]
     command += ["--remount-ro", "/dev", "--symlink", _SCRATCH, "/tmp"]
     command += ["--ro-bind-data", str(source_fd), _SOURCE, "--remount-ro", "/", "--chdir", _SCRATCH]
     if filter_fd is not None:
@@ -318,8 +307,7 @@ def _bubblewrap(
 
 
 def _mounts(python: str) -> Iterator[list[str]]:
-    """What of the host is visible: the system's programs and libraries, and the interpreter where it is
-    elsewhere."""
+    """What of the host is visible: programs and libraries of the system, and the interpreter if it is elsewhere."""
     yield ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/") / name
@@ -342,7 +330,7 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _sealed(stack: contextlib.ExitStack, content: str | bytes) -> int:
-    """Content as a file descriptor that can be read and not be changed."""
+    """A read-only file descriptor with this content."""
     data = content.encode(errors="surrogatepass") if isinstance(content, str) else content
     descriptor = os.memfd_create("sandbox", os.MFD_ALLOW_SEALING)
     stack.callback(os.close, descriptor)
@@ -365,31 +353,19 @@ def _scratch(stack: contextlib.ExitStack, source: str) -> str:
 
 @dataclass(frozen=True)
 class Availability:
-    """For `verl doctor`: whether programs can be isolated, with which interpreter, with which filter, and whether the
-    kernel (a cgroup) or a watch every 0.1 s holds them to their memory limit."""
+    """Whether and how programs can be isolated on this machine; `reason` says why not."""
 
     isolated: bool
     reason: str
-    python: str | None
-    seccomp: bool
-    cgroup: bool
 
     def describe(self) -> str:
-        isolation = (
-            f"bubblewrap works, {'with' if self.seccomp else 'without'} a system call filter"
-            if self.isolated
-            else f"no isolation ({self.reason})"
-        )
-        limit = "a cgroup" if self.cgroup else "a watch every 0.1 s (no cgroup v2 to create groups in)"
-        return f"{isolation}; memory is limited by {limit}"
+        isolation = f"no isolation ({self.reason})"
+        if self.isolated:
+            isolation = f"bubblewrap works, {'with' if seccomp.program() else 'without'} a system call filter"
+        limit = "a watch every 0.1 s (no cgroup v2 to create groups in)"
+        return f"{isolation}; memory is limited by {'a cgroup' if processes.cgroup_parent() else limit}"
 
 
 def availability() -> Availability:
     problem = why_unavailable()
-    return Availability(
-        problem is None,
-        problem or "",
-        find_python(),
-        seccomp.program() is not None,
-        cgroup.usable_parent() is not None,
-    )
+    return Availability(problem is None, problem or "")

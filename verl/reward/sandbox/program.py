@@ -1,7 +1,6 @@
 """A program to be run, how it ended, and the harness for calling one function of it.
 
-Expected results never enter a sandbox: a program is given inputs, and what it answers is compared outside. So
-there is nothing to read, whatever the program does.
+Expected results never enter a sandbox: a program gets inputs, and its output is compared outside.
 """
 
 from __future__ import annotations

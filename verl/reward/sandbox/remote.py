@@ -1,20 +1,17 @@
-"""A remote service that runs code, in the manner of Sandbox Fusion: POST {url}/run_code, JSON both ways."""
+"""A remote service that runs code, with the protocol of Sandbox Fusion: POST {url}/run_code, JSON both ways."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
-import urllib.error
-import urllib.request
 from typing import Any
+
+import httpx
 
 from verl.reward.sandbox.program import End, Outcome, Program
 from verl.reward.sandbox.settings import Settings
 
 _ATTEMPTS = 3
 _BACKOFF_S = 0.5
-_MAX_ANSWER = 16 << 20
 _ENDS: dict[str, End] = {"Finished": "ok", "TimeLimitExceeded": "timeout", "Error": "error"}
 
 
@@ -36,12 +33,19 @@ def run(program: Program, settings: Settings) -> Outcome:
         if attempt:
             time.sleep(_BACKOFF_S * 2 ** (attempt - 1))
         try:
-            return _outcome(_post(address(settings.url or ""), request, settings.timeout_s + 30.0), began)
-        except urllib.error.HTTPError as error:
-            problem = f"HTTP {error.code} {error.reason}"
-            if error.code < 500 and error.code != 429:
+            answer = httpx.post(
+                address(settings.url or ""),
+                json=request,
+                timeout=settings.timeout_s + 30.0,
+                follow_redirects=True,
+            )
+            answer.raise_for_status()
+            return _outcome(answer, began)
+        except httpx.HTTPStatusError as error:
+            problem = f"HTTP {error.response.status_code} {error.response.reason_phrase}"
+            if error.response.status_code < 500 and error.response.status_code != 429:
                 break
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
     text = f"the sandbox service at {settings.url} (reward.sandbox_fusion.url) failed: {problem}"
     return Outcome("sandbox", stderr=text, seconds=time.monotonic() - began)
@@ -52,22 +56,11 @@ def address(url: str) -> str:
     return url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
 
 
-def _post(url: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json", "Accept": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        data = answer.read(_MAX_ANSWER + 1)
-    if len(data) > _MAX_ANSWER:
-        raise ValueError(f"its answer is longer than {_MAX_ANSWER} bytes")
-    parsed = json.loads(data)
-    if not isinstance(parsed, dict):
-        raise ValueError("its answer is not a JSON object")
-    return parsed
-
-
-def _outcome(answer: dict[str, Any], began: float) -> Outcome:
+def _outcome(response: httpx.Response, began: float) -> Outcome:
     seconds = time.monotonic() - began
+    answer: dict[str, Any] = response.json()
+    if not isinstance(answer, dict):
+        raise ValueError("its answer is not a JSON object")
     if answer.get("status") == "SandboxError":
         return Outcome(
             "sandbox", stderr=f"the sandbox service says: {answer.get('message')}", seconds=seconds

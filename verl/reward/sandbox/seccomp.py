@@ -1,10 +1,9 @@
-"""A system-call filter as bubblewrap takes it: a compiled classic-BPF program, built here without any
-library.
+"""A system-call filter as bubblewrap takes it: a compiled classic-BPF program.
 
-Namespaces already hide files, processes and the network. The filter closes what they leave open: kernel
-interfaces a program has no use for (debugging, keys, mounts, modules, io_uring), new namespaces, socket
-families that are in no network namespace (a virtual machine's vsock reaches its host), and memory that outlives its
-mapping and so is no process's own (System V, memfd, shared anonymous mappings, pages given to a pipe).
+Namespaces already hide files, processes and the network. The filter denies what they leave open: kernel interfaces a
+program has no use for (debugging, keys, mounts, modules, io_uring), new namespaces, socket families outside network
+namespaces (a virtual machine's vsock reaches its host), and memory that outlives its mapping and counts for no process
+(System V, memfd, shared anonymous mappings, pages given to a pipe).
 """
 
 from __future__ import annotations

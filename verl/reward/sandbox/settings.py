@@ -8,8 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits for one program and where it runs; the keys are those of `reward.sandbox` and
-    `reward.sandbox_fusion`."""
+    """Limits for one program and where it runs; the keys of `reward.sandbox` and `reward.sandbox_fusion`."""
 
     timeout_s: float = 10.0
     memory_limit_mb: int = 1024
@@ -20,8 +19,8 @@ class Settings:
     url: str | None = None
     max_concurrent: int = 64
     budget_s: float = 24.0
-    """For all tests of one response together: less than the deadline of a reward call, so that a slow program
-    fails its tests instead of leaving the response without a score."""
+    """For all tests of one response: less than the deadline of a reward call, so that a slow program fails its tests
+    instead of leaving the response without a score."""
 
     @classmethod
     def from_config(cls, reward_cfg: Any) -> Settings:

@@ -1,8 +1,7 @@
 """Scorers, chosen by a row's `data_source`.
 
-A scorer is a reward function like any other: called by parameter name, returning a number or a dict with
-`score`. Ours are imported when first asked for; a user adds one with `@register_scorer("my_task")`.
-A pattern may end in `*` ("aime*"); an exact name wins over a pattern.
+A scorer is a reward function. Ours are imported when first used; a user adds one with `@register_scorer("my_task")`. A
+pattern may end in `*` ("aime*"); an exact name goes before a pattern.
 """
 
 from __future__ import annotations
@@ -98,20 +97,17 @@ def registered_scorers() -> dict[str, Scorer]:
 
 
 def check_data_sources(data_sources: Iterable[str]) -> None:
-    """Refuse, at start, rows that nothing can score."""
+    """Raise RewardError for data sources without a scorer."""
     unknown = sorted({str(name) for name in data_sources if find_scorer(str(name)) is None})
     if unknown:
         raise unknown_sources(unknown)
 
 
 def unknown_sources(names: list[str]) -> RewardError:
-    shown = ", ".join(repr(name) for name in names[:5]) + (
-        f" and {len(names) - 5} more" if len(names) > 5 else ""
-    )
-    nameless = " (rows without the column data_source)" if "" in names else ""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    unnamed = " (rows without the column data_source)" if "" in names else ""
     return RewardError(
-        f"No scorer for data_source {shown}{nameless}. Known: {', '.join(known_scorers())}. Use one of these names in "
-        f"the data, "
-        f"give your own function with reward.custom_reward_function.path=FILE, or add one with "
+        f"No scorer for data_source {', '.join(map(repr, names[:5]))}{more}{unnamed}. Known: "
+        f"{', '.join(known_scorers())}. Set reward.custom_reward_function.path=FILE or use "
         f"register_scorer."
     )

@@ -1,8 +1,7 @@
-"""Multiple choice: which letter a response settles on.
+"""Multiple choice: the letter a response settles on.
 
-Looked for in the order of how clearly it is meant: a box, "answer is (B)" or "Answer: B", a last line that is
-only a letter, the last letter in brackets. The truth is a letter, a number of the choice from 0, or the text
-of a choice.
+Looked for in this order: a box, "answer is (B)" or "Answer: B", a last line that is only a letter, the last letter in
+brackets. The truth is a letter, the number of the choice from 0, or the text of a choice.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def _truth(ground_truth: Any, choices: Sequence[str] | None) -> str:
     by_text = _by_text(text, choices)
     if by_text is None:
         raise RewardError(
-            f"The multiple-choice scorer cannot use the ground truth {text[:80]!r}; it takes a letter A to "
-            f"J, the "
+            f"The multiple-choice scorer cannot use the ground truth {text[:80]!r}; it takes a letter A to J, the "
             f"number of the choice from 0, or the text of one of the column 'choices'."
         )
     return by_text

@@ -1,9 +1,8 @@
-"""The tests of a programming problem, from the forms datasets have them in, and how answers are compared.
+"""Parses the tests of a programming problem, in the forms datasets have them, and compares answers.
 
-Two kinds: a program reads standard input and prints, or a function is called with arguments. Assertions such
-as
-`assert f(1, 2) == 3` are taken apart into calls and expected values, so that what is expected stays outside
-the sandbox. An assertion that cannot be taken apart is an error, not a test silently dropped.
+Two kinds: a program reads standard input and prints, or a function is called with arguments. Assertions such as
+`assert f(1, 2) == 3` are split into calls and expected values; the latter stay outside the sandbox. An assertion that
+cannot be split is an error, not a test silently dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class CallTest:
     expected: Any
     kwargs: dict[str, Any] = field(default_factory=dict)
     view: str = ""
-    """How the result is looked at before comparing: '', truth, set, sorted, len."""
+    """What is compared of the result: '', truth, set, sorted, len."""
     unwrap: bool = False
     """Some datasets put the single result of a call into a list."""
 
@@ -119,10 +118,9 @@ def _text(value: Any) -> str:
 
 def _unknown(ground_truth: Any) -> RewardError:
     return RewardError(
-        f"The code scorer does not know this form of tests: {str(ground_truth)[:120]!r}. It takes "
-        f"{{'inputs': [...], 'outputs': [...]}} (with 'fn_name' for function calls), "
-        f"{{'tests': [{{'input', 'output'}}]}} "
-        f"or [{{'args', 'expected'}}] with 'entry_point', or assertions such as 'assert f(1) == 2'."
+        f"The code scorer does not know this form of tests: {str(ground_truth)[:120]!r}. It takes {{'inputs': [...], "
+        f"'outputs': [...]}} (with 'fn_name' for function calls), {{'tests': [{{'input', 'output'}}]}} or "
+        f"[{{'args', 'expected'}}] with 'entry_point', or assertions such as 'assert f(1) == 2'."
     )
 
 
@@ -168,10 +166,8 @@ def _assertion(test: ast.expr, names: set[str]) -> CallTest:
     except (ValueError, TypeError, IndexError, SyntaxError):
         pass
     raise RewardError(
-        f"The code scorer cannot take the assertion {ast.unparse(test)[:120]!r} apart; it knows "
-        f"'f(literals) == literal', "
-        f"'f(literals)', 'not f(literals)', set(...), sorted(...), len(...) around the call, and "
-        f"math.isclose."
+        f"The code scorer cannot read the assertion {ast.unparse(test)[:120]!r}; it knows 'f(literals) == literal', "
+        f"'f(literals)', 'not f(literals)', set(...), sorted(...), len(...) around the call, and math.isclose."
     )
 
 
@@ -211,7 +207,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _wire(value: Any) -> Any:
-    """An argument must mean the same after a journey as JSON."""
+    """A form of an argument that JSON preserves."""
     if isinstance(value, tuple | set | frozenset | bytes | complex):
         return {"__python__": repr(value)}
     if isinstance(value, list):

@@ -36,8 +36,7 @@ def truth_of(ground_truth: Any) -> Decimal:
     value = first_number(text.rpartition(MARKER)[2])
     if value is None:
         raise RewardError(
-            f"The gsm8k scorer cannot read a number in the ground truth {text[:80]!r}; it takes a number or "
-            f"a "
+            f"The gsm8k scorer cannot read a number in the ground truth {text[:80]!r}; it takes a number or a "
             f"solution that ends in '#### number'."
         )
     return value

@@ -1,7 +1,6 @@
-"""LaTeX answers as comparable text: find the boxed answer, take away what only dresses it.
+"""LaTeX answers as comparable text: find the boxed answer, remove formatting.
 
-Pure string work, linear in the length of the text, on whatever a model writes: nothing here evaluates
-anything.
+Linear in the length of the text; nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ _DROPPED = re.compile(
     r"(?![a-zA-Z])|(?<!\\)~|(?<!\\)\\ "
 )
 _UNITS = (
-    "degrees? celsius|degrees? "
-    "fahrenheit|degrees?|radians?|dollars?|cents?|euros?|pounds?|percent|units?|square units?|"
-    "cubic "
-    "units?|inch(?:es)?|feet|foot|ft|yards?|miles?|mi|mph|km/h|km|kilometers?|meters?|metres?|cm|mm|m|kg|g|grams?|"
-    "kilograms?|lbs?|hours?|hrs?|minutes?|min|seconds?|sec|s|days?|weeks?|months?|years?|square "
-    "inches|square feet|"
-    "square meters|square cm|cubic inches|cubic feet|cubic meters|cubic "
-    "cm|liters?|litres?|points?|people|students?|"
-    "ways?|numbers?|base \\d+|a\\.?m\\.?|p\\.?m\\.?"
+    "degrees? celsius|degrees? fahrenheit|degrees?|radians?|dollars?|cents?|euros?|pounds?|percent|units?|"
+    "square units?|cubic units?|inch(?:es)?|feet|foot|ft|yards?|miles?|mi|mph|km/h|km|kilometers?|meters?|metres?|"
+    "cm|mm|m|kg|g|grams?|kilograms?|lbs?|hours?|hrs?|minutes?|min|seconds?|sec|s|days?|weeks?|months?|years?|"
+    "square inches|square feet|square meters|square cm|cubic inches|cubic feet|cubic meters|cubic cm|liters?|litres?|"
+    "points?|people|students?|ways?|numbers?|base \\d+|a\\.?m\\.?|p\\.?m\\.?"
 )
 _TRAILING_UNIT = re.compile(
     rf"(?<=[\d}}\])])\s*(?:{_UNITS})(?:\s*(?:\^|\*\*)\s*\{{?[23]\}}?)?\s*\.?$", re.IGNORECASE
 )
+_SYNONYMS = {
+    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\neq": "\\ne", "\\leq": "\\le",
+    "\\geq": "\\ge", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\cdot": "*", "\\times": "*", "\\div": "/",
+}  # fmt: skip
 _PREFIX = re.compile(r"^[a-zA-Z](?:\([a-zA-Z]\))?\s*(?:=|\\in|∈)\s*")
 
 
@@ -101,16 +100,8 @@ def normalise(answer: str) -> str:
     text = clean(answer).strip().strip("$").strip()
     text = re.sub(r"\\\(|\\\)|\\\[|\\\]", "", text)
     text = _DROPPED.sub("", text).replace("\\$", "").replace("\n", " ")
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
-    text = (
-        text.replace("\\neq", "\\ne")
-        .replace("\\leq", "\\le")
-        .replace("\\geq", "\\ge")
-        .replace("\\lbrace", "\\{")
-    )
-    text = (
-        text.replace("\\rbrace", "\\}").replace("\\cdot", "*").replace("\\times", "*").replace("\\div", "/")
-    )
+    for name, replacement in _SYNONYMS.items():
+        text = text.replace(name, replacement)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree(?![a-z])", "", text)
     text = _unwrap(text)
     text = text.strip().rstrip(".").strip()

@@ -1,9 +1,7 @@
-"""Mathematics: the boxed answer, equal to the reference as text, as a number, piece by piece, or
-symbolically.
+"""Mathematics: the boxed answer, equal to the reference as text, as a number, element by element, or symbolically.
 
-The quick ways come first. What they cannot settle goes to math-verify, in a helper process of its own that is
-killed when it takes too long: some expressions keep a computer algebra system busy for ever, and an answer
-that cannot be checked in time counts as wrong.
+What the quick comparisons cannot settle goes to math-verify, in a process that is killed when it takes too long: some
+expressions keep a computer algebra system busy for ever. An answer that cannot be checked in time counts as wrong.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ def quickly_equal(left: str, right: str) -> bool | None:
     left_value, right_value = _value(left), _value(right)
     if left_value is not None and right_value is not None:
         return _same_number(left, left_value, right, right_value)
-    pairs = _pieces(left), _pieces(right)
+    pairs = _elements(left), _elements(right)
     if pairs[0] is not None and pairs[1] is not None:
         if pairs[0][0] != pairs[1][0] or len(pairs[0][1]) != len(pairs[1][1]):
             return None
@@ -125,51 +123,48 @@ def _exact(text: str) -> Fraction | Decimal | None:
     return Fraction(value) if small else value
 
 
-def _pieces(text: str) -> tuple[str, list[str]] | None:
-    """The brackets and the members of a tuple, interval, set or bare list."""
+def _elements(text: str) -> tuple[str, list[str]] | None:
+    """The brackets and the elements of a tuple, interval, set or bare list."""
     brackets = ""
     if text.startswith("\\{") and text.endswith("\\}"):
         brackets, text = "{}", text[2:-2]
     elif text[0] in "([" and text[-1] in ")]":
         brackets, text = text[0] + text[-1], text[1:-1]
-    parts = list(split_top_level(text))
-    return (brackets, parts) if len(parts) > 1 else None
+    elements = list(split_top_level(text))
+    return (brackets, elements) if len(elements) > 1 else None
 
 
 # ---- algebra, in a process that can be killed
 
 _lock = threading.Lock()
-_helper: Any = None
-_said_missing = False
+_verifier: Any = None
+_warned = False
 
 
 def symbolically_equal(left: str, right: str) -> bool:
     """math-verify's verdict; False when it does not come in time."""
-    global _helper
+    global _verifier
     if max(len(left), len(right)) > _MAX_SYMBOLIC or not _available():
         return False
     with _lock:
-        if _helper is None:
-            from verl.reward.pool import (
-                WorkerPool,  # only needed here; the pool's own worker imports this module
-            )
+        if _verifier is None:
+            from verl.reward.pool import WorkerPool  # the pool's own worker imports this module
 
             spec = FunctionSpec("verl.reward.scorers.algebra:verify", label="math-verify")
-            _helper = WorkerPool([spec], timeout_s=SYMBOLIC_TIMEOUT_S, memory_limit_mb=2048, quiet=True)
-        _helper.submit(0, 0, [RewardSample(0, "", left, ground_truth=right)])
-        result = _helper.drain()[0][0]
+            _verifier = WorkerPool([spec], timeout_s=SYMBOLIC_TIMEOUT_S, memory_limit_mb=2048, quiet=True)
+        _verifier.submit(0, 0, [RewardSample(0, "", left, ground_truth=right)])
+        result = _verifier.drain()[0][0]
     return result.score == 1.0
 
 
 def _available() -> bool:
-    global _said_missing
+    global _warned
     if importlib.util.find_spec("math_verify") is not None:
         return True
-    if not _said_missing:
-        _said_missing = True
+    if not _warned:
+        _warned = True
         _log.warning(
-            "math-verify is not installed: answers that differ as text and as numbers count as wrong. "
-            "Install it with: %s",
+            "math-verify is not installed: answers that differ as text and as numbers count as wrong. Install: %s",
             install_command("math"),
         )
     return False

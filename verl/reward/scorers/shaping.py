@@ -1,6 +1,6 @@
-"""Pieces to build a reward from: correctness, format, length, in any mixture.
+"""Components of a reward: correctness, format, length, in any mixture.
 
-Every piece is an ordinary reward function, so it works alone, in `reward.functions`, or inside `combine`:
+Every component is a reward function, so it works alone, in `reward.functions`, or inside `combine`:
 
     from verl.reward.scorers import gsm8k
     from verl.reward.scorers.shaping import combine, length_between, tagged
@@ -11,7 +11,7 @@ Every piece is an ordinary reward function, so it works alone, in `reward.functi
         length=(length_between(10, 2000), 0.1),
     )
 
-The mixture's score is the weighted sum; each piece's own score is reported under its name.
+The score is the weighted sum; each component's score is reported under its name.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from verl.reward.base import RewardSample
 from verl.reward.functions import RewardFunction
 from verl.reward.results import interpret
 
-Piece = Callable[..., Any]
+Component = Callable[..., Any]
 
 
-def combine(**pieces: tuple[Piece, float] | Piece) -> Piece:
+def combine(**components: tuple[Component, float] | Component) -> Component:
     """A reward function that is the weighted sum of `name=(function, weight)`."""
-    if not pieces:
-        raise RewardError("combine() takes at least one piece: combine(correct=(function, weight), ...).")
+    if not components:
+        raise RewardError("combine() takes at least one component: combine(correct=(function, weight), ...).")
     bound: dict[str, tuple[RewardFunction, float]] = {}
-    for name, piece in pieces.items():
-        function, weight = piece if isinstance(piece, tuple) else (piece, 1.0)
+    for name, component in components.items():
+        function, weight = component if isinstance(component, tuple) else (component, 1.0)
         if not callable(function):
-            raise RewardError(f"combine(): the piece {name!r} is {function!r}, not a function.")
+            raise RewardError(f"combine(): the component {name!r} is {function!r}, not a function.")
         ready = RewardFunction(function, name=name)
         if ready.signature.is_batch or ready.signature.is_async:
-            raise RewardError(f"combine(): the piece {name!r} must take one sample and not be async.")
+            raise RewardError(f"combine(): the component {name!r} must take one sample and not be async.")
         bound[name] = (ready, weight)
 
     def compute_score(
@@ -67,7 +67,7 @@ def combine(**pieces: tuple[Piece, float] | Piece) -> Piece:
         total = 0.0
         extra: dict[str, Any] = {}
         for name, (function, weight) in bound.items():
-            result = interpret(function.call(sample), name, sample)
+            result = interpret(function.call([sample]), name, sample)
             extra.update({key: value for key, value in result.extra.items() if key not in bound})
             extra[name] = result.score
             total += weight * (result.score or 0.0)
@@ -76,7 +76,7 @@ def combine(**pieces: tuple[Piece, float] | Piece) -> Piece:
     return compute_score
 
 
-def matches(pattern: str, flags: int = re.DOTALL) -> Piece:
+def matches(pattern: str, flags: int = re.DOTALL) -> Component:
     """1 where the whole response (without space around it) matches the regular expression."""
     compiled = re.compile(pattern, flags)
 
@@ -86,9 +86,8 @@ def matches(pattern: str, flags: int = re.DOTALL) -> Piece:
     return form
 
 
-def tagged(*names: str) -> Piece:
-    """The share of the tags <name>...</name> that occur exactly once, in this order, without overlap; 1 when
-    all do."""
+def tagged(*names: str) -> Component:
+    """The share of the tags <name>...</name> that occur exactly once, in this order, without overlap."""
     if not names:
         raise RewardError("tagged() takes the names of tags, such as tagged('think', 'answer').")
 
@@ -106,38 +105,37 @@ def tagged(*names: str) -> Piece:
     return form
 
 
-def length_between(shortest: int, longest: int, ramp: int = 0, unit: str = "characters") -> Piece:
+def length_between(shortest: int, longest: int, ramp: int = 0, unit: str = "characters") -> Component:
     """1 for a length in the range, 0 outside, linear over `ramp` on both sides. `unit`: characters, words or
     tokens."""
     if unit not in ("characters", "words", "tokens") or not 0 <= shortest <= longest or ramp < 0:
         raise RewardError(
-            f"length_between({shortest}, {longest}, ramp={ramp}, unit={unit!r}): 0 <= shortest <= longest, "
-            f"ramp >= 0, "
+            f"length_between({shortest}, {longest}, ramp={ramp}, unit={unit!r}): 0 <= shortest <= longest, ramp >= 0, "
             f"unit characters, words or tokens."
         )
 
     def length(solution_str: str, response_length: int = 0) -> float:
-        size = {"characters": len(solution_str), "tokens": response_length}.get(
-            unit, len(solution_str.split())
-        )
+        size = _length(solution_str, response_length, unit)
         outside = max(shortest - size, size - longest, 0)
         return 1.0 if outside == 0 else max(0.0, 1.0 - outside / ramp) if ramp else 0.0
 
     return length
 
 
-def length_penalty(free: int, per: float, worst: float = -1.0, unit: str = "characters") -> Piece:
+def length_penalty(free: int, per: float, worst: float = -1.0, unit: str = "characters") -> Component:
     """0 up to `free`, then -1 per `per` units beyond it, never below `worst`."""
     if per <= 0 or free < 0 or worst > 0:
         raise RewardError(f"length_penalty({free}, {per}, {worst}): free >= 0, per > 0, worst <= 0.")
 
     def penalty(solution_str: str, response_length: int = 0) -> float:
-        size = {"characters": len(solution_str), "tokens": response_length}.get(
-            unit, len(solution_str.split())
-        )
+        size = _length(solution_str, response_length, unit)
         return max(worst, -max(0, size - free) / per)
 
     return penalty
+
+
+def _length(text: str, tokens: int, unit: str) -> int:
+    return tokens if unit == "tokens" else len(text.split()) if unit == "words" else len(text)
 
 
 def not_truncated(truncated: bool = False) -> float:
