@@ -17,13 +17,6 @@ MAX_DEPTH = 100
 """Levels of nesting; code that walks what was read recursively relies on it."""
 MAX_BYTES = 64 << 20
 
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
 
 def parse_json(text: str | bytes, parse_int: Callable[[str], Any] | None = None) -> Any:
     """The value of a JSON text; `parse_int` makes the integers in it."""
@@ -31,11 +24,8 @@ def parse_json(text: str | bytes, parse_int: Callable[[str], Any] | None = None)
         value = json.loads(text, parse_int=parse_int)
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
-    if isinstance(text, bytes):
-        opened = text.count(b"[") + text.count(b"{")
-    else:
-        opened = text.count("[") + text.count("{")
-    if opened > MAX_DEPTH:
+    brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if sum(map(text.count, brackets)) > MAX_DEPTH:  # type: ignore[arg-type]
         _check_depth(value)
     return value
 
@@ -53,10 +43,8 @@ def open_regular(path: Path | str) -> BinaryIO:
     """Open a regular file for reading; ValueError for anything else, without waiting for a FIFO's writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-            raise ValueError(f"{kind}, not a regular file")
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from verl.errors import RewardError
@@ -151,67 +151,34 @@ class RewardFunction:
     def call(self, samples: Sequence[RewardSample]) -> Any:
         """Call it for one sample, or for a whole batch with every argument a list. An async function returns a
         coroutine."""
-        available = _BatchArguments(samples) if self.signature.is_batch else _SampleArguments(samples[0])
-        values: dict[str, Any] = {}
-        for parameter in self.signature.names:
-            if parameter in self.kwargs:
-                values[parameter] = self.kwargs[parameter]
-            elif parameter in available:
-                values[parameter] = available.value(parameter)
-            elif parameter not in self.signature.optional:
-                raise RewardError(
-                    f"Reward function {self.name} asks for {parameter!r}, which this row does not have; "
-                    f"give the parameter a default or the data that column."
-                )
+        columns: Mapping[str, Any]
+        if self.signature.is_batch:
+            names = SAMPLE_NAMES | BATCH_NAMES
+            fields = {
+                name: [getattr(sample, attribute) for sample in samples] for name, attribute in names.items()
+            }
+            every = dict.fromkeys(name for sample in samples for name in sample.columns)
+            columns = {name: [sample.columns.get(name) for sample in samples] for name in every}
+        else:
+            columns = samples[0].columns
+            fields = {name: getattr(samples[0], attribute) for name, attribute in SAMPLE_NAMES.items()}
+        available = {**columns, **fields, **self.kwargs}
+        values = {name: available[name] for name in self.signature.names if name in available}
+        missing = [name for name in self.signature.names if name not in (*values, *self.signature.optional)]
+        if missing:
+            raise RewardError(
+                f"Reward function {self.name} asks for {missing[0]!r}, which this row does not have; "
+                f"give the parameter a default or the data that column."
+            )
         if self.signature.takes_any:
-            values = {**available.everything(), **self.kwargs, **values}
+            keywords = _KEYWORD_BATCH if self.signature.is_batch else _KEYWORD_SAMPLE
+            values = {**columns, **{name: fields[name] for name in keywords}, **self.kwargs, **values}
         arguments: list[Any] = []
         for parameter in self.signature.positional_only:
             if parameter not in values:
                 break  # from here on the defaults apply
             arguments.append(values.pop(parameter))
         return self.function(*arguments, **values)
-
-
-@dataclass
-class _SampleArguments:
-    """Values that parameters of a per-sample function can have."""
-
-    sample: RewardSample
-
-    def __contains__(self, parameter: str) -> bool:
-        return parameter in SAMPLE_NAMES or parameter in self.sample.columns
-
-    def value(self, parameter: str) -> Any:
-        if parameter in SAMPLE_NAMES:
-            return getattr(self.sample, SAMPLE_NAMES[parameter])
-        return self.sample.columns[parameter]
-
-    def everything(self) -> dict[str, Any]:
-        return {**self.sample.columns, **{name: self.value(name) for name in _KEYWORD_SAMPLE}}
-
-
-@dataclass
-class _BatchArguments:
-    """Values that parameters of a batch function can have: lists, in the order of the samples."""
-
-    samples: Sequence[RewardSample]
-    columns: dict[str, None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.columns = dict.fromkeys(name for sample in self.samples for name in sample.columns)
-
-    def __contains__(self, parameter: str) -> bool:
-        return parameter in BATCH_NAMES or parameter in SAMPLE_NAMES or parameter in self.columns
-
-    def value(self, parameter: str) -> list[Any]:
-        attribute = BATCH_NAMES.get(parameter) or SAMPLE_NAMES.get(parameter)
-        if attribute is not None:
-            return [getattr(sample, attribute) for sample in self.samples]
-        return [sample.columns.get(parameter) for sample in self.samples]
-
-    def everything(self) -> dict[str, Any]:
-        return {name: self.value(name) for name in (*self.columns, *_KEYWORD_BATCH)}
 
 
 class ScorerFunction(RewardFunction):

@@ -1,0 +1,111 @@
+"""Finding, watching and killing processes, on real ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import shared_memory
+
+import pytest
+
+from verl import processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+FORK = "import os, time; os.fork(); os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(600)"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def run(code: str, **options) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def pids_of(process: subprocess.Popen[str], count: int) -> set[int]:
+    assert process.stdout is not None
+    return {int(process.stdout.readline()) for _ in range(count)}
+
+
+def test_a_tree_is_found_and_killed(start, gone):
+    process = start(FORK, start_new_session=True)
+    pids = pids_of(process, 2)
+    assert {found.pid for found in processes.descendants(process.pid)} == pids - {process.pid}
+    assert {found.pid for found in processes.group_members(process.pid)} == pids
+    processes.kill_tree(process.pid)
+    process.wait()
+    assert all(gone(pid) for pid in pids)
+    assert processes.descendants(process.pid) == processes.group_members(process.pid) == []
+
+
+def test_a_process_is_known_by_pid_and_start(start):
+    process = start("import time; print(1, flush=True); time.sleep(600)")
+    started = processes.start_time(process.pid)
+    assert started > 0 and processes.is_alive(process.pid, started) and processes.is_alive(process.pid)
+    assert not processes.is_alive(process.pid, started + 1)
+    assert f"process {process.pid} ({sys.executable})" in processes.describe(process.pid)
+    assert not processes.wait_gone(process.pid, started, timeout_s=0.0)
+    process.kill()
+    assert processes.wait_gone(process.pid, started)
+    assert not processes.is_alive(process.pid, started)  # a zombie is not alive
+    process.wait()
+    assert processes.wait_gone(process.pid, started) and processes.start_time(process.pid) == 0
+    assert "has ended" in processes.describe(process.pid)
+
+
+def test_ancestors_between_a_process_and_the_one_that_started_it(start):
+    code = (
+        "import os, subprocess, sys\n"
+        "code = 'from verl import processes; import sys; '"
+        "       'print(*[p.pid for p in processes.ancestors_up_to(int(sys.argv[1]))])'\n"
+        f"subprocess.run([sys.executable, '-c', code, '{os.getpid()}'])\n"
+    )
+    process = start(code)
+    assert pids_of(process, 1) == {process.pid}
+
+
+def test_shared_memory_of_processes_is_named():
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        found = processes.mapped_shared_memory([os.getpid()], re.compile(r"psm_[0-9a-f]+"))
+        assert memory.name.lstrip("/") in found
+        assert processes.mapped_shared_memory([os.getpid()], re.compile("nothing")) == []
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def test_a_supervised_command_ends_with_its_status_and_what_it_started(gone):
+    command = processes.supervised_command([sys.executable, "-c", FORK])
+    supervisor = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert supervisor.stdout is not None
+    pids = [int(supervisor.stdout.readline()) for _ in range(2)]
+    supervisor.send_signal(signal.SIGSTOP)  # a supervisor that does not react is killed with its tree
+    processes.kill_supervised(supervisor, timeout_s=0.2)
+    assert all(gone(pid) for pid in pids) and supervisor.returncode == -signal.SIGKILL
+    supervisor.stdout.close()
+    failing = processes.supervised_command([sys.executable, "-c", "import sys; sys.exit(7)"])
+    assert subprocess.run(failing).returncode == 7
+    assert processes.describe_exit(7).endswith("exit code 7")
+    assert "SIGSEGV" in processes.describe_exit(-signal.SIGSEGV)
+
+
+def test_resident_memory_counts_files_in_memory_once():
+    used = processes.resident_bytes([os.getpid()])
+    assert used > 1 << 20
+    assert processes.resident_bytes([os.getpid()], tmpfs_bytes=1 << 40) > 1 << 40
+    assert processes.resident_bytes([]) == 0
