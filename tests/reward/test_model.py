@@ -58,6 +58,10 @@ def config(path: str | None, **fields) -> RewardConfig:
     return cfg
 
 
+def load(path: str, device: str | None = None) -> RewardModel:
+    return RewardModel.from_config(config(path).reward_model, device)
+
+
 def samples() -> list[RewardSample]:
     answers = ["a b c", "d", "e f g h i j", "k l", "", "a b c"]
     question = [{"role": "user", "content": "a b"}]
@@ -94,7 +98,7 @@ def test_scores_are_the_models_own_and_do_not_depend_on_batching(pad, tmp_path):
 
 def test_without_a_template_prompt_and_response_are_joined(tmp_path):
     folder = build(tmp_path, template=None)
-    scorer = RewardModel.load(folder)
+    scorer = load(folder)
     ids, cut = scorer._encode(RewardSample(0, "a b", "c"))
     assert [WORDS[i] for i in ids] == ["a", "b", "c"] and not cut
 
@@ -106,7 +110,7 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(model_folder):
     exact = RewardSample(0, "", "a a a a", messages=[{"role": "user", "content": "b"}])
     assert run(config(model_folder, max_length=8), [exact])[0].extra["rm_truncated"] == 0.0
     assert run(config(model_folder, max_length=7), [exact])[0].extra["rm_truncated"] == 1.0
-    scorer = RewardModel.load(model_folder)
+    scorer = load(model_folder)
     assert scorer.max_length == 32  # the smaller of the model's and the tokenizer's limits
     assert WORDS[scorer._encode(long)[0][-1]] == "</s>"
 
@@ -130,7 +134,7 @@ def test_a_reward_model_without_its_head_is_refused(tmp_path):
     del weights["score.weight"]
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(ModelError, match=r"model_path=.*lacks the weights score\.weight.*random"):
-        RewardModel.load(folder)
+        load(folder)
 
 
 def test_a_model_whose_numbers_overflow_leaves_no_score(tmp_path):
@@ -195,7 +199,7 @@ def test_an_inference_engine_for_the_reward_model_has_no_effect_and_that_is_said
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_scores_agree_and_the_model_leaves_the_device(model_folder):
     here = [r.score for r in run(config(model_folder), samples())]
-    cpu = RewardModel.load(model_folder, device="cpu")
+    cpu = load(model_folder, "cpu")
     assert here == pytest.approx([score for score, _ in cpu.score(samples())], abs=1e-2)
     manager = build_reward_manager(config(model_folder), max_response_length=8)
     manager.submit(samples()[0])

@@ -37,7 +37,7 @@ def descendants(pid: int) -> list[psutil.Process]:
     """Live processes below `pid`."""
     try:
         return [process for process in psutil.Process(pid).children(recursive=True) if _running(process)]
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return []
 
 

@@ -1,6 +1,6 @@
-"""Rewards: find and call a stranger's function safely, our scorers, the sandbox, model rewards and judges.
+"""Rewards: functions in worker processes, scorers, the sandbox for model-written code, reward models and judges.
 
-Importing this room loads no torch, so that a worker process starts quickly.
+Importing this package loads no torch, so that a worker process starts quickly.
 """
 
 from __future__ import annotations

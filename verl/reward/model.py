@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.balance import sequence_work
+from verl.config.sections.reward import RewardModelConfig
 from verl.errors import ConfigError, ModelError, TrainingHalted
 from verl.models.dtypes import torch_dtype
 from verl.reward.base import Backend, RewardResult, RewardSample
@@ -41,27 +42,24 @@ class RewardModel:
         self._pad = _pad_token(model, tokenizer)
 
     @classmethod
-    def load(
-        cls,
-        path: str,
-        *,
-        dtype: str = "auto",
-        batch_size: int | None = None,
-        max_length: int | None = None,
-        trust_remote_code: bool = False,
-        device: str | None = None,
-    ) -> RewardModel:
-        """From a Hugging Face folder or id. Stays in host memory until it is first used."""
+    def from_config(cls, config: RewardModelConfig, device: str | None = None) -> RewardModel:
+        """Load the model that `reward.reward_model` names. It stays in host memory until it is first used."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        path, code = str(config.model_path), config.trust_remote_code
+        path = str(Path(path).expanduser()) if path.startswith("~") else path
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         auto = "auto" if where.type == "cuda" else torch.float32
-        chosen = auto if dtype == "auto" else torch_dtype(dtype, "reward.reward_model.dtype", ("auto",))
+        dtype = (
+            auto
+            if config.dtype == "auto"
+            else torch_dtype(config.dtype, "reward.reward_model.dtype", ("auto",))
+        )
         try:
             model, found = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=chosen, trust_remote_code=trust_remote_code, output_loading_info=True
+                path, dtype=dtype, trust_remote_code=code, output_loading_info=True
             )
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code)
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ModelError(
                 f"The reward model reward.reward_model.model_path={path!r} cannot be loaded: {error}. It needs a "
@@ -78,21 +76,8 @@ class RewardModel:
                 f"The reward model reward.reward_model.model_path={path!r} lacks the weights "
                 f"{', '.join(missing[:3])}, so its rewards would be random."
             )
-        limit = max_length or _length_limit(model, tokenizer)
-        return cls(model, tokenizer, where, limit, batch_size or DEFAULT_BATCH)
-
-    @classmethod
-    def from_config(cls, config: Any, device: str | None = None) -> RewardModel:
-        """As the section `reward.reward_model` says."""
-        path = config.model_path
-        return cls.load(
-            str(Path(path).expanduser()) if path.startswith("~") else path,
-            dtype=config.dtype,
-            batch_size=config.micro_batch_size_per_gpu,
-            max_length=config.max_length,
-            trust_remote_code=config.trust_remote_code,
-            device=device,
-        )
+        limit = config.max_length or _length_limit(model, tokenizer)
+        return cls(model, tokenizer, where, limit, config.micro_batch_size_per_gpu or DEFAULT_BATCH)
 
     def results(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """`score` as results."""
@@ -150,7 +135,7 @@ class RewardModel:
 class ModelBackend(Backend):
     """The reward model in this process; loaded when first needed."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: RewardModelConfig) -> None:
         check_path(config)
         self._config = config
         self._model: RewardModel | None = None
@@ -182,7 +167,7 @@ class ModelBackend(Backend):
         self._tasks.clear()
 
 
-def check_path(config: Any) -> None:
+def check_path(config: RewardModelConfig) -> None:
     """Raise before anything is loaded or started if `model_path` cannot be a model."""
     path = config.model_path
     if not path:

@@ -158,7 +158,7 @@ class WorkerPool(Backend):
                 runner.run(self._serve())
         except RewardError as error:
             failure = error
-        except Exception as error:  # whoever waits in drain must hear of it
+        except Exception as error:  # drain must not wait for ever
             _log.exception("the reward pool failed")
             failure = RewardError(f"The reward pool failed: {type(error).__name__}: {error}")
         with self._changed:
@@ -186,6 +186,7 @@ class WorkerPool(Backend):
             self._loop.add_reader(worker.output, worker.read_output)
             try:
                 problem = await self._talk(worker)
+                worker.ending = True
                 problem = await self._how_it_ended(worker, problem)
             finally:
                 await worker.end()

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
 from verl import processes
 from verl.errors import RewardError
@@ -169,7 +170,8 @@ def main(socket_fd: int, cgroup_fd: int | None = None) -> None:
     processes.prefer_as_oom_victim()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     channel = socket.socket(fileno=socket_fd)
-    setup: WorkerSetup = pickle.loads(_read_frame(channel) or b"")
+    reader = channel.makefile("rb")
+    setup: WorkerSetup = pickle.loads(_read_frame(reader) or b"")
     sandbox.configure(setup.sandbox_settings)
     if setup.memory_limit_mb is not None:
         limit = setup.memory_limit_mb << 20
@@ -185,12 +187,14 @@ def main(socket_fd: int, cgroup_fd: int | None = None) -> None:
     if any(function.signature.is_async for function in functions):
         asyncio.run(_serve_async(channel, functions, setup.timeout_s))
     else:
-        _serve(channel, functions, setup.timeout_s)
+        _serve(channel, reader, functions, setup.timeout_s)
 
 
-def _serve(channel: socket.socket, functions: list[RewardFunction], timeout_s: float) -> None:
+def _serve(
+    channel: socket.socket, reader: BinaryIO, functions: list[RewardFunction], timeout_s: float
+) -> None:
     own_pid = os.getpid()
-    while (frame := _read_frame(channel)) is not None:
+    while (frame := _read_frame(reader)) is not None:
         task, number, samples = pickle.loads(frame)
         try:
             results = score(functions[number], samples, timeout_s)
@@ -232,11 +236,9 @@ def _flush() -> None:
             stream.flush()
 
 
-def _read_frame(channel: socket.socket) -> bytes | None:
-    header = channel.recv(HEADER.size, socket.MSG_WAITALL)
-    if len(header) < HEADER.size:
-        return None
-    return channel.recv(HEADER.unpack(header)[0], socket.MSG_WAITALL)
+def _read_frame(reader: BinaryIO) -> bytes | None:
+    header = reader.read(HEADER.size)
+    return reader.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
 
 
 def _line(message: Mapping[str, object]) -> bytes:

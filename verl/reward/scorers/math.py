@@ -62,7 +62,7 @@ def equal(answer: str, truth: str, symbolic: bool = True) -> bool:
 
 
 def quickly_equal(left: str, right: str) -> bool | None:
-    """What can be said without algebra; None where that is nothing."""
+    """Whether two answers are the same as text or numbers; None where that does not decide it."""
     if left == right:
         return bool(left)
     if not left or not right:
