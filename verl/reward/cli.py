@@ -38,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--response-key", help="try the responses in this column")
     add("--prompt-key", help="the prompt's column; default: the first usual one there is")
     add("--data-source", help="for rows without the column data_source")
-    add("--timeout-s", type=float, default=30.0, help="deadline of one call (default: 30)")
+    add(
+        "--timeout-s",
+        type=float,
+        default=RewardConfig.timeout_s,
+        help="deadline of one call (default: %(default)g)",
+    )
     add("--in-process", action="store_true", help="call the function in this process")
 
 

@@ -24,6 +24,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from verl import processes
+from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
 from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.evaluate import rows_text
@@ -54,9 +55,9 @@ class WorkerPool(Backend):
         specs: Sequence[FunctionSpec],
         *,
         num_workers: int = 1,
-        timeout_s: float = 30.0,
+        timeout_s: float = RewardConfig.timeout_s,
         memory_limit_mb: int | None = None,
-        max_concurrency: int = 64,
+        max_concurrency: int = RewardConfig.max_concurrency,
         scorers: Mapping[str, str] | None = None,
         sandbox_settings: Settings | None = None,
         quiet: bool = False,

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+
+from verl.config.sections.reward import RewardConfig, SandboxConfig, SandboxFusionConfig
+
+_BUDGET = 0.8  # of the deadline of a reward call
 
 
 @dataclass(frozen=True)
 class Settings:
     """Limits for one program and where it runs; the keys of `reward.sandbox` and `reward.sandbox_fusion`."""
 
-    timeout_s: float = 10.0
-    memory_limit_mb: int = 1024
-    max_processes: int = 64
-    max_file_mb: int = 16
-    all_or_nothing: bool = False
-    allow_unisolated: bool = False
-    url: str | None = None
-    max_concurrent: int = 64
-    budget_s: float = 24.0
+    timeout_s: float = SandboxConfig.timeout_s
+    memory_limit_mb: int = SandboxConfig.memory_limit_mb
+    max_processes: int = SandboxConfig.max_processes
+    max_file_mb: int = SandboxConfig.max_file_mb
+    all_or_nothing: bool = SandboxConfig.all_or_nothing
+    allow_unisolated: bool = SandboxConfig.allow_unisolated
+    url: str | None = SandboxFusionConfig.url
+    max_concurrent: int = SandboxFusionConfig.max_concurrent
+    budget_s: float = _BUDGET * RewardConfig.timeout_s
     """For all tests of one response: less than the deadline of a reward call, so that a slow program fails its tests
     instead of leaving the response without a score."""
 
     @classmethod
-    def from_config(cls, reward_cfg: Any) -> Settings:
-        local, remote = reward_cfg.sandbox, reward_cfg.sandbox_fusion
+    def from_config(cls, config: RewardConfig) -> Settings:
+        remote = config.sandbox_fusion
         return cls(
-            timeout_s=local.timeout_s,
-            memory_limit_mb=local.memory_limit_mb,
-            max_processes=local.max_processes,
-            max_file_mb=local.max_file_mb,
-            all_or_nothing=local.all_or_nothing,
-            allow_unisolated=local.allow_unisolated,
+            **asdict(config.sandbox),
             url=remote.url,
             max_concurrent=remote.max_concurrent,
-            budget_s=0.8 * reward_cfg.timeout_s,
+            budget_s=_BUDGET * config.timeout_s,
         )
 
 
