@@ -457,7 +457,7 @@ def test_it_works_for_an_ordinary_user_too():
     root = Path(__file__).parents[2]
     script = f"""
 import os, sys
-sys.path.insert(0, {str(root)!r})
+sys.path[:0] = {[str(root), *sys.path]!r}
 from verl.reward.sandbox import local
 from verl.reward.sandbox.program import Program
 from verl.reward.sandbox.settings import Settings
