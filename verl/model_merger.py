@@ -20,19 +20,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m verl.model_merger", description="Checkpoint to Hugging Face folder, verified."
     )
-    words = parser.add_subparsers(dest="word", required=True, metavar="merge|test")
-    merge = words.add_parser("merge", help="make a Hugging Face folder and verify it")
-    test = words.add_parser(
+    commands = parser.add_subparsers(dest="command", required=True, metavar="merge|test")
+    merge = commands.add_parser("merge", help="make a Hugging Face folder and verify it")
+    test = commands.add_parser(
         "test", help="compare a checkpoint, or a Hugging Face folder, with another folder"
     )
-    for word in (merge, test):
-        word.add_argument(
+    for command in (merge, test):
+        command.add_argument(
             "--backend",
             choices=("fsdp", "megatron"),
             help="what wrote it: fsdp for our own checkpoints of any strategy, megatron for those of Megatron-core; "
             "default: what the folder holds",
         )
-        word.add_argument(
+        command.add_argument(
             "--local_dir", "--local-dir", type=Path, required=True, help=".../global_step_N/actor"
         )
     merge.add_argument("--target_dir", "--target-dir", type=Path, required=True, help="folder to make")
@@ -63,20 +63,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _folder_and_backend(args: argparse.Namespace) -> tuple[Path, str]:
-    """The checkpoint's folder and what wrote it, as they are; where the command line says otherwise, a notice."""
-    from verl.checkpoint.megatron.folder import holds_megatron
+    """The checkpoint's folder and its backend as found; a notice where the command line says otherwise."""
+    from verl.checkpoint.megatron.reader import holds_megatron
 
     folder: Path = args.local_dir.expanduser()
     if not folder.exists():
         named = Path(*(part.replace("global_steps_", "global_step_", 1) for part in folder.parts))
         if named != folder and named.exists():
-            logger.warning("--local_dir %s: there is no such folder, %s is taken", args.local_dir, named)
+            logger.warning("--local_dir %s: no such folder, using %s", args.local_dir, named)
             folder = named
     backend = "megatron" if holds_megatron(folder) else "fsdp"
     if args.backend not in (None, backend) and folder.exists():
         kind = "Megatron-core" if backend == "megatron" else "verl's fsdp or fsdp2 strategy"
         logger.warning(
-            "--backend %s: %s was written by %s, so --backend %s is taken",
+            "--backend %s: %s was written by %s, using --backend %s",
             args.backend,
             folder,
             kind,
@@ -90,7 +90,7 @@ def _merge(args: argparse.Namespace) -> int:
 
     if args.use_cpu_initialization:
         logger.info(
-            "--use_cpu_initialization changes nothing: merging never needs a GPU nor the whole model in memory"
+            "--use_cpu_initialization has no effect: merging needs no GPU and never the whole model in memory"
         )
     folder, backend = _folder_and_backend(args)
     target = merge(
@@ -112,40 +112,32 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _test(args: argparse.Namespace) -> int:
-    from verl.checkpoint.compare import compare_weights, only_precision, open_weights
-
-    folder, _ = _folder_and_backend(args)
-    with (
-        open_weights(folder) as first,
-        open_weights(args.test_hf_dir.expanduser()) as second,
-    ):
-        lines = compare_weights(first, second)
-        count = len(set(first.names) | set(second.names))
-    if lines and not only_precision(lines):
-        _say("\n".join([*lines, f"{len(lines)} of {count} tensors differ"]))
-        return 1
-    note = f"; {lines[0].partition(': ')[2]}" if lines else ""
-    _say(f"{count} tensors, all equal{note}")
-    return 0
-
-
-def _say(text: str) -> None:
-    """What the command was asked for, as opposed to what it says about its work."""
     from rich.text import Text
 
+    from verl.checkpoint.hf_check import compare_weights
+    from verl.checkpoint.merge import open_weights
     from verl.observe.logs import shared_console
 
-    shared_console().print(Text(text))
+    folder, _ = _folder_and_backend(args)
+    first, second = open_weights(folder), open_weights(args.test_hf_dir.expanduser())
+    lines, stored = compare_weights(first, second)
+    count = len(set(first.names) | set(second.names))
+    if lines:
+        report = "\n".join([*lines, f"{len(lines)} of {count} tensors differ"])
+    else:
+        report = f"{count} tensors, all equal" + (f"; {stored}" if stored else "")
+    shared_console().print(Text(report))
+    return 1 if lines else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given and given[0].startswith("--") and given[0] != "--help":
-        given.insert(0, "merge")  # `verl merge --local_dir ...` says it already
-    args = build_parser().parse_args(given)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0].startswith("--") and arguments[0] != "--help":
+        arguments.insert(0, "merge")  # `verl merge --local_dir ...` already says it
+    args = build_parser().parse_args(arguments)
     from verl.runtime import run_command
 
-    return run_command(lambda: {"merge": _merge, "test": _test}[args.word](args))
+    return run_command(lambda: {"merge": _merge, "test": _test}[args.command](args))
 
 
 if __name__ == "__main__":

@@ -53,18 +53,6 @@ def test_verify_names_the_damage_and_fails(folder: Path, capsys: pytest.CaptureF
     assert ckpt("verify", folder / "global_step_2") == 0
 
 
-def test_diff_tells_what_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ckpt("diff", folder / "global_step_1", folder / "global_step_2") == 1
-    out = capsys.readouterr().out
-    assert "actor/model/lm_head.weight:" in out and "numbers differ" in out
-    assert "actor/optimizer/exp_avg.lm_head.weight:" in out
-    assert "trainer_state.step: 1 and 2" in out
-    assert ckpt("diff", folder / "global_step_1", folder / "global_step_1") == 0
-    assert (
-        ckpt("diff", folder / "global_step_2", folder / "global_step_3") == 1
-    )  # 2 was trained further before 3
-
-
 def test_prune_keeps_the_newest_whole_one_and_the_best(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from verl.checkpoint import CheckpointManager, PartSettings
-from verl.checkpoint.files import FileRecord
-from verl.checkpoint.manifest import verify
-from verl.checkpoint.rank_manifests import Records
+from verl.checkpoint.manifest import read_manifest, verify
+from verl.checkpoint.pytree_json import encode
+from verl.checkpoint.save_op import SaveOperation
 from verl.checkpoint.steps import list_steps
+from verl.distributed import Ranks
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_a_folder_that_cannot_be_made_again_costs_the_save_only(
     (tmp_path / "run").write_text("a file where the folder was")
     with caplog.at_level(logging.WARNING):
         assert manager.save(1, {"actor": engine}, {}) is None
-    assert "could not be saved" in caplog.text and "the run goes on" in caplog.text.lower()
+    assert "could not be saved" in caplog.text and "training continues" in caplog.text.lower()
 
 
 def test_a_folder_without_write_permission_costs_the_save_only(
@@ -161,12 +162,22 @@ def test_a_folder_without_write_permission_costs_the_save_only(
 
 
 def test_a_rank_that_failed_or_never_answers_is_named(tmp_path: Path) -> None:
-    first, second = (Records(tmp_path, rank, 2, timeout_s=0.3) for rank in (0, 1))
-    first.post({"a": FileRecord(1, "00000000")})
+    work, final = tmp_path / ".work", tmp_path / "global_step_1"
+    first, second = (SaveOperation(1, work, final, a_rank(rank, 2), peer_timeout_s=0.3) for rank in (0, 1))
+    first.trees, second.trees = {"a": encode({"x": 1})}, {"b": encode({"y": 2})}
+    first.open()
+    first.write()
     with pytest.raises(TimeoutError, match="rank 1 has not written its files after 0.3 s"):
-        first.collect()
+        first.commit()
     second.give_up()
     with pytest.raises(OSError, match="rank 1 could not write its files"):
-        first.collect()
-    second.post({"b": FileRecord(2, "00000001")})
-    assert first.collect() == {"a": FileRecord(1, "00000000"), "b": FileRecord(2, "00000001")}
+        first.commit()
+    second.write()
+    first.commit()
+    assert set(read_manifest(final).files) == {"a.json", "b.json"}
+
+
+def a_rank(rank: int, world_size: int) -> Ranks:
+    ranks = Ranks()
+    ranks.rank, ranks.world_size = rank, world_size
+    return ranks

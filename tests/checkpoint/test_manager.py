@@ -155,7 +155,7 @@ def test_a_background_save_equals_a_foreground_one_though_training_goes_on(
         ("verl.checkpoint.manager.snapshot", MemoryError()),
         ("verl.checkpoint.manager.encode", TypeError("not a tree")),
         ("verl.checkpoint.manager.rng.capture", RuntimeError("no generator")),
-        ("verl.checkpoint.save_op.put_in_place", ValueError("no name")),
+        ("verl.checkpoint.save_op.publish", ValueError("no name")),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else type(value).__name__,
 )
@@ -253,7 +253,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, job: M
         CheckpointManager(tmp_path).resume({"actor": wide})
     after = job.weights(wide)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    with pytest.raises(CheckpointError, match="another LoRA setting"):
+    with pytest.raises(CheckpointError, match="another model or LoRA setting"):
         CheckpointManager(tmp_path).resume({"actor": job.make_engine(lora_rank=2)})
 
 
@@ -289,7 +289,7 @@ def test_how_to_resume_is_chosen_by_mode(tmp_path: Path, job: ModuleType) -> Non
         found("always")
     with pytest.raises(ConfigError, match="needs trainer.resume_from_path"):
         found("resume_path")
-    with pytest.raises(CheckpointError, match="global_step_9 is not there"):
+    with pytest.raises(CheckpointError, match="global_step_9 does not exist"):
         found("resume_path", tmp_path / "global_step_9")
     with pytest.raises(CheckpointError, match="holds no 'critic'.*it holds: actor"):
         found("resume_path", tmp_path / "global_step_1", "critic")

@@ -1,7 +1,4 @@
-"""Checkpoints: atomic, verified, loadable at any world size, and never a way to run code.
-
-What always holds: importing this package loads no torch.
-"""
+"""Checkpoints: atomic, verified, loadable at any world size, without pickles. Importing this loads no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verl ckpt ls|verify|diff|prune`: checkpoints for people."""
+"""`verl ckpt ls|verify|prune`."""
 
 from __future__ import annotations
 
@@ -14,32 +14,27 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = parser.add_subparsers(dest="word", required=True, metavar="ls|verify|diff|prune")
-    ls = words.add_parser("ls", help="list the checkpoints of a run folder")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|prune")
+    ls = commands.add_parser("ls", help="list the checkpoints of a run folder")
     ls.add_argument("folder", type=Path, metavar="DIR", help="run folder, or one global_step_N")
-    check = words.add_parser("verify", help="read every file and compare checksums; exit code 1 when damaged")
+    check = commands.add_parser(
+        "verify", help="read every file and compare checksums; exit code 1 when damaged"
+    )
     check.add_argument("folder", type=Path, metavar="DIR", help="run folder, or one global_step_N")
-    diff = words.add_parser(
-        "diff", help="what differs between two checkpoints; exit code 1 when anything does"
-    )
-    diff.add_argument("first", type=Path)
-    diff.add_argument("second", type=Path)
-    prune = words.add_parser("prune", help="delete old checkpoints")
+    prune = commands.add_parser("prune", help="delete old checkpoints")
     prune.add_argument("folder", type=Path, metavar="DIR", help="run folder")
-    prune.add_argument("--keep", type=int, default=1, help="how many of the newest stay (default 1)")
-    prune.add_argument(
-        "--keep-best", metavar="METRIC", help="the one that is best by this metric stays as well"
-    )
+    prune.add_argument("--keep", type=int, default=1, help="how many of the newest to keep (default 1)")
+    prune.add_argument("--keep-best", metavar="METRIC", help="keep the best by this metric as well")
     prune.add_argument("--mode", choices=("max", "min"), default="max", help="whether more of it is better")
     prune.add_argument(
         "--damaged", action="store_true", help="also delete those that are damaged or incomplete"
     )
-    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
 def run(args: argparse.Namespace) -> int:
-    words = {"ls": _ls, "verify": _verify, "diff": _diff, "prune": _prune}
-    return words[args.word](args)
+    commands = {"ls": _ls, "verify": _verify, "prune": _prune}
+    return commands[args.command](args)
 
 
 def _entries(folder: Path) -> list[StepFolder]:
@@ -94,19 +89,8 @@ def _verify(args: argparse.Namespace) -> int:
         found = problems(entry)
         damaged += bool(found)
         count = len(entry.manifest.files) if entry.manifest is not None else 0
-        _say(f"{entry.path.name}: " + ("; ".join(found) if found else f"{count} files, all as written"))
+        _print(f"{entry.path.name}: " + ("; ".join(found) if found else f"{count} files, all as written"))
     return 1 if damaged else 0
-
-
-def _diff(args: argparse.Namespace) -> int:
-    from verl.checkpoint.compare import compare_checkpoints
-
-    lines = compare_checkpoints(args.first.expanduser(), args.second.expanduser())
-    for line in lines:
-        _say(line)
-    if not lines:
-        _say("no difference")
-    return 1 if lines else 0
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -118,24 +102,24 @@ def _prune(args: argparse.Namespace) -> int:
     entries = _entries(args.folder)
     bad = [entry for entry in entries if problems(entry)]
     good = [entry for entry in entries if entry not in bad]
-    # Damaged ones do not count: the newest of the whole ones always stays.
+    # Damaged ones do not count: the newest complete one is kept.
     limits = Limits(
         {p: args.keep for e in good if e.manifest for p in e.manifest.parts}, args.keep_best, args.mode
     )
-    doomed = [*decide(good, limits).steps, *(bad if args.damaged else [])]
-    for entry in doomed:
+    chosen = [*decide(good, limits).steps, *(bad if args.damaged else [])]
+    for entry in chosen:
         if args.dry_run:
-            _say(f"would delete {entry.path.name}")
+            _print(f"would delete {entry.path.name}")
         elif delete(entry.path):
-            _say(f"deleted {entry.path.name}")
+            _print(f"deleted {entry.path.name}")
         else:
-            _say(f"{entry.path.name} is in use and stays")
-    if not doomed:
-        _say("nothing to delete")
+            _print(f"{entry.path.name} is in use and stays")
+    if not chosen:
+        _print("nothing to delete")
     return 0
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     from rich.text import Text
 
     shared_console().print(Text(text))

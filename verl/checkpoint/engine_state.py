@@ -4,8 +4,8 @@
     optimizer/optimizer_world_size_{W}_rank_{R}.safetensors  moments and counts
     {model,optimizer,extra}/{...}_rank_{R}.json              what is not a tensor, such as the schedule
 
-What always holds: `snapshot` is the only moment at which the engine must stand still; writing a snapshot needs no
-other rank; loading takes any sharding into any other and refuses, by name, what does not fit.
+The engine must not change during `snapshot` only; writing needs no other rank; loading takes any sharding into any
+other and refuses, by name, what does not fit.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.direct_io import Writers
 from verl.checkpoint.files import FileRecord, inside, write_file
 from verl.checkpoint.manifest import Manifest
 from verl.checkpoint.pytree_json import Encoded, encode, read_tree
-from verl.checkpoint.tensors import Chunk, check_fit, local_chunks, read_into, read_whole, write_chunks
+from verl.checkpoint.tensors import Chunk, check_fit, local_chunks, read_into, read_tensors, write_chunks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Which entries of an engine's state belong to which word of `checkpoint.save_contents`.
+# Which entries of an engine's state belong to which entry of `checkpoint.save_contents`.
 SECTIONS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("scheduler", "extra")}
 
 
@@ -75,15 +74,14 @@ def write_snapshot(
         stem = f"{section}/{section}_world_size_{world_size}_rank_{rank}"
         if taken.chunks[section]:
             records[f"{stem}.safetensors"] = write_chunks(
-                folder / f"{stem}.safetensors", taken.chunks[section], writers
+                folder / f"{stem}.safetensors", taken.chunks[section]
             )
         if taken.plain[section]:
             text, _ = encode(taken.plain[section])
             records[f"{stem}.json"] = write_file(folder / f"{stem}.json", text)
         return records
 
-    # Side by side, so that the end of one file leaves no thread idle.
-    with Writers() as writers, ThreadPoolExecutor(len(SECTIONS)) as pool:
+    with ThreadPoolExecutor(len(SECTIONS)) as pool:
         return {name: record for part in pool.map(write, taken.chunks) for name, record in part.items()}
 
 
@@ -100,21 +98,21 @@ def check_part(
     state = engine.state_dict()
     for section in wanted_sections(manifest, part, contents):
         target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
-        leaves = _tensors_by_name(target)
-        if leaves or shards:
-            check_fit(shards, leaves, f"{folder.name}/{part}/{section}")
+        tensors = _tensors_by_name(target)
+        if tensors or shards:
+            check_fit(shards, tensors, f"{folder.name}/{part}/{section}")
         _check_plain(target, plain, f"{folder.name}/{part}/{section}")
 
 
 def load_part(
     folder: Path, manifest: Manifest, part: str, engine: TrainEngine, contents: Sequence[str] | None = None
 ) -> None:
-    """Give the engine what the checkpoint `folder` holds of `part`; `contents` limits it (None: all of it)."""
+    """Load `part` of the checkpoint into the engine; `contents` limits it (None: all that was saved)."""
     sections = wanted_sections(manifest, part, contents)
     for section in SECTIONS if contents is None else contents:
         if section in SECTIONS and section not in sections:
             logger.warning(
-                "checkpoint %s holds no '%s' of the %s: the engine keeps its own (saved: %s)",
+                "checkpoint %s holds no '%s' of the %s (saved: %s): it is not loaded",
                 folder.name,
                 section,
                 part,
@@ -123,9 +121,9 @@ def load_part(
     state = engine.state_dict()
     for section in sections:
         target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
-        leaves = _tensors_by_name(target)
-        if leaves or shards:
-            read_into(shards, leaves, f"{folder.name}/{part}/{section}")
+        tensors = _tensors_by_name(target)
+        if tensors or shards:
+            read_into(shards, tensors, f"{folder.name}/{part}/{section}")
         merged = _with_plain(target, plain)
         state.update(merged if section == "extra" else {section: merged})
     engine.load_state_dict(state)
@@ -138,11 +136,11 @@ def _section(
     tree = {entry: state.get(entry, {}) for entry in SECTIONS[section]}
     files = manifest.files_of(folder, f"{part}/{section}/")
     shards = [file for file in files if file.suffix == ".safetensors"]
-    return tree if section == "extra" else tree[section], shards, _own_plain(files, rank)
+    return tree if section == "extra" else tree[section], shards, _plain_values(files, rank)
 
 
-def _own_plain(files: Sequence[Path], rank: int) -> Any:
-    """This rank's plain values; a rank the checkpoint does not know takes those of the first."""
+def _plain_values(files: Sequence[Path], rank: int) -> Any:
+    """This rank's plain values; those of the first where the checkpoint has no such rank."""
     by_rank = {int(file.stem.rpartition("_")[2]): file for file in files if file.suffix == ".json"}
     if not by_rank:
         return {}
@@ -162,7 +160,7 @@ def save_tree(folder: Path, name: str, tree: Encoded) -> dict[str, FileRecord]:
 def load_tree(folder: Path, manifest: Manifest, name: str) -> Any:
     if f"{name}.json" not in manifest.files:
         raise CheckpointError(f"{folder} holds no {name}.json")
-    tensors = read_whole(manifest.files_of(folder, f"{name}.safetensors"))
+    tensors = read_tensors(manifest.files_of(folder, f"{name}.safetensors"))
     return read_tree(inside(folder, f"{name}.json"), tensors)
 
 
@@ -187,7 +185,7 @@ def _tensor_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def _without_tensors(tree: Any) -> Any:
-    """The same tree with an empty place where a tensor was."""
+    """The same tree without tensors; None in lists, where positions count."""
     if isinstance(tree, torch.Tensor):
         return None
     if isinstance(tree, Mapping):
@@ -198,28 +196,30 @@ def _without_tensors(tree: Any) -> Any:
     return tree
 
 
-def _check_plain(own: Any, saved: Any, where: str) -> None:
-    """Raise unless the saved plain values have the form of the engine's own; further ones do no harm."""
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        for key in own.keys() & saved.keys():
-            _check_plain(own[key], saved[key], f"{where}.{key}")
-    elif isinstance(own, (int, float)) and not isinstance(own, bool):
+def _check_plain(current: Any, saved: Any, where: str) -> None:
+    """Raise unless the saved plain values have the types of the engine's; further keys are ignored."""
+    if isinstance(current, Mapping) and isinstance(saved, Mapping):
+        for key in current.keys() & saved.keys():
+            _check_plain(current[key], saved[key], f"{where}.{key}")
+    elif isinstance(current, (int, float)) and not isinstance(current, bool):
         number = isinstance(saved, (int, float)) and not isinstance(saved, bool)
         if not number or not abs(saved) < 1 << 63:
             raise CheckpointError(f"{where} is {str(saved)[:40]!r}, not a number of this size")
-    elif not isinstance(own, torch.Tensor) and own is not None and not isinstance(saved, type(own)):
-        raise CheckpointError(f"{where} is a {type(saved).__name__}, not a {type(own).__name__}")
+    elif (
+        not isinstance(current, torch.Tensor) and current is not None and not isinstance(saved, type(current))
+    ):
+        raise CheckpointError(f"{where} is a {type(saved).__name__}, not a {type(current).__name__}")
 
 
-_ABSENT = object()
+_MISSING = object()
 
 
 def _with_plain(target: Any, plain: Any) -> Any:
-    """`target`'s tensors with the saved plain values around them; what was not saved stays as it is."""
-    if plain is _ABSENT or isinstance(target, torch.Tensor):
+    """`target` with its plain values replaced by the saved ones."""
+    if plain is _MISSING or isinstance(target, torch.Tensor):
         return target
     if isinstance(target, Mapping) and isinstance(plain, Mapping):
-        merged = {key: _with_plain(value, plain.get(key, _ABSENT)) for key, value in target.items()}
+        merged = {key: _with_plain(value, plain.get(key, _MISSING)) for key, value in target.items()}
         return merged | {key: value for key, value in plain.items() if key not in target}
     if isinstance(target, (list, tuple)) and isinstance(plain, (list, tuple)) and len(target) == len(plain):
         return type(target)(_with_plain(t, p) for t, p in zip(target, plain, strict=True))

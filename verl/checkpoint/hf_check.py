@@ -1,58 +1,21 @@
-"""Proof that a Hugging Face folder holds what a checkpoint holds: every tensor, bit for bit, and the same logits.
-
-What always holds: the folder is read by other code than wrote it (safetensors for the tensors, transformers for
-the logits), and nothing is assumed from the way it was made.
-"""
+"""Whether a Hugging Face folder holds what a checkpoint holds: every tensor, bit for bit, and the same logits."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from verl.checkpoint.hf_weights import check_names, on_disk, out_dtype
-from verl.checkpoint.source import Source
-from verl.checkpoint.staging import free_memory
+from verl.checkpoint.hf_folder import check_names, on_disk, out_dtype
+from verl.checkpoint.reader import CheckpointReader, hf_reader
 from verl.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
+from verl.models.quiet import quiet_transformers
 
 PROMPT_LENGTH = 12
 HEADER_SLACK = 0.01
 """A folder may be larger than its tensors by headers; more than this share (and a megabyte) is not plausible."""
-
-
-class HfTensors:
-    """The tensors of a Hugging Face folder by name, read on demand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files = sorted(folder.glob("*.safetensors"))
-        if not self.files:
-            raise CheckpointError(f"{folder} holds no *.safetensors file")
-        self._handles = [safe_open(str(file), framework="pt") for file in self.files]
-        self._where: dict[str, Any] = {}
-        for file, handle in zip(self.files, self._handles, strict=True):
-            for name in handle.keys():  # noqa: SIM118 - not a dict
-                if name in self._where:
-                    raise CheckpointError(
-                        f"{folder}: tensor {name!r} is in two files, the second is {file.name}"
-                    )
-                self._where[name] = handle
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._where)
-
-    def get(self, name: str) -> torch.Tensor:
-        return self._where[name].get_tensor(name)  # type: ignore[no-any-return]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._where[name].get_slice(name).get_shape())
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -62,87 +25,110 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
 
 
-def check_tensors(folder: Path, source: Source, model: Any, dtype: torch.dtype) -> int:
-    """Compare every tensor of the folder with the source; the number compared. CheckpointError names the first
+def check_tensors(folder: Path, reader: CheckpointReader, model: Any, dtype: torch.dtype) -> int:
+    """Compare every tensor of the folder with the checkpoint; the number compared. CheckpointError names the first
     that is missing, surplus or different."""
-    written = HfTensors(folder)
+    written = hf_reader(folder)
     expected_bytes = 0
     seen = set()
-    for name in check_names(source, model):
-        weight = source.get(name)
+    for name in check_names(reader, model):
+        weight = reader.get(name)
         for key, value in on_disk(model, name, weight.to(out_dtype(weight.dtype, dtype))).items():
             if key not in written.names:
                 raise CheckpointError(f"the merged folder lacks {key!r}")
             if not same_bits(written.get(key), value):
                 raise CheckpointError(f"{key!r} in the merged folder differs from the checkpoint")
             seen.add(key)
-            expected_bytes += value.numel() * value.element_size()
-    surplus = sorted(written.names - seen)
+            expected_bytes += value.nbytes
+    surplus = sorted(set(written.names) - seen)
     if surplus:
         raise CheckpointError(f"the merged folder holds {surplus[0]!r}, which the checkpoint does not have")
-    actual = sum(file.stat().st_size for file in written.files)
+    actual = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not expected_bytes <= actual <= expected_bytes * (1 + HEADER_SLACK) + 1_000_000:
-        raise CheckpointError(
-            f"the merged weights take {actual} bytes on the disk; {expected_bytes} were expected"
-        )
+        raise CheckpointError(f"the merged weights take {actual} bytes; {expected_bytes} were expected")
     return len(seen)
 
 
-def check_logits(folder: Path, source: Source, config: Any, dtype: torch.dtype, *, value_model: bool) -> None:
+def check_logits(
+    folder: Path, reader: CheckpointReader, config: Any, dtype: torch.dtype, *, value_model: bool
+) -> None:
     """The model transformers loads from the folder answers a fixed prompt exactly as one made of the checkpoint's
     own tensors. The two are in memory one after the other."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    kind = AutoModelForTokenClassification if value_model else AutoModelForCausalLM
-    trained = answers(lambda: _from_source(kind, config, source, dtype), config)
-    merged = answers(
-        lambda: quietly(kind.from_pretrained, folder, dtype=dtype, trust_remote_code=False), config
-    )
-    if not same_bits(trained, merged):
-        worst = float((trained.float() - merged.float()).abs().max())
+    kind: Any = AutoModelForTokenClassification if value_model else AutoModelForCausalLM
+
+    def merged() -> Any:
+        with quiet_transformers():
+            return kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+
+    expected = _logits(lambda: _from_reader(kind, config, reader, dtype), config)
+    found = _logits(merged, config)
+    if not same_bits(expected, found):
+        worst = float((expected.float() - found.float()).abs().max())
         raise CheckpointError(
-            f"the merged model answers a fixed prompt otherwise than the training model (logits differ by {worst:.3g})"
+            f"the merged model and the checkpoint differ on a fixed prompt: logits by up to {worst:.3g}"
         )
 
 
-def memory_allows(config: Any, source: Source, dtype: torch.dtype) -> bool:
-    """Whether one copy of the model fits into free host memory with room to spare."""
-    free = free_memory()
-    return free is None or source.numel() * dtype.itemsize * 1.5 < free
-
-
-def quietly(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Without transformers' progress bars."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        return call(*arguments, **options)
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
-def _from_source(kind: Any, config: Any, source: Source, dtype: torch.dtype) -> Any:
+def _from_reader(kind: Any, config: Any, reader: CheckpointReader, dtype: torch.dtype) -> Any:
     model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
-    own: Mapping[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    parameters = model.state_dict(keep_vars=True)
     with torch.no_grad():
-        for name in source.names:
-            weight = source.get(name)
-            own[name].copy_(weight.to(out_dtype(weight.dtype, dtype)))
+        for name in reader.names:
+            weight = reader.get(name)
+            parameters[name].copy_(weight.to(out_dtype(weight.dtype, dtype)))
     model.tie_weights()
     return model
 
 
 @torch.no_grad()
-def answers(build: Callable[[], Any], config: Any) -> torch.Tensor:
-    """Logits on the fixed prompt; the model is gone afterwards."""
-    model = build().eval()
-    logits: torch.Tensor = model(input_ids=fixed_prompt(config)[None], use_cache=False).logits
+def _logits(build: Callable[[], Any], config: Any) -> torch.Tensor:
+    """On a fixed prompt; the model is freed afterwards."""
+    vocabulary = config.get_text_config().vocab_size
+    prompt = torch.arange(PROMPT_LENGTH).mul(7919).add(3).remainder(vocabulary)
+    logits: torch.Tensor = build().eval()(input_ids=prompt[None], use_cache=False).logits
     return logits.clone()
 
 
-def fixed_prompt(config: Any) -> torch.Tensor:
-    vocabulary = config.get_text_config().vocab_size
-    return torch.arange(PROMPT_LENGTH).mul(7919).add(3).remainder(vocabulary)
+class AsWritten:
+    """A checkpoint's weights under the names a Hugging Face folder gives them."""
+
+    def __init__(self, reader: CheckpointReader, model: Any) -> None:
+        self._reader, self._model = reader, model
+        self._sources: dict[str, str] = {}
+        for name in check_names(reader, model):
+            empty = torch.empty(reader.shape(name), dtype=reader.dtype(name), device="meta")
+            self._sources |= dict.fromkeys(on_disk(model, name, empty), name)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._sources
+
+    def get(self, name: str) -> torch.Tensor:
+        source = self._sources[name]
+        return on_disk(self._model, source, self._reader.get(source))[name]
+
+
+def compare_weights(
+    a: AsWritten | CheckpointReader, b: AsWritten | CheckpointReader
+) -> tuple[list[str], str]:
+    """One line for each tensor that differs; and how those that are equal but for their storage type are stored."""
+    names_a, names_b = set(a.names), set(b.names)
+    lines = [f"{name}: only in the first" for name in sorted(names_a - names_b)]
+    lines += [f"{name}: only in the second" for name in sorted(names_b - names_a)]
+    stored = ""
+    for name in sorted(names_a & names_b):
+        x, y = a.get(name), b.get(name)
+        if x.shape != y.shape:
+            lines.append(f"{name}: shape {list(x.shape)} and {list(y.shape)}")
+            continue
+        narrow = min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
+        if same_bits(x.to(narrow), y.to(narrow)):
+            if x.dtype != y.dtype:
+                stored = f"equal as {narrow}, stored as {x.dtype} and {y.dtype}".replace("torch.", "")
+            continue
+        gap = (x.double() - y.double()).abs()
+        changed, worst = int((gap != 0).sum()), float(gap.max())
+        lines.append(f"{name}: {changed} of {x.numel()} numbers differ, by at most {worst:.3g}")
+    return lines, stored

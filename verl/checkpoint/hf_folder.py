@@ -1,117 +1,108 @@
-"""The Hugging Face side of a checkpoint: config, tokenizer, chat template, whole weights, LoRA adapter.
+"""The Hugging Face folder of a checkpoint: config, tokenizer, unsharded weights, LoRA adapter.
 
-Whole weights come from what was just written, so the live engine is not held up for them;
-only where that cannot be done (LoRA, whose base weights are not in the checkpoint; an architecture transformers
-cannot build from its configuration alone) does the engine write them itself, in the foreground.
+Weights are written from what was just saved, so the engine does not wait for them. Only with LoRA, whose base weights
+are not in the checkpoint, and for architectures that cannot be built from their config, the engine writes them itself.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from verl.checkpoint.files import FileRecord
-from verl.checkpoint.hf_weights import (
-    WEIGHTS,
-    default_dtype,
-    empty_model,
-    is_value_config,
-    read_config,
-    stored_as_is,
-    write_weights,
-)
-from verl.checkpoint.source import TensorSource, WeightSource
-from verl.checkpoint.tensors import Chunk
-from verl.engines.base import TrainEngine
+from verl.checkpoint.files import FileRecord, write_file
+from verl.checkpoint.reader import CheckpointReader, ShardedReader, TensorReader
+from verl.checkpoint.tensors import Chunk, write_stream
 from verl.errors import CheckpointError
+from verl.models.dtypes import DTYPES
+from verl.models.value_model import ValueModel
+
+if TYPE_CHECKING:
+    from verl.engines.base import TrainEngine
 
 HF_FOLDER = "huggingface"
 ADAPTER_FOLDER = "lora_adapter"
+SHARD_BYTES = 5_000_000_000
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+
+
+# -- saving ---------------------------------------------------------------------------------------------------------
 
 
 def hf_steps(
     part: Path, engine: TrainEngine, tokenizer: Any, *, contents: Sequence[str], writer: bool
 ) -> tuple[list[Callable[[], None]], bool]:
-    """What writes `huggingface/` of a part, and `lora_adapter/` where there are adapters; and whether whole weights
-    are still to be made of the model files (`whole_weights`). Every rank takes every step; one is the `writer`, which
-    may fail alone: the ranks must agree after each step, because the next one may gather shards."""
-    from verl.models.lora import has_lora, save_adapter
-
+    """The steps that write `huggingface/` and `lora_adapter/`, and whether `write_from_shards` is to add the weights.
+    Every rank takes every step. The `writer` may fail alone, so the ranks must agree after each step: the next one may
+    be collective."""
     folder = part / HF_FOLDER
-    model = getattr(engine, "model", None)
-    adapters = model is not None and has_lora(model)
+    lora = engine.info.lora_config is not None
     weights = "hf_model" in contents
-    later = weights and "model" in contents and model is not None and not adapters and _can_build(model)
+    with engine.weights().structure() as model:
+        from_shards = weights and "model" in contents and not lora and _can_build(model)
 
     def small_files() -> None:
-        if writer and model is not None:
-            write_config(model, folder, dtype_of(engine))
+        if writer:
+            engine.save_hf_config(folder)
         if writer and tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
     steps = [small_files]
-    if weights and not later:
+    if weights and not from_shards:
         steps.append(lambda: engine.save_hf(folder))
-    if adapters:
-        steps.append(lambda: save_adapter(model, part / ADAPTER_FOLDER, write=writer))
-    return steps, later
+    if lora:
+        steps.append(lambda: engine.save_adapter(part / ADAPTER_FOLDER))
+    return steps, from_shards
 
 
-def whole_weights(
+def write_from_shards(
     part: Path, shards: Mapping[str, FileRecord], chunks: Sequence[Chunk] | None = None
 ) -> dict[str, FileRecord]:
-    """Whole weights into `huggingface/`, from the part's model files (`shards`) or, where a single process has all of
+    """Unsharded weights into `huggingface/`, from the part's model files (`shards`) or, where one process has all of
     them in memory, from its `chunks`. Names in and out are relative to the part. A model file that already is what
-    transformers wants gets a second name instead of a copy."""
+    transformers reads gets a hard link instead of a copy."""
     folder = part / HF_FOLDER
     config = read_config(folder)
     model = empty_model(config, value_model=is_value_config(config))
+    reader: CheckpointReader
     if chunks is None:
-        with WeightSource(part / name for name in shards) as source:
-            written = write_weights(folder, source, model, default_dtype(config, source))
+        reader = ShardedReader(part / name for name in shards)
     else:
-        own = TensorSource({chunk.key: chunk.tensor for chunk in chunks})
-        dtype = default_dtype(config, own)
+        reader = TensorReader({chunk.key: chunk.tensor for chunk in chunks})
+    dtype = default_dtype(config, reader)
+    if chunks is not None and stored_as_is(reader, model, dtype):
         ((shard, record),) = shards.items()
-        if stored_as_is(own, model, dtype) and _same_file(part / shard, folder / WEIGHTS):
+        try:
+            os.link(part / shard, folder / WEIGHTS)
             return {f"{HF_FOLDER}/{WEIGHTS}": record}
-        written = write_weights(folder, own, model, dtype)
+        except OSError:  # a file system without hard links
+            pass
+    written = write_weights(folder, reader, model, dtype)
     return {f"{HF_FOLDER}/{name}": record for name, record in written.items()}
 
 
-def _same_file(existing: Path, name: Path) -> bool:
-    """A second name for a file; False where the file system has no such thing."""
-    try:
-        os.link(existing, name)
-    except OSError:
-        return False
-    return True
+_buildable: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def write_config(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """config.json and generation_config.json of a live model, without touching it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if hasattr(model, "save_config"):  # a value model knows its own
-        model.save_config(folder)
-    else:
-        config = copy.deepcopy(model.config)
-        config._attn_implementation = None
-        config.architectures = [_class_name(model)]
-        config.save_pretrained(folder)
-        generation = getattr(model, "generation_config", None)
-        if generation is not None:
-            generation.save_pretrained(folder)
-    if dtype is not None:
-        set_in_config(folder, dtype=str(dtype).removeprefix("torch."))
+def _can_build(model: Any) -> bool:
+    if model not in _buildable:
+        try:
+            empty_model(model.config, value_model=isinstance(model, ValueModel))
+            _buildable[model] = True
+        except CheckpointError:
+            _buildable[model] = False
+    return _buildable[model]
+
+
+# -- config ---------------------------------------------------------------------------------------------------------
 
 
 def copy_small_files(source: Path, target: Path) -> None:
@@ -131,27 +122,146 @@ def set_in_config(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps(document | entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def dtype_of(engine: TrainEngine) -> torch.dtype | None:
-    """The precision the model computes with; its master weights may have another."""
-    dtype = getattr(getattr(engine, "settings", None), "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else None
+def read_config(folder: Path) -> Any:
+    """The model's configuration; code that came with the model is never run."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder} has no config.json, so the architecture is not known")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers lets whatever its own checks raise come through
+        raise CheckpointError(f"{folder / 'config.json'} cannot be used: {error}") from None
 
 
-_buildable: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+def is_value_config(config: Any) -> bool:
+    return any("TokenClassification" in name for name in config.architectures or ())
 
 
-def _can_build(model: Any) -> bool:
-    if model not in _buildable:
-        try:
-            empty_model(model.config, value_model=hasattr(model, "save_config"))
-        except CheckpointError:
-            _buildable[model] = False
-        else:
-            _buildable[model] = True
-    return _buildable[model]
+def empty_model(config: Any, *, value_model: bool = False) -> Any:
+    """The architecture on the meta device: what names and shapes must be."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    kind = AutoModelForTokenClassification if value_model else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            return kind.from_config(config, trust_remote_code=False)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"no model can be built from the configuration: {error}") from None
 
 
-def _class_name(model: Any) -> str:
-    """Sharding puts a class of its own in front, named FSDP + the model's."""
-    names = [kind.__name__ for kind in type(model).__mro__]
-    return names[1] if names[0] == f"FSDP{names[1]}" else names[0]
+def default_dtype(config: Any, reader: CheckpointReader) -> torch.dtype:
+    """The type the model computed with; masters are float32 whatever that was."""
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = DTYPES.get(dtype)
+    return dtype or next((reader.dtype(name) for name in reader.names), torch.float32)
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def check_names(reader: CheckpointReader, model: Any) -> list[str]:
+    """The names to write, in the model's order. Refuses what is missing, surplus or of another shape."""
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    ties = _tied_names(model)
+    missing = [name for name in wanted if name not in reader.names and ties.get(name) not in reader.names]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} weights of the architecture, first {missing[0]!r}"
+        )
+    for name in reader.names:
+        if name not in wanted:
+            raise CheckpointError(f"the checkpoint has {name!r}, which {type(model).__name__} does not have")
+        if reader.shape(name) != wanted[name]:
+            raise CheckpointError(
+                f"{name!r} has shape {list(reader.shape(name))}; the architecture wants {list(wanted[name])}"
+            )
+    both = {name for name, twin in ties.items() if name in reader.names and twin in reader.names}
+    for name in both:
+        if not torch.equal(reader.get(name), reader.get(ties[name])):
+            raise CheckpointError(
+                f"{name!r} differs from {ties[name]!r}, to which config.json ties it: set tie_word_embeddings to false"
+            )
+    return [name for name in wanted if name in reader.names and name not in both]
+
+
+def _tied_names(model: Any) -> dict[str, str]:
+    """{name: the name it shares its values with}, for a model whose configuration ties them."""
+    tied = getattr(model, "_tied_weights_keys", None)
+    if not getattr(model.config, "tie_word_embeddings", False) or not isinstance(tied, Mapping):
+        return {}
+    return dict(tied)
+
+
+def write_weights(
+    folder: Path, reader: CheckpointReader, model: Any, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
+) -> dict[str, FileRecord]:
+    """model.safetensors, or numbered shards with an index; one tensor in memory at a time."""
+    shards: list[list[tuple[str, list[tuple[str, torch.dtype, tuple[int, ...]]]]]] = [[]]
+    used = total = 0
+    for name in check_names(reader, model):
+        empty = torch.empty(reader.shape(name), dtype=out_dtype(reader.dtype(name), dtype), device="meta")
+        outputs = on_disk(model, name, empty)
+        size = sum(value.nbytes for value in outputs.values())
+        if shards[-1] and used + size > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append((name, [(key, value.dtype, tuple(value.shape)) for key, value in outputs.items()]))
+        used += size
+        total += size
+    files = {}
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # Larger elements first keeps tensors aligned.
+        shard.sort(key=lambda item: -max((dtype.itemsize for _, dtype, _ in item[1]), default=0))
+        entries = [entry for _, outputs in shard for entry in outputs]
+        tensors = _stream(reader, model, [name for name, _ in shard], dtype)
+        files[file] = write_stream(folder / file, entries, tensors, {"format": "pt"})
+        index |= {key: file for key, _, _ in entries}
+    if len(shards) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
+        files[INDEX] = write_file(folder / INDEX, text + "\n")
+    return files
+
+
+def _stream(
+    reader: CheckpointReader, model: Any, names: list[str], dtype: torch.dtype
+) -> Iterator[torch.Tensor]:
+    for name in names:
+        weight = reader.get(name)
+        yield from on_disk(model, name, weight.to(out_dtype(weight.dtype, dtype))).values()
+
+
+def out_dtype(saved: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    return wanted if saved.is_floating_point else saved
+
+
+def stored_as_is(reader: CheckpointReader, model: Any, dtype: torch.dtype) -> bool:
+    """Whether `write_weights` would write exactly the reader's tensors under the reader's names."""
+    return (
+        set(check_names(reader, model)) == set(reader.names)
+        and not _converts(model)
+        and all(out_dtype(reader.dtype(name), dtype) == reader.dtype(name) for name in reader.names)
+    )
+
+
+def on_disk(model: Any, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weight as Hugging Face stores it: some architectures fuse weights in memory that are separate on the disk."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, {name: weight})) if _converts(model) else {name: weight}
+
+
+_converting: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def _converts(model: Any) -> bool:
+    """Whether this architecture fuses weights; asked once, because the question is slow."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if model not in _converting:
+        nothing: dict[str, torch.Tensor] = {}
+        _converting[model] = revert_weight_conversion(model, nothing) is not nothing
+    return _converting[model]

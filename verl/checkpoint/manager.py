@@ -1,13 +1,11 @@
-"""Save, resume, retain: the part of checkpointing a training loop talks to.
+"""Save, resume, retain: what a training loop calls.
 
-The order of a save: files into a hidden folder, each on the disk before it counts; the manifest; a rename to
-`global_step_N`; `latest_checkpointed_iteration.txt`; only then are old checkpoints deleted. A run that begins before
-checkpoints that are there already (afresh, or from an earlier step) puts them aside at its first save: they are not of
-its line, and nobody may take them for its newest.
+The order of a save: files into a hidden folder, each synced to the disk; the manifest; a rename to `global_step_N`;
+`latest_checkpointed_iteration.txt`; only then are old checkpoints deleted. Checkpoints beyond the step a run starts
+from (it started afresh, or from an earlier step) are renamed at its first save: none may be taken for its newest.
 
-At every moment the newest complete checkpoint is whole and loadable, however the process ends. A save that fails, for
-whatever reason, leaves the earlier ones alone and the run going. Loading changes nothing on the disk. Every rank of a
-job makes the same calls in the same order.
+At every moment the newest complete checkpoint is loadable, however the process ends. A save that fails leaves the
+earlier ones alone and the run continues. Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ from verl.checkpoint import rng
 from verl.checkpoint.engine_state import Snapshot, snapshot
 from verl.checkpoint.files import finish_removals
 from verl.checkpoint.pytree_json import encode
-from verl.checkpoint.rank_manifests import Records
-from verl.checkpoint.ranks import Ranks
 from verl.checkpoint.resume import RANDOM_STATE, TRAINER_STATE, Found, Resuming, resume_newest
 from verl.checkpoint.retention import Limits, apply
-from verl.checkpoint.save_op import SaveJob
-from verl.checkpoint.staging import Staging, free_memory
-from verl.checkpoint.steps import list_steps, recover, set_aside, step_name, work_folder, write_tracker
+from verl.checkpoint.save_op import SaveOperation
+from verl.checkpoint.staging import Staging, free_host_bytes
+from verl.checkpoint.steps import archive, list_steps, recover, step_name, work_folder, write_tracker
 from verl.config.disk import HF_BY_DEFAULT_BELOW
+from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 
 logger = logging.getLogger(__name__)
@@ -83,12 +80,12 @@ class CheckpointManager:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._reserving: threading.Thread | None = None
-        self._outcome: Path | None = None
+        self._saved: Path | None = None
         self._error: BaseException | None = None
-        self._tidied = False
-        self._told_about_best = False
-        self._strangers: list[Path] = []
-        """Checkpoints in the run folder beyond the step this run began from."""
+        self._recovered = False
+        self._warned_about_best = False
+        self._foreign_steps: list[Path] = []
+        """Checkpoints in the run folder beyond the step this run started from."""
 
     @classmethod
     def from_config(cls, config: Any, run_folder: Path | str) -> CheckpointManager:
@@ -127,31 +124,31 @@ class CheckpointManager:
         tokenizer: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> Path | None:
-        """Save a step. Returns its folder, or None when saving failed (the reason is logged as a warning) or goes
-        on in the background (`wait` returns the folder then)."""
+        """Save a step. Returns its folder, or None when saving failed (logged as a warning) or continues in the
+        background (`wait` returns the folder then)."""
         self.wait()
         engines = _present(parts)
         work, final = work_folder(self.run_folder, step), self.run_folder / step_name(step)
-        job = SaveJob(step=step, work=work, final=final, ranks=self._ranks)
+        op = SaveOperation(step, work, final, self._ranks, self._peer_timeout_s)
         background = False
-        ready = self._together(lambda: self._take(job, engines, trainer_state, metrics or {}), job)
+        ready = self._on_all_ranks(lambda: self._snapshot(op, engines, trainer_state, metrics or {}), op)
         if ready and self._is_async(engines):
-            background = self._ranks.all_true(self._reserve(job.snapshots))
-            ready = not background or self._together(lambda: self._copy(job), job)
-        live: list[Callable[[], None]] = []
-        ready = ready and self._together(lambda: live.extend(self._open(job, engines, tokenizer)), job)
-        if not ready or not all(self._together(each, job) for each in live):
-            job.discard()
+            background = self._ranks.all_true(self._reserve(op.snapshots))
+            ready = not background or self._on_all_ranks(lambda: self._stage(op), op)
+        steps: list[Callable[[], None]] = []
+        ready = ready and self._on_all_ranks(lambda: steps.extend(self._open(op, engines, tokenizer)), op)
+        if not ready or not all(self._on_all_ranks(each, op) for each in steps):
+            op.discard()
             return None
         if background:
-            self._thread = threading.Thread(target=self._background, args=(job,), name="checkpoint")
+            self._thread = threading.Thread(target=self._background, args=(op,), name="checkpoint")
             self._thread.start()
             return None
-        done = self._finish(job)
-        return job.final if self._ranks.from_first(int(done is not None)) else None
+        saved = self._finish(op)
+        return op.final if self._ranks.from_first(int(saved is not None)) else None
 
     def wait(self) -> Path | None:
-        """Until a save in the background is done; the folder it made, or None."""
+        """Wait for a save in the background; the folder it made, or None."""
         finish_removals()
         if self._thread is None:
             return None
@@ -160,34 +157,34 @@ class CheckpointManager:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        return self._outcome
+        return self._saved
 
-    def _take(
+    def _snapshot(
         self,
-        job: SaveJob,
+        op: SaveOperation,
         engines: Mapping[str, TrainEngine],
         trainer_state: Mapping[str, Any],
         metrics: Mapping[str, Any],
     ) -> None:
-        """Everything as it is at this moment; tensors are the engines' own."""
+        """Everything as it is at this moment; tensors are the engines' own, not copies."""
         for name, engine in engines.items():
             state = engine.state_dict()
-            job.contents[name] = self._contents(name, state)
-            job.snapshots[name] = snapshot(state, job.contents[name], engine.info.rank)
-        job.trees[RANDOM_STATE.format(self._ranks.rank)] = encode(rng.capture(), for_people=False)
-        if self._ranks.first:
-            job.trees[TRAINER_STATE] = encode(dict(trainer_state))
-        job.metrics = self._kept_metrics(metrics)
+            op.contents[name] = self._contents(name, state)
+            op.snapshots[name] = snapshot(state, op.contents[name], engine.info.rank)
+        op.trees[RANDOM_STATE.format(self._ranks.rank)] = encode(rng.capture(), indent=False)
+        if self._ranks.rank == 0:
+            op.trees[TRAINER_STATE] = encode(dict(trainer_state))
+        op.metrics = self._kept_metrics(metrics)
 
-    def _copy(self, job: SaveJob) -> None:
-        """From here on the engines may go on while the copies are written."""
-        job.snapshots = {name: self._staging.copy(name, taken) for name, taken in job.snapshots.items()}
+    def _stage(self, op: SaveOperation) -> None:
+        """From here on the engines may change while the copies are written."""
+        op.snapshots = {name: self._staging.copy(name, taken) for name, taken in op.snapshots.items()}
 
     def _is_async(self, parts: Iterable[str]) -> bool:
         return any(self._of(name).async_save for name in parts)
 
     def _reserve(self, snapshots: Mapping[str, Snapshot]) -> bool:
-        """Host memory for a save in the background, or a word on why there is none."""
+        """Host memory for a save in the background; a warning where there is none."""
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
@@ -198,20 +195,20 @@ class CheckpointManager:
                 reserved = False
             if not reserved:
                 logger.warning(
-                    "checkpoint.async_save needs %.1f GB of host memory for a copy of the %s, and %.1f GB are free: "
+                    "checkpoint.async_save needs %.1f GB of host memory for a copy of the %s, %.1f GB are free: "
                     "this save is not in the background. Free some memory, or set async_save=False",
                     taken.size / 1e9,
                     name,
-                    (free_memory() or 0) / 1e9,
+                    free_host_bytes() / 1e9,
                 )
                 return False
         return True
 
     def _reserve_ahead(self, parts: Mapping[str, TrainEngine | None]) -> None:
-        """While training begins: the system takes longer to give memory than it takes to copy into it."""
+        """Allocate while training starts: allocating takes longer than copying into it."""
         engines = _present(parts)
-        # To ask for a state makes the moments of an optimiser that has none yet. In the memory of a device that
-        # would come too early: others are still to find out how much there is.
+        # `state_dict` creates the moments of an optimiser that has none yet. On a device that would be too early:
+        # other components still measure how much memory is free.
         if not self._is_async(engines) or any(
             engine.info.device.type != "cpu" for engine in engines.values()
         ):
@@ -221,69 +218,67 @@ class CheckpointManager:
 
         def reserve() -> None:
             for name, each in taken.items():
-                with suppress(MemoryError, RuntimeError):  # the save itself says what is missing
+                with suppress(MemoryError, RuntimeError):  # the save itself reports what is missing
                     self._staging.reserve(name, each)
 
-        # Waited for at the end of Python, which may not stop a thread in the middle of torch.
-        self._reserving = threading.Thread(target=reserve, name="memory for checkpoints")
+        # Not a daemon: Python may not stop a thread in the middle of torch at exit.
+        self._reserving = threading.Thread(target=reserve, name="checkpoint memory")
         self._reserving.start()
 
     def _open(
-        self, job: SaveJob, engines: Mapping[str, TrainEngine], tokenizer: Any
+        self, op: SaveOperation, engines: Mapping[str, TrainEngine], tokenizer: Any
     ) -> list[Callable[[], None]]:
-        """Make the folder; what only the live engines can write into it."""
-        if self._ranks.first:
+        """Create the folder; the steps that only the live engines can write."""
+        if self._ranks.rank == 0:
             finish_removals()
-            self._tidy()
-        job.open()
-        return job.hf_steps(engines, tokenizer)
+            self._recover()
+        op.open()
+        return op.hf_steps(engines, tokenizer)
 
-    def _finish(self, job: SaveJob) -> Path | None:
-        """Write the tensors, wait for the other ranks' files, commit. Needs no collective, so that it may run
-        beside training."""
-        peers = Records(job.work, self._ranks.rank, self._ranks.world_size, self._peer_timeout_s)
-        written = self._guarded(job.write, job)
-        written = written and self._guarded(lambda: peers.post(job.records), job)
+    def _finish(self, op: SaveOperation) -> Path | None:
+        """Write the tensors, wait for the other ranks' files, commit. Without collectives, as it may run beside
+        training."""
+        written = self._run_or_warn(op.write, op)
         if not written:
-            peers.give_up()
-        if not self._ranks.first:
-            return job.final if written else None
-        if not (written and self._guarded(lambda: self._commit(job, peers), job)):
-            job.discard()
+            op.give_up()
+        if self._ranks.rank != 0:
+            return op.final if written else None
+        if not (written and self._run_or_warn(lambda: self._commit(op), op)):
+            op.discard()
             return None
-        # The checkpoint is complete; what follows can only fail to be tidy.
+        # The checkpoint is complete; what follows can only fail to clean up.
         for action in (
-            lambda: write_tracker(self.run_folder, job.step),
-            self._set_strangers_aside,
-            lambda: apply(self.run_folder, self.limits, job.step),
+            lambda: write_tracker(self.run_folder, op.step),
+            self._archive_foreign_steps,
+            lambda: apply(self.run_folder, self.limits, op.step),
         ):
             try:
                 action()
             except Exception as error:
-                logger.warning("checkpoint %s is complete, but tidying up failed: %s", job.final.name, error)
-        return job.final
+                logger.warning("checkpoint %s is complete, but cleaning up failed: %s", op.final.name, error)
+        return op.final
 
-    def _commit(self, job: SaveJob, peers: Records) -> None:
-        if job.final in self._strangers:
-            set_aside(job.final)
-            self._strangers.remove(job.final)
-        job.commit(peers)
+    def _commit(self, op: SaveOperation) -> None:
+        if op.final in self._foreign_steps:
+            archive(op.final)
+            self._foreign_steps.remove(op.final)
+        op.commit()
 
-    def _set_strangers_aside(self) -> None:
-        self._strangers = [path for path in self._strangers if not set_aside(path)]
+    def _archive_foreign_steps(self) -> None:
+        self._foreign_steps = [path for path in self._foreign_steps if not archive(path)]
 
-    def _background(self, job: SaveJob) -> None:
+    def _background(self, op: SaveOperation) -> None:
         try:
-            self._outcome = self._finish(job)
-        except BaseException as error:  # handed to the training thread by `wait`
+            self._saved = self._finish(op)
+        except BaseException as error:  # raised in the training thread by `wait`
             self._error = error
 
-    def _together(self, action: Callable[[], object], job: SaveJob) -> bool:
+    def _on_all_ranks(self, action: Callable[[], object], op: SaveOperation) -> bool:
         """Run it on every rank; whether all could. One that failed alone would leave the others waiting."""
-        return self._ranks.all_true(self._guarded(action, job))
+        return self._ranks.all_true(self._run_or_warn(action, op))
 
-    def _guarded(self, action: Callable[[], object], job: SaveJob) -> bool:
-        """Run it; whatever goes wrong costs this checkpoint, not the run."""
+    def _run_or_warn(self, action: Callable[[], object], op: SaveOperation) -> bool:
+        """Run it; a failure costs this checkpoint, not the run."""
         try:
             action()
         except Exception as error:
@@ -291,18 +286,17 @@ class CheckpointManager:
             if isinstance(error, (OSError, SafetensorError)) or "(os error " in str(error):
                 why = f"{error}. Free some space or set trainer.default_local_dir to another disk"
             else:
-                why = f"{type(error).__name__}: {error}{self._keep_traceback(error)}"
+                why = f"{type(error).__name__}: {error}{self._write_traceback(error)}"
             logger.warning(
-                "the checkpoint of step %d could not be saved: %s. The run goes on; the last complete checkpoint "
+                "the checkpoint of step %d could not be saved: %s. Training continues; the last complete checkpoint "
                 "stays valid",
-                job.step,
+                op.step,
                 why,
             )
             return False
         return True
 
-    def _keep_traceback(self, error: Exception) -> str:
-        """Where to read what went wrong in a way nobody thought of."""
+    def _write_traceback(self, error: Exception) -> str:
         file = self.run_folder / "failed_save.txt"
         try:
             file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
@@ -318,19 +312,19 @@ class CheckpointManager:
         return ["model", "optimizer", "extra", *(["hf_model"] if small else [])]
 
     def _kept_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Validation results and whatever `keep_best` asks for; a manifest is not a log."""
+        """Validation results and the metric of `keep_best`."""
         best = self.limits.best
         kept = {
             name: float(value)
             for name, value in metrics.items()
             if isinstance(value, (int, float)) and (name == best or name.startswith("val-core/"))
         }
-        if best is not None and best not in kept and metrics and not self._told_about_best:
-            self._told_about_best = True
+        if best is not None and best not in kept and metrics and not self._warned_about_best:
+            self._warned_about_best = True
             known = ", ".join(sorted(n for n in metrics if n.startswith(("val", "reward")))[:8])
             logger.warning(
-                "trainer.keep_best=%s was not measured at this step, so this checkpoint cannot be the best one. "
-                "Measured: %s. Set trainer.test_freq so that each saved step is validated",
+                "trainer.keep_best=%s was not measured at this step (measured: %s), so this checkpoint cannot be the "
+                "best one: set trainer.test_freq so that each saved step is validated",
                 best,
                 known or "no validation",
             )
@@ -339,10 +333,10 @@ class CheckpointManager:
     def _of(self, part: str) -> PartSettings:
         return self.settings.get(part, PartSettings())
 
-    def _tidy(self) -> None:
-        if not self._tidied:
+    def _recover(self) -> None:
+        if not self._recovered:
             recover(self.run_folder)
-            self._tidied = True
+            self._recovered = True
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
@@ -352,35 +346,35 @@ class CheckpointManager:
         take: Callable[[dict[str, Any]], None] = lambda state: None,
     ) -> dict[str, Any] | None:
         """Find and load what `resume_mode` asks for; the trainer's state, or None for a fresh start. `take` gets the
-        state before the engines change; where it raises, an older checkpoint is looked for."""
+        state before the engines change; where it raises, an older checkpoint is tried."""
         return resume_newest(lambda below: self.find(parts, below), lambda: self.load_found(parts), take)
 
     def find(self, parts: Mapping[str, TrainEngine | None], below: int | None = None) -> Found | None:
         """The newest checkpoint (before the step `below`) that can be used; nothing of the run changes."""
-        if self._ranks.first and self.resume_mode == "auto":
-            self._tidy()
+        if self._ranks.rank == 0 and self.resume_mode == "auto":
+            self._recover()
         found = self._resuming.find(_present(parts), below)
         if found is None:
-            self._begin(0, parts)
+            self._start_from(0, parts)
         return found
 
     def load_found(self, parts: Mapping[str, TrainEngine | None]) -> bool:
-        """Load what `find` found; False where that failed and another one is to be found."""
+        """Load what `find` found; False where that failed and another one is to be tried."""
         loaded = self._resuming.load(_present(parts))
         if loaded is not None:
             logger.info("resumed from %s", loaded.path)
-            self._begin(loaded.manifest.step, parts)
+            self._start_from(loaded.manifest.step, parts)
         return loaded is not None
 
     def latest(self, parts: Sequence[str] = ()) -> Path | None:
         """The newest complete checkpoint; damaged and incomplete ones are named in the log and skipped."""
-        if self._ranks.first:
-            self._tidy()
+        if self._ranks.rank == 0:
+            self._recover()
         return self._resuming.latest(parts)
 
-    def _begin(self, step: int, parts: Mapping[str, TrainEngine | None]) -> None:
-        if self._ranks.first:
-            self._strangers = [entry.path for entry in list_steps(self.run_folder) if entry.step > step]
+    def _start_from(self, step: int, parts: Mapping[str, TrainEngine | None]) -> None:
+        if self._ranks.rank == 0:
+            self._foreign_steps = [entry.path for entry in list_steps(self.run_folder) if entry.step > step]
         self._reserve_ahead(parts)
 
 

@@ -1,7 +1,6 @@
 """`ckpt_contents.json`: what a checkpoint consists of. It is written last, so its presence means "complete".
 
-What always holds: the manifest protects itself (its own checksum is inside), so damage in any file of a
-checkpoint, the manifest included, is found by `verify`; only files it lists are ever read.
+It contains its own checksum, so `verify` finds damage in any file, the manifest included; only files it lists are read.
 """
 
 from __future__ import annotations
@@ -105,10 +104,8 @@ def read_manifest(folder: Path) -> Manifest:
             created=str(document["created"]),
         )
     except FileNotFoundError:
-        why = "has no" if folder.is_dir() else "is not there, nor its"
-        raise CheckpointError(
-            f"{folder} {why} {MANIFEST}: the save was not finished, or it is not a checkpoint"
-        ) from None
+        why = f"has no {MANIFEST}: the save was not finished, or it is not a checkpoint"
+        raise CheckpointError(f"{folder} {why if folder.is_dir() else 'does not exist'}") from None
     except NotADirectoryError:
         raise CheckpointError(f"{folder} is not a folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -116,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, manifest: Manifest | None = None, *, checksums: bool = True) -> list[str]:
-    """What is wrong with the files of a checkpoint; empty when nothing is. Without `checksums` only sizes count."""
+    """What is wrong with the files of a checkpoint. Without `checksums` only sizes are compared."""
     if manifest is None:
         try:
             manifest = read_manifest(folder)
@@ -148,7 +145,7 @@ def verify(folder: Path, manifest: Manifest | None = None, *, checksums: bool = 
 def _count(document: Mapping[str, Any], name: str) -> int:
     value = document[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise ValueError(f"its {name} is {str(value)[:40]!r}, which is no count")
+        raise ValueError(f"its {name} is {str(value)[:40]!r}, not a count")
     return value
 
 

@@ -1,7 +1,7 @@
-"""Trees of plain values and tensors as JSON plus named tensors, and back, exactly.
+"""Trees of plain values and tensors as JSON plus named tensors, and back.
 
-What always holds: `decode(encode(tree))` equals `tree`, types included (tuples, integer keys, numpy arrays, NaN);
-a value of any other type is refused by name on saving, so nothing ever needs to be unpickled.
+`decode(encode(tree))` equals `tree`, types included (tuples, integer keys, numpy arrays, NaN); a value of any other
+type is refused by name on saving, so nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Encoded = tuple[str, dict[str, torch.Tensor]]
 _TAGS = ("__tensor__", "__array__", "__tuple__", "__pairs__", "__bytes__")
 
 
-def encode(tree: Any, *, for_people: bool = True) -> Encoded:
-    """The tree, with copies of its tensors on the CPU. Text that nobody reads is made many times faster."""
+def encode(tree: Any, *, indent: bool = True) -> Encoded:
+    """The tree, with copies of its tensors on the CPU. Without `indent` the text is made many times faster."""
     tensors: dict[str, torch.Tensor] = {}
     document = _encode(tree, "", tensors)
-    return json.dumps(document, ensure_ascii=False, indent=1 if for_people else None), tensors
+    return json.dumps(document, ensure_ascii=False, indent=1 if indent else None), tensors
 
 
 def decode(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -36,7 +36,7 @@ def decode(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
     try:
         return _decode(parse_json(text), tensors)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"a state cannot be understood: {error!r}") from None
+        raise CheckpointError(f"a state cannot be read: {error!r}") from None
 
 
 def read_tree(path: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -44,7 +44,7 @@ def read_tree(path: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
     try:
         return _decode(read_json(path), tensors)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be understood: {error!r}") from None
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from None
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -60,9 +60,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"__tensor__": name}
     if isinstance(value, np.ndarray):
         if value.dtype == object:
-            raise CheckpointError(
-                f"state {path!r} is an array of objects; only numbers can be saved as arrays"
-            )
+            raise CheckpointError(f"state {path!r} is an array of objects; only numbers can be saved")
         name = _free_name(path, tensors)
         tensors[name] = torch.from_numpy(_numeric(value).copy())
         return {"__array__": name, "dtype": value.dtype.str}
@@ -83,8 +81,8 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         ]
         return {"__pairs__": pairs}
     raise CheckpointError(
-        f"state {path!r} is a {type(value).__name__}, which a checkpoint cannot hold: only numbers, text, bytes, "
-        "lists, tuples, dicts, arrays and tensors are saved"
+        f"state {path!r} is a {type(value).__name__}; only numbers, text, bytes, lists, tuples, dicts, arrays and "
+        "tensors can be saved"
     )
 
 

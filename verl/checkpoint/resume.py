@@ -1,10 +1,9 @@
-"""Which checkpoint a run goes on from, and how it gets into the engines.
+"""Which checkpoint a run resumes from, and loading it into the engines.
 
-With `trainer.resume_mode=auto` it is the newest one that can be used: whatever is wrong with a newer one, it is skipped
-with a warning that says why. Everything but the values of tensors is read and checked before anything of the run
-changes, and all ranks take the same one. A run begins again only where every checkpoint is incomplete or damaged: one
-that is whole by its checksums but cannot be used (it belongs to another model or other data, or was forged) is an
-error unless an older one can.
+With `trainer.resume_mode=auto` it is the newest usable one; a newer one that is not is skipped with a warning that says
+why. Everything but the values of tensors is checked before anything of the run changes, and all ranks take the same
+one. A run starts from scratch only where every checkpoint is incomplete or damaged: one with valid checksums that
+cannot be used (of another model or other data, or forged) is an error unless an older one can.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any
 from verl.checkpoint import rng
 from verl.checkpoint.engine_state import check_part, load_part, load_tree, wanted_sections
 from verl.checkpoint.manifest import Manifest, read_manifest
-from verl.checkpoint.ranks import Ranks
 from verl.checkpoint.steps import checked_path, in_use, newest_complete, step_name
+from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.observe.causes import is_out_of_memory
@@ -36,7 +35,7 @@ Found = tuple[int, bool, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that was read as far as that changes nothing."""
+    """A checkpoint whose state was read and checked; tensors of engines were not read."""
 
     path: Path
     manifest: Manifest
@@ -54,34 +53,34 @@ class Resuming:
         ranks: Ranks,
         load_contents: Callable[[str], Sequence[str] | None],
         mode: str,
-        given: Path | str | None,
+        resume_from_path: Path | str | None,
     ) -> None:
         self._run_folder = run_folder
         self._ranks = ranks
         self._contents = load_contents
         self._mode = mode
-        self._given = given
+        self._path = resume_from_path
         self._candidate: Candidate | None = None
         self._overwritten: set[tuple[str, str]] = set()
-        """Parts and sections of the engines that a failed load has left in between."""
+        """Parts and sections of the engines that a failed load may have left half changed."""
 
     def latest(self, parts: Sequence[str] = (), below: int | None = None) -> Path | None:
-        """The newest complete checkpoint (before the step `below`); incomplete ones are named in the log."""
+        """The newest complete checkpoint (before the step `below`); others are logged."""
         chosen = -1
-        if self._ranks.first:
+        if self._ranks.rank == 0:
             found = newest_complete(self._run_folder, parts, below)
             chosen = found.step if found is not None else -1
         chosen = self._ranks.from_first(chosen)
         return None if chosen < 0 else self._run_folder / step_name(chosen)
 
     def find(self, engines: Mapping[str, TrainEngine], below: int | None = None) -> Found | None:
-        """The checkpoint to go on from, which `load` loads then; None to begin at the beginning."""
+        """The checkpoint to resume from, which `load` loads then; None to start from scratch."""
         self._candidate = None
         if self._mode == "disable":
             return None
         if self._mode == "resume_path":
-            path = self.given_path(list(engines))
-            with clean_errors(path):
+            path = self.named_path(list(engines))
+            with checkpoint_errors(path):
                 self._candidate = self._examine(path, engines)
             return self._candidate.manifest.step, True, self._candidate.state
         if self._mode != "auto":
@@ -90,13 +89,13 @@ class Resuming:
             )
         return self._newest_usable(engines, below)
 
-    def given_path(self, parts: Sequence[str]) -> Path:
-        """What `trainer.resume_from_path` names, found whole."""
-        if not self._given:
+    def named_path(self, parts: Sequence[str]) -> Path:
+        """What `trainer.resume_from_path` names, verified."""
+        if not self._path:
             raise ConfigError(
                 "trainer.resume_mode=resume_path needs trainer.resume_from_path: a global_step_N folder or a run folder"
             )
-        return checked_path(Path(self._given).expanduser(), parts)
+        return checked_path(Path(self._path).expanduser(), parts)
 
     def _newest_usable(self, engines: Mapping[str, TrainEngine], below: int | None) -> Found | None:
         first: tuple[Path, Exception] | None = None
@@ -108,7 +107,7 @@ class Resuming:
             problem: Exception | None = None
             try:
                 self._candidate = self._examine(path, engines)
-            except Exception as error:  # it may have been written by anybody
+            except Exception as error:  # the files are not trusted
                 problem = error
             if self._all_can(path, problem):
                 assert self._candidate is not None
@@ -116,12 +115,12 @@ class Resuming:
             first = first or (path, problem or CheckpointError(f"{path} cannot be used by another rank"))
             below = int(path.name.rpartition("_")[2])
         if first is not None:
-            with clean_errors(first[0]):
+            with checkpoint_errors(first[0]):
                 raise first[1]
         if self._overwritten:
             raise CheckpointError(
-                f"loading a checkpoint failed in the middle (see the warning above), and {self._run_folder} has no "
-                "older one: start again, or begin at the beginning with trainer.resume_mode=disable"
+                f"loading a checkpoint failed (see the warning above), and {self._run_folder} has no older one: "
+                "start again, or set trainer.resume_mode=disable to start from scratch"
             )
         return None
 
@@ -142,20 +141,20 @@ class Resuming:
                 rng.check(random)
             for name, engine in engines.items():
                 check_part(path, manifest, name, engine, self._contents(name))
-            kept = self._overwritten - self._sections(manifest, engines)
-            if kept:
+            lacking = self._overwritten - self._sections(manifest, engines)
+            if lacking:
                 raise CheckpointError(
-                    f"it holds no {' of the '.join(min(kept)[::-1])}, which must be loaded anew"
+                    f"it holds no {' of the '.join(min(lacking)[::-1])}, which must be loaded anew"
                 )
         return Candidate(path, manifest, state, random)
 
     def load(self, engines: Mapping[str, TrainEngine]) -> Candidate | None:
-        """Load what `find` found, and put the random states back. None where a rank could not, and another
-        checkpoint is to be looked for."""
+        """Load what `find` found, and restore random states. None where a rank could not, and another checkpoint is
+        to be tried."""
         assert self._candidate is not None
         candidate, self._candidate = self._candidate, None
         if self._mode == "resume_path":
-            with clean_errors(candidate.path):
+            with checkpoint_errors(candidate.path):
                 self._load(candidate, engines)
             return candidate
         problem: Exception | None = None
@@ -179,8 +178,8 @@ class Resuming:
             rng.restore(candidate.random)
         else:
             logger.warning(
-                "checkpoint %s was saved by %d processes and is loaded by %d: weights and optimiser are equal, "
-                "random draws will differ from those of an uninterrupted run",
+                "checkpoint %s was saved by %d processes and is loaded by %d: random draws will differ from those of "
+                "an uninterrupted run",
                 path.name,
                 manifest.world_size,
                 self._ranks.world_size,
@@ -202,14 +201,14 @@ class Resuming:
 
 
 @contextmanager
-def clean_errors(name: Path | str) -> Iterator[None]:
-    """Whatever is wrong with a checkpoint is a CheckpointError."""
+def checkpoint_errors(name: Path | str) -> Iterator[None]:
+    """Turn whatever is wrong with a checkpoint into a CheckpointError."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        advice = ". Set trainer.resume_from_path to another checkpoint, or trainer.resume_mode=disable to begin again"
+        advice = ". Set trainer.resume_from_path to another checkpoint, or trainer.resume_mode=disable"
         raise CheckpointError(
             f"{name} cannot be used: {_reason(error)}{'' if isinstance(error, VerlError) else advice}"
         ) from error
@@ -220,17 +219,17 @@ def resume_newest(
     load: Callable[[], bool],
     take: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any] | None:
-    """Find, take and load the newest checkpoint that can be used; its trainer state, or None to begin at the
-    beginning. `take` gives the state to whoever trains, and changes nothing where it raises."""
+    """Find and load the newest usable checkpoint; its trainer state, or None to start from scratch. `take` gets the
+    state before engines change, and must change nothing where it raises."""
     below: int | None = None
     first: Exception | None = None
     while (found := find(below)) is not None:
         below, named_by_user, state = found
         try:
             take(state)
-        except Exception as error:  # a state of any form, as above
+        except Exception as error:  # a state of any form
             if named_by_user:
-                with clean_errors(step_name(below)):
+                with checkpoint_errors(step_name(below)):
                     raise
             first = first or error
             warn_skipped(step_name(below), error)
@@ -238,7 +237,7 @@ def resume_newest(
             if load():
                 return state
     if first is not None:
-        with clean_errors("the newest checkpoint"):
+        with checkpoint_errors("the newest checkpoint"):
             raise first
     return None
 

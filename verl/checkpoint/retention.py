@@ -1,8 +1,8 @@
-"""Which checkpoints stay. Deciding is pure; deleting comes last and one at a time.
+"""Which checkpoints are kept.
 
-What always holds: the newest complete checkpoint stays, the best one stays, what is in use stays; limits count
-what is on the disk, so they hold across restarts. With different limits for actor and critic, the part beyond its
-limit goes and the other stays: such a step can be merged, but not resumed from.
+The newest complete one, the best one and those in use are kept always; limits count what is on the disk, so they hold
+across restarts. With different limits for actor and critic, a step may keep one of them: it can be merged, but not
+resumed from.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from verl.checkpoint.files import remove_folder
 from verl.checkpoint.manifest import Manifest, write_manifest
-from verl.checkpoint.steps import StepFolder, alone, delete, list_steps
+from verl.checkpoint.steps import StepFolder, delete, exclusive, list_steps
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many newest steps keep each part (None: all), and the metric whose best step always stays."""
+    """How many newest steps keep each part (None: all), and the metric whose best step is kept."""
 
     keep: Mapping[str, int | None]
     best: str | None = None
@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decision:
-    """Steps to delete whole, and parts to delete from steps that stay."""
+    """Steps to delete, and parts to delete from steps that are kept."""
 
     steps: tuple[StepFolder, ...] = ()
     parts: tuple[tuple[StepFolder, str], ...] = ()
@@ -51,17 +51,17 @@ def best_step(entries: Sequence[StepFolder], metric: str | None, mode: str = "ma
 
 
 def decide(entries: Sequence[StepFolder], limits: Limits, saved: int | None = None) -> Decision:
-    """What is beyond the limits. `entries` newest first; folders without a manifest are not ours to judge; the step
-    just `saved` stays whatever else there is."""
-    whole = [e for e in entries if e.manifest is not None]
-    protected = {step for step in (whole[0].step if whole else None, saved) if step is not None}
-    best = best_step(whole, limits.best, limits.best_mode)
+    """What is beyond the limits. `entries` newest first, those without a manifest are ignored; the step just `saved`
+    is kept."""
+    complete = [e for e in entries if e.manifest is not None]
+    protected = {step for step in (complete[0].step if complete else None, saved) if step is not None}
+    best = best_step(complete, limits.best, limits.best_mode)
     if best is not None:
         protected.add(best.step)
     steps: list[StepFolder] = []
     parts: list[tuple[StepFolder, str]] = []
     seen: dict[str, int] = {}
-    for entry in whole:
+    for entry in complete:
         assert entry.manifest is not None
         beyond = []
         for part in entry.manifest.parts:
@@ -79,26 +79,26 @@ def decide(entries: Sequence[StepFolder], limits: Limits, saved: int | None = No
 
 
 def apply(run_folder: Path, limits: Limits, saved: int | None = None) -> list[str]:
-    """Delete what is beyond the limits; returns the names of what went."""
+    """Delete what is beyond the limits; the names of what was deleted."""
     decision = decide(list_steps(run_folder), limits, saved)
-    gone = [entry.path.name for entry in decision.steps if delete(entry.path, wait=False)]
+    deleted = [entry.path.name for entry in decision.steps if delete(entry.path, wait=False)]
     for entry, part in decision.parts:
         if _delete_part(entry, part):
-            gone.append(f"{entry.path.name}/{part}")
-    if gone:
-        logger.info("deleted by the limits on checkpoints: %s", ", ".join(gone))
-    return gone
+            deleted.append(f"{entry.path.name}/{part}")
+    if deleted:
+        logger.info("deleted beyond the limits on checkpoints: %s", ", ".join(deleted))
+    return deleted
 
 
 def _delete_part(entry: StepFolder, part: str) -> bool:
-    """The manifest first: from then on the part's files are no longer part of the checkpoint."""
+    """The manifest first: from then on the part's files do not belong to the checkpoint."""
     assert entry.manifest is not None
     manifest: Manifest = replace(
         entry.manifest,
         parts={name: contents for name, contents in entry.manifest.parts.items() if name != part},
         files={name: r for name, r in entry.manifest.files.items() if not name.startswith(f"{part}/")},
     )
-    with alone(entry.path) as unused:
+    with exclusive(entry.path) as unused:
         if unused:
             write_manifest(entry.path, manifest, replace=True)
             remove_folder(entry.path / part, wait=False)

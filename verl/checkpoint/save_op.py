@@ -1,48 +1,51 @@
-"""One save on one rank: the files it writes, and the moment they become a checkpoint.
+"""One save on one rank: the files it writes, and the rename that makes them a checkpoint.
 
-What always holds: until `commit` renames it, everything lies in a hidden folder; `write` needs no other rank;
-`commit` happens on rank 0 alone, after every rank has told of its files.
+Until `commit` renames it, everything is in a hidden folder. `write` needs no other rank; `commit` runs on rank 0 alone,
+after every rank has left a record of its files in that folder. No collective is involved, so a save in the background
+does not use the communicators of training.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.engine_state import Snapshot, save_tree, write_snapshot
 from verl.checkpoint.files import FileRecord, files_below, folders_below, record_of, sync_all
-from verl.checkpoint.hf_folder import hf_steps, whole_weights
+from verl.checkpoint.hf_folder import hf_steps, write_from_shards
 from verl.checkpoint.manifest import MANIFEST, Manifest, installed_versions, write_manifest
 from verl.checkpoint.pytree_json import Encoded
-from verl.checkpoint.rank_manifests import Records
-from verl.checkpoint.ranks import Ranks
-from verl.checkpoint.steps import put_in_place
+from verl.checkpoint.steps import publish
+from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
+from verl.json_input import read_json
 
 
 @dataclass
-class SaveJob:
-    """One save under way on this rank."""
-
+class SaveOperation:
     step: int
     work: Path
     final: Path
     ranks: Ranks
+    peer_timeout_s: float
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
     contents: dict[str, list[str]] = field(default_factory=dict)
     trees: dict[str, Encoded] = field(default_factory=dict)
-    """The trainer's state and this rank's random states, as they were at the moment of saving."""
+    """The trainer's state and this rank's random states at the moment of saving."""
     metrics: dict[str, float] = field(default_factory=dict)
     records: dict[str, FileRecord] = field(default_factory=dict)
-    to_stream: list[str] = field(default_factory=list)
-    """Parts whose whole weights are made from their shards once those are written."""
+    from_shards: list[str] = field(default_factory=list)
+    """Parts whose unsharded weights are written from their shards."""
 
     def open(self) -> None:
-        if self.ranks.first:
+        if self.ranks.rank == 0:
             shutil.rmtree(self.work, ignore_errors=True)
             (self.work / "random").mkdir(parents=True)
             for name in self.snapshots:
@@ -52,41 +55,51 @@ class SaveJob:
         """What only the live engine can write; every rank takes every step, and all agree after each."""
         steps: list[Callable[[], None]] = []
         for name, engine in engines.items():
-            contents, writer = self.contents[name], self.ranks.first
+            contents, writer = self.contents[name], self.ranks.rank == 0
             more, later = hf_steps(self.work / name, engine, tokenizer, contents=contents, writer=writer)
             steps += more
             if later:
-                self.to_stream.append(name)
+                self.from_shards.append(name)
         return steps
 
     def write(self) -> None:
+        """This rank's files, then their record for rank 0."""
         for name, tree in self.trees.items():
             self.records |= save_tree(self.work, name, tree)
-        for name, taken in self.snapshots.items():
-            written = write_snapshot(self.work / name, taken, self.ranks.rank, self.ranks.world_size)
+        for name, snapshot in self.snapshots.items():
+            written = write_snapshot(self.work / name, snapshot, self.ranks.rank, self.ranks.world_size)
             self.records |= {f"{name}/{file}": record for file, record in written.items()}
         sync_all(self.work / name for name in self.records)
+        path = self._rank_record(self.ranks.rank)
+        document = {name: record.as_json() for name, record in self.records.items()}
+        path.with_suffix(".new").write_text(json.dumps(document), encoding="utf-8")
+        os.replace(path.with_suffix(".new"), path)
 
-    def commit(self, peers: Records) -> None:
-        records = peers.collect()
-        for name in self.to_stream:
-            begin = f"{name}/model/"
+    def give_up(self) -> None:
+        """Tell rank 0 that this rank could not write its files, by an empty file: a full disk may hold no more."""
+        with suppress(OSError):
+            self._rank_failure(self.ranks.rank).touch()
+
+    def commit(self) -> None:
+        records = self._collect_records()
+        for name in self.from_shards:
             shards = {
                 file.removeprefix(f"{name}/"): record
                 for file, record in records.items()
-                if file.startswith(begin) and file.endswith(".safetensors")
+                if file.startswith(f"{name}/model/") and file.endswith(".safetensors")
             }
             chunks = self.snapshots[name].chunks["model"] if self.ranks.world_size == 1 else None
-            written = whole_weights(self.work / name, shards, chunks)
+            written = write_from_shards(self.work / name, shards, chunks)
             records |= {f"{name}/{file}": record for file, record in written.items()}
-        others = [path for path in files_below(self.work) if not path.name.startswith(".")]
-        for path in others:
-            name = path.relative_to(self.work).as_posix()
-            if name not in records:
-                records[name] = record_of(path)
-        late = [path for path in others if path.relative_to(self.work).as_posix() not in self.records]
-        sync_all(late, folders_below(self.work))
-        peers.clear()
+        names = {
+            path.relative_to(self.work).as_posix(): path
+            for path in files_below(self.work)
+            if not path.name.startswith(".")
+        }
+        records |= {name: record_of(path) for name, path in names.items() if name not in records}
+        sync_all([path for name, path in names.items() if name not in self.records], folders_below(self.work))
+        for rank in range(self.ranks.world_size):
+            self._rank_record(rank).unlink(missing_ok=True)
         manifest = Manifest(
             step=self.step,
             world_size=self.ranks.world_size,
@@ -98,8 +111,31 @@ class SaveJob:
         )
         write_manifest(self.work, manifest)
         sync_all([self.work / MANIFEST])
-        put_in_place(self.work, self.final)
+        publish(self.work, self.final)
 
     def discard(self) -> None:
-        if self.ranks.first:
+        if self.ranks.rank == 0:
             shutil.rmtree(self.work, ignore_errors=True)
+
+    def _collect_records(self) -> dict[str, FileRecord]:
+        """All ranks' files, once all are written. TimeoutError or OSError names the rank that is late or failed."""
+        deadline = time.monotonic() + self.peer_timeout_s
+        records: dict[str, FileRecord] = {}
+        for rank in range(self.ranks.world_size):
+            while not self._rank_record(rank).exists():
+                if self._rank_failure(rank).exists():
+                    raise OSError(f"rank {rank} could not write its files")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"rank {rank} has not written its files after {self.peer_timeout_s:g} s"
+                    )
+                time.sleep(0.01)
+            document = read_json(self._rank_record(rank))
+            records |= {name: FileRecord(int(e["size"]), str(e["crc32"])) for name, e in document.items()}
+        return records
+
+    def _rank_record(self, rank: int) -> Path:
+        return self.work / f".written_by_rank_{rank}.json"
+
+    def _rank_failure(self, rank: int) -> Path:
+        return self.work / f".not_written_by_rank_{rank}"

@@ -1,8 +1,8 @@
-"""The `global_step_N` folders of a run: which there are, which are whole, which is in use.
+"""The `global_step_N` folders of a run: which there are, which are complete, which are in use.
 
-What always holds: a name without a leading dot was renamed into place after everything in it was on the disk;
-names with a leading dot are work in progress or on the way out and are never loaded; nothing here trusts
-`latest_checkpointed_iteration.txt`, which is there for people and other programs.
+A name without a leading dot was given after everything in the folder was on the disk; names with a leading dot are
+unfinished or being deleted and are never loaded. `latest_checkpointed_iteration.txt` is for people and other programs;
+nothing here reads it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def step_of(folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class StepFolder:
-    """A folder that looks like a checkpoint; `manifest` is None, with the reason, when it is not one."""
+    """A folder named like a checkpoint; without a valid manifest, `problem` says why."""
 
     path: Path
     step: int
@@ -73,7 +73,7 @@ def problems(entry: StepFolder, parts: Collection[str] = (), *, checksums: bool 
 def newest_complete(
     run_folder: Path, parts: Collection[str] = (), below: int | None = None
 ) -> StepFolder | None:
-    """The newest step (before `below`) that is whole; those that are not are named with the reason."""
+    """The newest complete step (before `below`); those skipped are logged with the reason."""
     for entry in list_steps(run_folder):
         if below is not None and entry.step >= below:
             continue
@@ -114,8 +114,8 @@ def work_folder(run_folder: Path, step: int) -> Path:
     return run_folder / f".{step_name(step)}.tmp"
 
 
-def put_in_place(work: Path, final: Path) -> None:
-    """Give a finished folder its name. A folder of that name (an older save of the step) makes way."""
+def publish(work: Path, final: Path) -> None:
+    """Give a finished folder its name; an older save of the step is replaced."""
     old = final.with_name(f".{final.name}.old")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -125,17 +125,17 @@ def put_in_place(work: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def set_aside(folder: Path) -> bool:
-    """Take a checkpoint that the run began before out of its line, keeping it under another name, unless someone is
-    reading it; says whether it is out of the way."""
+def archive(folder: Path) -> bool:
+    """Rename a checkpoint beyond the step this run started from to `global_step_N.earlier`, unless someone is reading
+    it; whether it is out of the way."""
     number = 1
     while (name := folder.with_name(f"{folder.name}.earlier{'' if number == 1 else f'-{number}'}")).exists():
         number += 1
-    with alone(folder) as unused:
+    with exclusive(folder) as unused:
         if unused and folder.exists():
             os.rename(folder, name)
             sync_folder(folder.parent)
-            logger.warning("this run began before %s, which is kept as %s", folder.name, name.name)
+            logger.warning("%s is beyond the step this run started from; kept as %s", folder.name, name.name)
         return unused
 
 
@@ -144,7 +144,7 @@ def write_tracker(run_folder: Path, step: int) -> None:
 
 
 def recover(run_folder: Path) -> None:
-    """Tidy up after a run that was killed: unfinished work goes, a checkpoint that was making way comes back."""
+    """After a run that was killed: delete unfinished work, restore a checkpoint whose replacement did not finish."""
     if not run_folder.is_dir():
         return
     for path in run_folder.iterdir():
@@ -155,7 +155,7 @@ def recover(run_folder: Path) -> None:
         if kind == "old" and folder and not (run_folder / name).exists():
             os.rename(path, run_folder / name)
             continue
-        logger.info("removing %s, left by a run that was stopped in the middle", path.name)
+        logger.info("removing %s, left by a run that was killed", path.name)
         if folder:
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -165,7 +165,7 @@ def recover(run_folder: Path) -> None:
 
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """While this lasts, no other process deletes the checkpoint."""
+    """Lock the checkpoint against deletion by other processes."""
     try:
         descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -178,8 +178,8 @@ def in_use(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[bool]:
-    """Whether nobody uses the checkpoint, and keeps it so."""
+def exclusive(folder: Path) -> Iterator[bool]:
+    """Lock the checkpoint against readers; False where there is one."""
     try:
         descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
@@ -197,8 +197,8 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def delete(folder: Path, *, wait: bool = True) -> bool:
-    """Delete a checkpoint unless someone is reading it; says whether it went."""
-    with alone(folder) as unused:
+    """Delete a checkpoint unless someone is reading it; whether it was deleted."""
+    with exclusive(folder) as unused:
         if unused:
             remove_folder(folder, wait=wait)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,20 @@ def _save_value_model(model: ValueModel, weights: dict[str, torch.Tensor], folde
 
     save_torch_state_dict(weights, folder, max_shard_size="5GB")
     model.save_config(folder)
+
+
+def save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """config.json (with the precision the model computes in) and generation_config.json, without touching the model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, ValueModel):
+        model.save_config(folder)
+    else:
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = None
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # as `fully_shard` renames classes
+        config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+    path = folder / "config.json"
+    document = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from torch import nn
 from verl.algorithms.aggregation import batch_counts
 from verl.data.proto import DataProto
 from verl.engines.base import EngineInfo, Layout, LossFn, TrainEngine
-from verl.engines.export import save_folder
+from verl.engines.export import save_config, save_folder
 from verl.engines.guard import NonFiniteGuard
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
@@ -186,6 +186,9 @@ class FSDPEngine(TrainEngine):
                 save_folder(self.model, Path(folder), self.settings.dtype, write=self.ranks.rank == 0)
             finally:
                 self.ranks.barrier()  # also where rank 0 could not write: the others are on their way there
+
+    def save_hf_config(self, folder: Path) -> None:
+        save_config(self.model, Path(folder), self.settings.dtype)
 
     def save_adapter(self, folder: Path) -> None:
         """The LoRA adapter alone, as peft opens it (rank 0 writes)."""

@@ -10,12 +10,11 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl import distributed
 from verl.engines.watchdog import Heartbeat
 from verl.errors import ConfigError, TrainingHalted
 
@@ -27,14 +26,11 @@ _TRANSPORT = re.compile(
 )
 
 
-class Ranks:
-    """The default process group, or a group of one where there is none."""
+class Ranks(distributed.Ranks):
+    """The ranks that train together, their mesh, and the heartbeat by which a dead one is noticed."""
 
     def __init__(self, device: torch.device, fsdp_size: int = -1) -> None:
-        self.device = device
-        distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if distributed else 0
-        self.world_size = dist.get_world_size() if distributed else 1
+        super().__init__(device)
         self.mesh: DeviceMesh | None = None
         self._heartbeat: Heartbeat | None = None
         if self.world_size > 1:
@@ -54,30 +50,6 @@ class Ranks:
         return init_device_mesh(
             self.device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard")
         )
-
-    # -- agreeing -----------------------------------------------------------------------------------------------
-
-    def _reduce(self, numbers: list[int], op: Any) -> list[int]:
-        on = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
-        values = torch.tensor(numbers, dtype=torch.int64, device=on)
-        dist.all_reduce(values, op=op)
-        return [int(value) for value in values.tolist()]
-
-    def total(self, numbers: list[int]) -> list[int]:
-        """Sum of each number over ranks."""
-        return numbers if self.world_size == 1 else self._reduce(numbers, dist.ReduceOp.SUM)
-
-    def largest(self, number: int) -> int:
-        return number if self.world_size == 1 else self._reduce([number], dist.ReduceOp.MAX)[0]
-
-    def smallest(self, number: int) -> int:
-        return number if self.world_size == 1 else self._reduce([number], dist.ReduceOp.MIN)[0]
-
-    def barrier(self) -> None:
-        """All-reduce one number: unlike `dist.barrier` it needs no device index on any backend."""
-        self.largest(0)
-
-    # -- noticing a death ---------------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER
-from verl.checkpoint.megatron.folder import holds_megatron
+from verl.checkpoint.megatron.reader import holds_megatron
 from verl.checkpoint.steps import list_steps, problems, step_of
 from verl.errors import ModelError
 

@@ -25,7 +25,7 @@ _COLLECTIVE = (
     "torch/distributed/",
     "torch/_C/_distributed",
     "verl/engines/ranks.py",
-    "verl/checkpoint/ranks.py",
+    "verl/distributed.py",
     "verl/rollout/weight_sync/broadcast.py",
 )
 _SHOWN_FRAMES = 12

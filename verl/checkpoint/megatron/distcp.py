@@ -1,9 +1,8 @@
 """A checkpoint folder of torch.distributed.checkpoint's own format: `.metadata` and `*.distcp`.
 
-Both hold pickles, and the folder may come from a stranger. What always holds: no name in `.metadata` is ever
-imported or called, every object in it becomes inert data; tensors are loaded with `weights_only=True`; a file
-outside the folder is not opened; `common.pt` is not opened at all; a read gives exactly the numbers asked for, or
-an error that names the tensor.
+Both hold pickles, and the folder is not trusted: no name in `.metadata` is imported or called, every object in it
+becomes inert data; tensors are loaded with `weights_only=True`; no file outside the folder is opened, and `common.pt`
+not at all.
 """
 
 from __future__ import annotations
@@ -44,15 +43,11 @@ Region = tuple[tuple[int, int], ...]
 
 
 class _Inert:
-    """What stands for an object of another program: its arguments and its state, and no behaviour."""
+    """Stands for an object of another program: its state, no behaviour."""
 
     name = ""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
-        made = super().__new__(cls)
-        made.arguments = args
-        made.state = None
-        return made
+    state: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -64,9 +59,6 @@ class _Inert:
         if not isinstance(self.state, dict) or name not in self.state:
             raise ValueError(f"{self.name} has no field {name!r}")
         return self.state[name]
-
-    arguments: tuple[Any, ...]
-    state: Any
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -81,7 +73,7 @@ class _InertUnpickler(pickle.Unpickler):
             return _PLAIN[module, name]
         if not (module + ".").startswith(_INERT) and (module, name) not in _INERT_NAMES:
             raise CheckpointError(
-                f"it asks for {module}.{name}, which no such file needs: it may have been made to run a program"
+                f"it asks for {module}.{name}, which no such file needs: it may be meant to run a program"
             )
         if (module, name) not in self._classes:
             self._classes[module, name] = type(name, (_Inert,), {"name": f"{module}.{name}"})

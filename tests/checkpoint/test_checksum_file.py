@@ -1,4 +1,4 @@
-"""Large files by several threads, direct or not: the bytes, the checksum, and what a failing disk does."""
+"""Files written with their checksum, direct or not: the bytes, the record, and what a failing disk does."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from verl.checkpoint.direct_io import LARGE, BulkFile, Writers, joined_crc32
-from verl.checkpoint.files import FileRecord, record_of
-from verl.checkpoint.tensors import local_chunks, write_chunks
+from verl.checkpoint.files import ChecksumFile, FileRecord, record_of
+from verl.checkpoint.tensors import LARGE, local_chunks, write_chunks
 
-SMALL_PIECE = 8192
+BUFFER = 8192
 
 
 def content_of(size: int) -> bytes:
@@ -26,17 +23,10 @@ def content_of(size: int) -> bytes:
 
 
 def write(path: Path, content: bytes, step: int = 3000, *, direct: bool = True) -> FileRecord:
-    with Writers(2, piece=SMALL_PIECE, direct=direct) as writers, BulkFile(path, writers) as file:
+    with ChecksumFile(path, direct=direct, buffer=BUFFER) as file:
         for start in range(0, len(content), step):
             file.write(content[start : start + step])
     return file.record
-
-
-@given(st.binary(max_size=200), st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
-def test_checksums_of_pieces_join_to_that_of_the_whole(first: bytes, second: bytes) -> None:
-    joined = joined_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
-    assert joined == zlib.crc32(first + second)
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "ordinary"])
@@ -45,7 +35,7 @@ def test_the_file_holds_the_bytes_and_the_record_is_of_them(
     tmp_path: Path, fast_folder: Path, direct: bool, in_memory: bool
 ) -> None:
     folder = fast_folder if in_memory else tmp_path
-    for size in (0, 1, 4095, 4096, SMALL_PIECE, SMALL_PIECE + 1, 100_001):
+    for size in (0, 1, 4095, 4096, BUFFER, BUFFER + 1, 100_001):
         for step in (700, 4096, 50_000):
             path, content = folder / f"{size}_{step}", content_of(size)
             record = write(path, content, step, direct=direct)
@@ -99,12 +89,12 @@ def test_an_error_of_the_disk_is_raised_and_ends_the_file(
     real = os.pwrite
 
     def full(descriptor: int, data: Any, offset: int) -> int:
-        if offset >= failing * SMALL_PIECE:
+        if offset >= failing * BUFFER:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", full)
-    content = content_of(13 * SMALL_PIECE)
+    content = content_of(13 * BUFFER)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "x", content)
     monkeypatch.undo()

@@ -1,12 +1,11 @@
-"""The weights of a Megatron-core GPT model under their Hugging Face names.
+"""The weights of a Megatron-core GPT checkpoint under their Hugging Face names.
 
-Megatron keeps queries, keys and values in one matrix, group by group, and gate and up projection in another, one
-after the other; the layers of a model are stacked in one tensor or have one each; norms belong to the layer that
-follows them (Transformer Engine) or stand alone; the vocabulary is padded. All of this is undone here by reading
-only the rows that a weight is made of.
+Megatron keeps queries, keys and values in one matrix, group by group, and gate and up projection in another; the
+layers of a model are stacked in one tensor or have one each; norms belong to the layer that follows them (Transformer
+Engine) or stand alone; the vocabulary is padded. A weight is made by reading only the rows it consists of.
 
-What always holds: every weight the architecture wants has one place it comes from, and every tensor of the
-checkpoint that belongs to the model is used; what does not fit is refused by name before anything is written.
+Every weight of the architecture must be found, and every tensor of the checkpoint's model used; what does not fit is
+refused by name before anything is written.
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.checkpoint.megatron.distcp import DistTensors, Region
+from verl.checkpoint.hf_folder import HF_FOLDER
+from verl.checkpoint.megatron.distcp import METADATA, DistTensors, Region
+from verl.checkpoint.reader import CheckpointReader
 from verl.errors import CheckpointError
 from verl.models.dtypes import DTYPES
 
@@ -28,6 +30,44 @@ _NOT_WEIGHTS = re.compile(
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _LAYERS = "decoder.layers."
+_SUBFOLDERS = ("", "dist_ckpt", "model/dist_ckpt", "model", "actor/dist_ckpt", "actor/model/dist_ckpt")
+
+
+@dataclass(frozen=True)
+class MegatronFolder:
+    tensors: Path
+    hf: Path
+    """Where config.json is."""
+
+
+def holds_megatron(local_dir: Path) -> bool:
+    return _tensor_folder(local_dir) is not None
+
+
+def find_megatron(local_dir: Path, base_dir: Path | None = None) -> MegatronFolder:
+    """The tensors and the Hugging Face files of the checkpoint at `local_dir`; `base_dir` says where config.json is,
+    when it is not beside them."""
+    tensors = _tensor_folder(local_dir)
+    if tensors is None:
+        raise CheckpointError(
+            f"--local_dir {local_dir} holds no Megatron checkpoint (a folder with {METADATA}); "
+            "give .../global_step_N/actor"
+        )
+    if base_dir is not None:
+        candidates = [base_dir]
+    else:
+        parents = (tensors, *list(tensors.parents)[:3])
+        candidates = [folder for parent in parents for folder in (parent / HF_FOLDER, parent)]
+    for candidate in candidates:
+        if (candidate / "config.json").exists():
+            return MegatronFolder(tensors, candidate)
+    where = f"in --base_dir {base_dir}" if base_dir is not None else f"beside {tensors}"
+    raise CheckpointError(f"no config.json is {where}: give the folder of the trained model with --base_dir")
+
+
+def _tensor_folder(local_dir: Path) -> Path | None:
+    folders = (local_dir / name for name in _SUBFOLDERS)
+    return next((folder for folder in folders if (folder / METADATA).is_file()), None)
 
 
 @dataclass(frozen=True)
@@ -56,33 +96,34 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """One way to make a weight: rows of a tensor, of which there must be `of` (None: more are padding)."""
+class _Rows:
+    """Rows of a Megatron tensor that make a weight; the tensor must have `total` rows (None: the rest is padding)."""
 
     name: str
     begin: int = 0
     count: int | None = None
-    of: int | None = None
-    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    total: int | None = None
+    convert: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a weight comes from: a box of a tensor, and what is still to be done to it."""
+    """Where a weight comes from: a region of a tensor, and what is done to it after reading."""
 
     key: str
     region: Region
     stacked: bool
     """Whether the first dimension counts layers."""
     shape: tuple[int, ...]
-    finish: Callable[[torch.Tensor], torch.Tensor]
+    convert: Callable[[torch.Tensor], torch.Tensor] | None
 
 
-class MegatronSource:
-    """The weights that `model` (an empty one) wants, read from a distributed checkpoint one at a time."""
+class MegatronReader(CheckpointReader):
+    """The weights of `model` (on the meta device), read from a distributed checkpoint one at a time."""
 
-    def __init__(self, tensors: DistTensors, model: Any) -> None:
+    def __init__(self, folder: Path, model: Any) -> None:
         config = model.config
+        tensors = DistTensors(folder)
         if config.model_type not in MODEL_TYPES:
             raise CheckpointError(
                 f"{config.model_type!r} models cannot be read from a Megatron checkpoint; "
@@ -91,7 +132,7 @@ class MegatronSource:
         self.layout = Layout.of(config)
         self.layers = int(config.num_hidden_layers)
         self._tensors = tensors
-        self._by_name = {_bare(key): key for key in tensors.names if not _NOT_WEIGHTS.search(key)}
+        self._by_name = {_strip_wrappers(key): key for key in tensors.names if not _NOT_WEIGHTS.search(key)}
         for key in self._by_name.values():
             if tensors.dtype(key) not in DTYPES.values():
                 raise CheckpointError(
@@ -106,11 +147,9 @@ class MegatronSource:
         surplus = sorted(key for key in self._by_name.values() if key not in used)
         if surplus:
             raise CheckpointError(
-                f"{tensors.folder} holds {len(surplus)} tensors that no weight of {type(model).__name__} is made of, "
+                f"{folder} holds {len(surplus)} tensors that no weight of {type(model).__name__} is made of, "
                 f"first {surplus[0]!r}: config.json belongs to another model"
             )
-
-    # -- as every source of weights -----------------------------------------------------------------------------
 
     @property
     def names(self) -> Collection[str]:
@@ -122,36 +161,20 @@ class MegatronSource:
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors.dtype(self._origins[name].key)
 
-    def numel(self) -> int:
-        return sum(torch.Size(origin.shape).numel() for origin in self._origins.values())
-
     def get(self, name: str) -> torch.Tensor:
         origin = self._origins[name]
-        box = self._tensors.read(origin.key, origin.region)
-        return origin.finish(box[0] if origin.stacked else box)
-
-    # -- in Megatron's own words --------------------------------------------------------------------------------
-
-    def has(self, name: str, layer: int | None = None) -> bool:
-        return self._find(name, layer) is not None
-
-    def own(self, name: str, layer: int | None = None) -> torch.Tensor:
-        """A tensor under its Megatron name (of a layer: without the layer's part), as the model uses it."""
-        found = self._find(name, layer)
-        if found is None:
-            raise CheckpointError(f"{self._tensors.folder} has no {name!r} of layer {layer}")
-        key, first = found
-        whole = self._tensors.read(key, (*first, *((0, n) for n in self._tensors.size(key)[len(first) :])))
-        return whole[0] if first else whole
+        rows = self._tensors.read(origin.key, origin.region)
+        rows = rows[0] if origin.stacked else rows
+        return origin.convert(rows) if origin.convert else rows
 
     def _find(self, name: str, layer: int | None) -> tuple[str, Region] | None:
-        """The tensor of that name, and which part of its first dimension belongs to the layer."""
+        """The tensor of that name, and which range of its first dimension belongs to the layer."""
         if layer is None:
             key = self._by_name.get(name)
             return None if key is None else (key, ())
-        apart = self._by_name.get(f"{_LAYERS}{layer}.{name}")
-        if apart is not None:
-            return apart, ()
+        separate = self._by_name.get(f"{_LAYERS}{layer}.{name}")
+        if separate is not None:
+            return separate, ()
         stacked = self._by_name.get(_LAYERS + name)
         if stacked is None:
             return None
@@ -161,56 +184,50 @@ class MegatronSource:
             )
         return stacked, ((layer, layer + 1),)
 
-    # -- from Hugging Face names to Megatron's ------------------------------------------------------------------
-
     def _origin(self, name: str, shape: tuple[int, ...]) -> _Origin | None:
         layer = _LAYER.fullmatch(name)
         number = int(layer.group(1)) if layer else None
-        for way in self._ways(layer.group(2) if layer else name, shape):
-            found = self._find(way.name, number)
+        for rows in self._candidates(layer.group(2) if layer else name, shape):
+            found = self._find(rows.name, number)
             if found is None:
                 continue
-            key, first = found
-            rows, *rest = self._tensors.size(key)[len(first) :]
-            if way.of is not None and rows != way.of:
+            key, layers = found
+            present, *rest = self._tensors.size(key)[len(layers) :]
+            if present != rows.total if rows.total is not None else present < shape[0]:
                 raise CheckpointError(
-                    f"{key!r} has {rows} rows; with this config.json {name!r} wants {way.of}"
+                    f"{key!r} has {present} rows; with this config.json {name!r} wants {rows.total or shape[0]}"
                 )
-            if way.of is None and rows < shape[0]:
-                raise CheckpointError(f"{key!r} has {rows} rows; {name!r} wants {shape[0]}")
-            end = rows if way.count is None else way.begin + way.count
-            region = (*first, (way.begin, end), *((0, n) for n in rest))
-            made = shape[0] if way.finish is not None else end - way.begin
-            return _Origin(key, region, bool(first), (made, *rest), way.finish or _as_is)
+            end = present if rows.count is None else rows.begin + rows.count
+            region = (*layers, (rows.begin, end), *((0, n) for n in rest))
+            count = shape[0] if rows.convert is not None else end - rows.begin
+            return _Origin(key, region, bool(layers), (count, *rest), rows.convert)
         return None
 
-    def _ways(self, name: str, shape: tuple[int, ...]) -> Iterator[_Way]:
+    def _candidates(self, name: str, shape: tuple[int, ...]) -> Iterator[_Rows]:
         """What a weight may be made of, the likeliest first."""
         stem, _, kind = name.rpartition(".")
         if name in _VOCABULARY:
-            yield _Way(_VOCABULARY[name], 0, shape[0])
+            yield _Rows(_VOCABULARY[name], 0, shape[0])
         for candidate in _SAME.get(stem, ()):
-            yield _Way(candidate.format(kind), of=shape[0])
+            yield _Rows(candidate.format(kind), total=shape[0])
         if name in _EXPERTS:
-            yield _Way(_EXPERTS[name], of=shape[0])
+            yield _Rows(_EXPERTS[name], total=shape[0])
         if stem in _FUSED:
             which, layout = _FUSED[stem], self.layout
             rows = layout.groups * (layout.queries + 2) * layout.head
-            yield _Way(
-                f"self_attention.linear_qkv.{kind}", of=rows, finish=lambda fused: layout.take(fused, which)
+            yield _Rows(
+                f"self_attention.linear_qkv.{kind}",
+                total=rows,
+                convert=lambda fused: layout.take(fused, which),
             )
         if stem in _HALVES:
             half = _HALVES[stem]
-            yield _Way(f"mlp.linear_fc1.{kind}", half * shape[0], shape[0], of=2 * shape[0])
-            yield _Way(f"mlp.linear_fc1.{kind}_{'wv'[half]}", of=shape[0])
+            yield _Rows(f"mlp.linear_fc1.{kind}", half * shape[0], shape[0], total=2 * shape[0])
+            yield _Rows(f"mlp.linear_fc1.{kind}_{'wv'[half]}", total=shape[0])
 
 
-def _as_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _bare(key: str) -> str:
-    """Wrappers put words of their own in front."""
+def _strip_wrappers(key: str) -> str:
+    """Wrappers put prefixes of their own in front."""
     return re.sub(r"^((model\d*|module)\.)+", "", key)
 
 
