@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from verl.data import inspect
-from verl.data.histogram import bar, histogram, nice_edges
 from verl.errors import DataError
 
 
@@ -113,19 +108,3 @@ def test_a_missing_template_is_a_reason(
 def test_files_that_cannot_be_read(run: Callable, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         run(str(tmp_path / "none.parquet"))
-
-
-@settings(max_examples=60, deadline=None)
-@given(values=st.lists(st.integers(0, 100_000), min_size=1, max_size=50))
-def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
-    lines = histogram(values).splitlines()
-    assert sum(int(line.split()[-1]) for line in lines) == len(values) and len(lines) <= 14
-    edges = nice_edges(min(values), max(values), 12)
-    assert edges[0] <= min(values) and edges[-1] > max(values)
-    assert len({b - a for a, b in pairwise(edges)}) == 1
-
-
-def test_bars() -> None:
-    assert bar(1.0, 4) == "████" and bar(0.0, 4) == "" and bar(0.5, 4) == "██" and bar(1e-9, 4) == "▏"
-    assert histogram(np.array([], dtype=int)) == "  (nothing)"
-    assert "over the limit" in histogram([1, 50], limit=10).splitlines()[-1]

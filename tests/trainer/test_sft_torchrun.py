@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from verl.config.load import load_sft_config
-from verl.data.tasks.files import write_parquet
 from verl.data.tasks.word_problems import WordProblems
+from verl.data.write import write_rows
 from verl.demo.data import demonstrate
 from verl.demo.model import build_model_folder
 from verl.errors import ConfigError
@@ -73,8 +73,8 @@ def data(tmp_path_factory) -> Path:
     """Five training batches of seven rows; the second validation batch has one row, fewer than there are ranks."""
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     rows = [demonstrate(WordProblems().story(rng, 1), rng) for _ in range(43)]
-    write_parquet(rows[:35], folder / "train.parquet")
-    write_parquet(rows[35:], folder / "val.parquet")
+    write_rows(rows[:35], folder / "train.parquet")
+    write_rows(rows[35:], folder / "val.parquet")
     return folder
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from verl.config.load import load_sft_config
-from verl.data.tasks.files import write_parquet
+from verl.data.write import write_rows
 from verl.demo.data import demonstrate
 from verl.demo.model import build_model_folder, build_tokenizer
 from verl.trainer import fsdp_sft_trainer, sft_trainer
@@ -34,12 +34,12 @@ def rows():
 @pytest.fixture(scope="module")
 def data(rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    write_parquet(rows[:32], folder / "train.parquet")
-    write_parquet(rows[32:], folder / "val.parquet")
+    write_rows(rows[:32], folder / "train.parquet")
+    write_rows(rows[32:], folder / "val.parquet")
     conversations = [
         {"messages": [*r["prompt"], {"role": "assistant", "content": r["response"]}]} for r in rows
     ]
-    write_parquet(conversations, folder / "messages.parquet")
+    write_rows(conversations, folder / "messages.parquet")
     return folder
 
 

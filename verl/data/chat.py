@@ -180,6 +180,11 @@ class ChatFormat:
             )
         self._said: set[str] = set()
 
+    def cache_key(self) -> list[Any]:
+        """What decides, with tokenizer and template, the ids of a prompt."""
+        tools = list(self.tools or ())
+        return [dict(self.template_kwargs), self.system_prompt, self.raw_prompts, tools, self._leading_bos]
+
     @cached_property
     def _leading_bos(self) -> list[int]:
         """The token the tokenizer itself puts before plain text, if it does."""

@@ -1,7 +1,6 @@
-"""`verl data inspect FILE`: rows, columns, lengths, and what the trainer would make of them.
+"""`verl data inspect FILE`: rows, columns, lengths, and what the trainer would make of them, by the trainer's own code.
 
-The prompts go through the code the trainer uses; a row it would refuse is reported with its reason instead of
-stopping the report. Without a tokenizer lengths are in characters.
+A row it would refuse is reported with the reason. Without a tokenizer lengths are in characters.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import numpy as np
 from verl.data.chat import ChatFormat, as_messages, load_tokenizer, plain_text
 from verl.data.columns import likely_column
 from verl.data.files import Rows, read_rows
-from verl.data.histogram import histogram
 from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer
 from verl.errors import DataError, VerlError
 
@@ -132,7 +130,7 @@ def _column_lines(rows: Rows) -> list[str]:
 
 @dataclass
 class _Measured:
-    """Lengths of what could be encoded, reasons for what could not, and the first row's text."""
+    """Lengths of the rows that can be used, reasons for the others, and the first row's text."""
 
     lengths: list[int] = field(default_factory=list)
     learned: list[int] = field(default_factory=list)
@@ -144,88 +142,59 @@ class _Measured:
         if self.errors:
             out += [f"refused: {len(self.errors)} of {total} rows, for example:"]
             out += [f"  {reason}" for reason in self.errors[:_SHOWN_ERRORS]]
-        if not self.lengths:
-            return out
         unit = "tokens" if in_tokens else "characters (give --model for tokens)"
-        for name, values in (
-            ("whole" if self.learned else "prompt", self.lengths),
-            ("learned from", self.learned),
-        ):
+        full = "whole" if self.learned else "prompt"
+        for name, values in ((full, self.lengths), ("learned from", self.learned)):
             if values:
-                shown = np.percentile(values, [50, 95, 99]).astype(int).tolist()
-                out += [
-                    "",
-                    f"{name} length in {unit}: mean {np.mean(values):.0f}, median {shown[0]}, "
-                    f"95% {shown[1]}, 99% {shown[2]}, longest {max(values)}",
-                ]
-                out.append(histogram(values, limit=limit if values is self.lengths else None))
-        if limit is not None:
+                median, p95, p99 = np.percentile(values, [50, 95, 99]).astype(int).tolist()
+                out.append(
+                    f"{name} length in {unit}: mean {np.mean(values):.0f}, median {median}, 95% {p95}, 99% {p99}, "
+                    f"longest {max(values)}"
+                )
+        if limit is not None and self.lengths:
             over = sum(length > limit for length in self.lengths)
-            out.append(
-                f"longer than {limit}: {over} of {len(self.lengths)} rows ({over / len(self.lengths):.1%})"
-            )
+            share = over / len(self.lengths)
+            out.append(f"longer than {limit}: {over} of {len(self.lengths)} rows ({share:.1%})")
         return out
 
 
 def _measure(rows: Rows, chat: ChatFormat | None, kind: str, keys: Mapping[str, str]) -> _Measured:
     out = _Measured()
-    pending: list[list[Segment]] = []
-    names: list[str] = []
     for number, row in enumerate(rows):
         where = rows.origin(number)
         try:
             segments = _segments(row, chat, kind, keys, where)
+            if chat is None:
+                out.lengths.append(sum(len(segment.text) for segment in segments))
+            elif kind == "rl":
+                (prompt,) = segments
+                (ids,) = chat.encode([prompt.text])
+                out.lengths.append(len(chat.with_bos(ids) if prompt.takes_bos else ids))
+            else:
+                ((ids, mask),) = encode_segments(chat, [segments], [where])
+                out.lengths.append(len(ids))
+                out.learned.append(sum(mask))
         except VerlError as error:
             out.errors.append(str(error))
             continue
         if out.first == "(none)":
             out.first = "".join(segment.text for segment in segments)
-        if chat is None:
-            out.lengths.append(sum(len(segment.text) for segment in segments))
-            continue
-        pending.append(segments)
-        names.append(where)
-        if len(pending) >= 512:
-            _flush(out, chat, pending, names)
-    if chat is not None:
-        _flush(out, chat, pending, names)
     return out
-
-
-def _flush(out: _Measured, chat: ChatFormat, pending: list[list[Segment]], names: list[str]) -> None:
-    prompts_only = all(not segment.learned for segments in pending for segment in segments)
-    if prompts_only:
-        for segments, ids in zip(
-            pending, chat.encode([s.text for segs in pending for s in segs]), strict=True
-        ):
-            out.lengths.append(len(chat.with_bos(ids) if segments[0].takes_bos else ids))
-    else:
-        for ids, mask in encode_segments(chat, pending, names):
-            out.lengths.append(len(ids))
-            out.learned.append(sum(mask))
-    pending.clear()
-    names.clear()
 
 
 def _segments(
     row: Mapping[str, Any], chat: ChatFormat | None, kind: str, keys: Mapping[str, str], where: str
 ) -> list[Segment]:
     """The row's text; without a tokenizer the messages' contents stand for it."""
-    if kind == "chat":
-        messages = as_messages(row.get(keys["messages"]))
-        if messages is None:
-            raise DataError(f"'{keys['messages']}' of {where} is not a list of messages.")
-        return (
-            conversation_segments(messages, chat, where) if chat else [Segment(plain_text(messages), False)]
-        )
     prompt = row.get(keys["prompt"])
-    if kind == "preference" and prompt is None:
-        messages = as_messages(row.get("chosen"))
+    if kind == "chat" or (kind == "preference" and prompt is None):
+        column = keys["messages"] if kind == "chat" else "chosen"
+        messages = as_messages(row.get(column))
         if messages is None:
-            raise DataError(f"{where} has no '{keys['prompt']}', and 'chosen' is not a whole conversation.")
-        return (
-            conversation_segments(messages, chat, where) if chat else [Segment(plain_text(messages), False)]
-        )
+            raise DataError(f"'{column}' of {where} is not a list of messages.")
+        if chat is None:
+            return [Segment(plain_text(messages), False)]
+        return conversation_segments(messages, chat, where)
     if chat is None:
         messages = as_messages(prompt)
         if messages is None and not isinstance(prompt, str):

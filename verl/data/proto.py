@@ -1,9 +1,8 @@
-"""The batch that travels: named tensors, named object columns, and a dictionary of facts about the whole.
+"""A batch: named tensors, named object columns, and a dictionary of values about the whole.
 
-What always holds: every tensor and every object column has the same number of rows, and an object column is a
-one-dimensional numpy array of dtype object. Every operation returns a new DataProto and leaves the old one as
-it was (`pop`, which removes what it returns, is the exception). Rows are views where a view will do, so
-whoever shares tensors must not change them in place. Anything that does not fit raises `DataError`.
+Every tensor and column has the same number of rows; a column is a one-dimensional numpy array of dtype object. Every
+operation but `pop` returns a new DataProto. Rows are views where possible, so shared tensors must not be changed in
+place. What does not fit raises `DataError`.
 """
 
 from __future__ import annotations
@@ -35,30 +34,26 @@ def same_value(left: Any, right: Any) -> bool:
     """Deep equality that understands tensors, arrays and containers of them; NaN equals NaN."""
     if left is right:
         return True
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
-            return False
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         if left.shape != right.shape or left.dtype != right.dtype:
             return False
         both = right.to(left.device)
         if left.is_floating_point():
             return bool(((left == both) | (left.isnan() & both.isnan())).all())
         return torch.equal(left, both)
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        if not (isinstance(left, np.ndarray) and isinstance(right, np.ndarray)) or left.shape != right.shape:
-            return False
-        return all(same_value(a, b) for a, b in zip(left.tolist(), right.tolist(), strict=True))
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.shape == right.shape and same_value(left.tolist(), right.tolist())
+    if isinstance(left, torch.Tensor | np.ndarray) or isinstance(right, torch.Tensor | np.ndarray):
+        return False
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(same_value(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return (
-            type(left) is type(right)
-            and len(left) == len(right)
-            and all(same_value(a, b) for a, b in zip(left, right, strict=True))
-        )
-    if isinstance(left, float) and isinstance(right, float) and left != left and right != right:
-        return True
-    return bool(left == right)
+    if isinstance(left, list | tuple) and type(left) is type(right):
+        return len(left) == len(right) and all(map(same_value, left, right))
+    return bool(left == right) or (left != left and right != right)
+
+
+def _whole_number(value: Any, least: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least
 
 
 def _names(keys: Iterable[str]) -> str:
@@ -87,46 +82,38 @@ class DataProto:
         for name, values in (non_tensors or {}).items():
             if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
                 raise DataError(
-                    f"Column '{name}' of a batch must be a sequence with one element per row, "
-                    f"got {type(values).__name__}."
+                    f"Column '{name}' must be a sequence with one element per row, got {type(values).__name__}."
                 )
             columns[name] = object_column(values)
         return DataProto(dict(tensors or {}), columns, dict(meta_info or {}))
 
     def check(self) -> None:
-        """Raise `DataError` unless the rows of all parts agree; called by every operation."""
+        """Raise `DataError` unless all tensors and columns have the same number of rows; every operation calls it."""
         rows: dict[str, int] = {}
         for name, tensor in self.batch.items():
             if not isinstance(tensor, torch.Tensor):
                 raise DataError(
-                    f"'{name}' in a batch's tensors is a {type(tensor).__name__}; only torch tensors "
-                    "are allowed there, other values belong in non_tensors."
+                    f"Tensor '{name}' of a batch is a {type(tensor).__name__}; other values belong in non_tensors."
                 )
             if tensor.dim() == 0:
                 raise DataError(
-                    f"Tensor '{name}' has no dimensions; the first one must be the rows of the batch "
-                    "(a single number for the whole batch belongs in meta_info)."
+                    f"Tensor '{name}' has no dimensions; the first must be the rows (one number belongs in meta_info)."
                 )
             rows[name] = tensor.shape[0]
         for name, column in self.non_tensor_batch.items():
             if not isinstance(column, np.ndarray) or column.dtype != object or column.ndim != 1:
-                seen = (
-                    f"array of {column.dtype}, shape {column.shape}"
-                    if isinstance(column, np.ndarray)
-                    else type(column).__name__
-                )
                 raise DataError(
-                    f"Column '{name}' must be a one-dimensional object array, got {seen}; "
-                    "verl.data.proto.object_column(values) makes one."
+                    f"Column '{name}' must be a one-dimensional object array (verl.data.proto.object_column), got "
+                    f"{type(column).__name__} {getattr(column, 'dtype', '')} {getattr(column, 'shape', '')}."
                 )
             if name in self.batch:
-                raise DataError(
-                    f"'{name}' is both a tensor and a column of the batch; use one name for one thing."
-                )
+                raise DataError(f"'{name}' is both a tensor and a column of the batch.")
             rows[name] = len(column)
         if len(set(rows.values())) > 1:
             listed = ", ".join(f"{name}: {count}" for name, count in rows.items())
-            raise DataError(f"All parts of a batch must have the same number of rows, got {listed}.")
+            raise DataError(
+                f"Tensors and columns of a batch must have the same number of rows, got {listed}."
+            )
 
     def __len__(self) -> int:
         for tensor in self.batch.values():
@@ -161,16 +148,12 @@ class DataProto:
         except (TypeError, ValueError) as error:
             raise DataError(f"Cannot index a batch with {index!r}: {error}") from error
         if wanted.ndim != 1:
-            raise DataError(
-                f"An index into a batch must be one-dimensional, got shape {tuple(wanted.shape)}."
-            )
+            raise DataError(f"A batch index must be one-dimensional, got shape {tuple(wanted.shape)}.")
         if wanted.size == 0 and wanted.dtype != bool:
             return np.empty(0, dtype=np.int64)
         if wanted.dtype == bool:
             if len(wanted) != len(self):
-                raise DataError(
-                    f"A mask for {len(self)} rows must have {len(self)} elements, got {len(wanted)}."
-                )
+                raise DataError(f"A mask for {len(self)} rows has {len(wanted)} elements.")
             return np.flatnonzero(wanted)
         if not np.issubdtype(wanted.dtype, np.integer):
             raise DataError(f"A batch is indexed by whole numbers or booleans, got {wanted.dtype}.")
@@ -259,7 +242,7 @@ class DataProto:
 
     def repeat(self, n: int, interleave: bool = True) -> DataProto:
         """Every row n times: a a b b when interleaved, a b a b when not."""
-        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+        if not _whole_number(n, 1):
             raise DataError(f"repeat takes a whole number of at least 1, got {n!r}.")
         self.check()
         rows = np.arange(len(self), dtype=np.int64)
@@ -267,16 +250,15 @@ class DataProto:
 
     def chunk(self, k: int) -> list[DataProto]:
         """k parts of equal length, in order."""
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1 or len(self) % k:
+        if not _whole_number(k, 1) or len(self) % k:
             raise DataError(
-                f"A batch of {len(self)} rows cannot be cut into {k!r} equal parts; "
-                "pad_to_divisor(k) makes the number of rows divisible."
+                f"{len(self)} rows cannot be cut into {k!r} equal parts; pad with pad_to_divisor(k) first."
             )
         return self.split(len(self) // k) if len(self) else [self._take(slice(0, 0)) for _ in range(k)]
 
     def split(self, size: int) -> list[DataProto]:
         """Parts of `size` rows, in order; the last may be shorter."""
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+        if not _whole_number(size, 1):
             raise DataError(f"split takes a part size of at least 1, got {size!r}.")
         self.check()
         return [self._take(slice(start, start + size)) for start in range(0, len(self), size)]
@@ -296,17 +278,15 @@ class DataProto:
                     raise DataError(f"Cannot append batches: {differing} is not in all of them.")
             for key, value in part.meta_info.items():
                 if key in meta and not same_value(meta[key], value):
-                    raise DataError(
-                        f"Cannot append batches: meta entry '{key}' differs between them; pop it first."
-                    )
+                    raise DataError(f"Cannot append batches: meta entry '{key}' differs; pop it first.")
                 meta[key] = value
         for name, tensor in first.batch.items():
             for part in parts:
                 other = part.batch[name]
                 if other.shape[1:] != tensor.shape[1:] or other.dtype != tensor.dtype:
                     raise DataError(
-                        f"Cannot append batches: tensor '{name}' is {list(tensor.shape)} {tensor.dtype} in "
-                        f"one and {list(other.shape)} {other.dtype} in another; pad them to one width first."
+                        f"Cannot append batches: tensor '{name}' is {list(tensor.shape)} {tensor.dtype} and "
+                        f"{list(other.shape)} {other.dtype}; pad them to one width first."
                     )
         return DataProto(
             {name: torch.cat([part.batch[name] for part in parts]) for name in first.batch},
@@ -321,9 +301,7 @@ class DataProto:
         """The same rows in another order: `index` must name every row exactly once."""
         order = self._positions(index)
         if len(order) != len(self) or not np.array_equal(np.sort(order), np.arange(len(self))):
-            raise DataError(
-                f"An order of {len(self)} rows must name each row exactly once, got {len(order)} indices."
-            )
+            raise DataError(f"An order of {len(self)} rows must name each once, got {len(order)} indices.")
         return self._take(order)
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
@@ -353,7 +331,7 @@ class DataProto:
 
     def pad_to_divisor(self, k: int) -> tuple[DataProto, int]:
         """Rows repeated from the start until k divides their number, and how many were added."""
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+        if not _whole_number(k, 1):
             raise DataError(f"pad_to_divisor takes a divisor of at least 1, got {k!r}.")
         self.check()
         pad = -len(self) % k
@@ -363,6 +341,6 @@ class DataProto:
 
     def unpad(self, pad: int) -> DataProto:
         """Without the last `pad` rows: undoes `pad_to_divisor`."""
-        if isinstance(pad, bool) or not isinstance(pad, int | np.integer) or not 0 <= pad <= len(self):
+        if not _whole_number(pad, 0) or pad > len(self):
             raise DataError(f"Cannot remove {pad!r} rows from a batch of {len(self)}.")
         return self._take(slice(0, len(self) - pad))

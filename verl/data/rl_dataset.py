@@ -115,7 +115,6 @@ class RLDataset:
             chosen,
             config.prompt_key,
             self._chat,
-            workers=config.filter_overlong_prompts_workers,
             cache_dir=config.cache_dir,
         )
         limit = config.max_prompt_length

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.tasks.base import Split, split_of
-from verl.data.tasks.files import write_parquet
 from verl.data.tasks.word_problems import PLANS, Plan, Story, WordProblems
+from verl.data.write import write_rows
 
 DIFFICULTY = 2
 READS_THE_QUESTION = 0.28
@@ -42,12 +42,10 @@ def write_files(
     files = Files(*(folder / f"{name}.parquet" for name in ("sft_train", "sft_val", "train", "held_out")))
     task = WordProblems()
     pupil = random.Random(f"pupil/{seed}")
-    write_parquet(
-        [demonstrate(s, pupil) for s in _stories("train", seed, demonstrations)], files.demonstrations
-    )
-    write_parquet([demonstrate(s, pupil) for s in _stories("test", seed, 200)], files.demonstrations_val)
-    write_parquet(task.rows(train, seed, DIFFICULTY, "train"), files.train)
-    write_parquet(task.rows(held_out, 0, DIFFICULTY, "test"), files.held_out)
+    write_rows([demonstrate(s, pupil) for s in _stories("train", seed, demonstrations)], files.demonstrations)
+    write_rows([demonstrate(s, pupil) for s in _stories("test", seed, 200)], files.demonstrations_val)
+    write_rows(task.rows(train, seed, DIFFICULTY, "train"), files.train)
+    write_rows(task.rows(held_out, 0, DIFFICULTY, "test"), files.held_out)
     return files
 
 

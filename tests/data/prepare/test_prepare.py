@@ -268,21 +268,21 @@ def test_procedural_problems(tmp_path: Path) -> None:
     train, test = (list(read_rows(tmp_path / f"{name}.parquet")) for name in ("train", "test"))
     assert len(train) == 30 and len(test) == 5 and train[0]["data_source"] == "tasks/countdown"
     assert not {str(row["prompt"]) for row in train} & {str(row["prompt"]) for row in test}
-    assert run("arithmetic", "--to", str(tmp_path), "--count", "10", "--test_count", "2") == 0
+    assert run("word_problems", "--to", str(tmp_path), "--count", "10", "--test_count", "2") == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("nope", "--to", "x"), "no dataset 'nope'; known: .*gsm8k"),
-        (("arithmetic", "--from", "f.jsonl", "--to", "x"), "reads no files"),
+        (("word_problems", "--from", "f.jsonl", "--to", "x"), "reads no files"),
         (("sft_chat", "--to", "x"), "no default source"),
         (
             ("gsm8k", "--from", "f.jsonl", "--to", "x", "--count", "3"),
             "--count: only for problems made on the spot",
         ),
         (("gsm8k", "--to", "x", "--limit", "0"), "--limit=0"),
-        (("arithmetic", "--to", "x", "--count", "0"), "at least one row"),
+        (("word_problems", "--to", "x", "--count", "0"), "at least one row"),
     ],
 )
 def test_arguments_that_cannot_work(arguments: tuple[str, ...], message: str) -> None:

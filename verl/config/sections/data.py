@@ -45,9 +45,6 @@ class PromptsConfig(_TemplateConfig):
         "error", "longer prompts", known=known.TRUNCATIONS, used_if="!.filter_overlong_prompts"
     )
     filter_overlong_prompts: bool = key(False, "drop longer prompts first (goes before truncation)")
-    filter_overlong_prompts_workers: int | None = key(
-        None, "processes that filter; default: one per CPU core", ge=1, used_if=".filter_overlong_prompts"
-    )
     cache_dir: str | None = key(
         None,
         "the filter's cache; default: the user's cache folder",

@@ -41,11 +41,6 @@ class GenerationDataConfig(PromptsConfig):
     batch_size: int = key(1024, "prompts handed to the engine at a time; changes no response", ge=1)
     save_token_ids: bool = key(False, "write the token ids of the responses too")
     save_log_probs: bool = key(False, "write the log-prob of each token too, as in training")
-    filter_overlong_prompts_workers: int | None = shared(
-        PromptsConfig,
-        "filter_overlong_prompts_workers",
-        used_if=".filter_overlong_prompts or .truncation=error",
-    )
     cache_dir: str | None = shared(
         PromptsConfig, "cache_dir", used_if=".filter_overlong_prompts or .truncation=error"
     )

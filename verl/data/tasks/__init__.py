@@ -1,24 +1,16 @@
-"""Worlds without any download: procedural tasks, seeded, with difficulty, each with a generator and a verifier.
+"""Procedural tasks, seeded and with a difficulty: each has a generator of problems and a verifier of answers.
 
-`get_task("countdown").rows(1000, seed=0, difficulty=2)` gives rows in the ordinary format; their `data_source`
-is `tasks/<name>`, which `verl.data.tasks.scoring.compute_score` scores. Add a world with `register_task`.
+`get_task("countdown").rows(1000, seed=0, difficulty=2)` gives rows in the ordinary format; their `data_source` is
+`tasks/<name>`, which `verl.data.tasks.scoring.compute_score` scores. `register_task` adds a task; `gym/<dataset>` are
+those of reasoning-gym.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from verl.data.tasks.base import Problem, Task
 from verl.errors import DataError
 
-_HOMES: dict[str, str] = {
-    "arithmetic": "arithmetic:Arithmetic",
-    "countdown": "countdown:Countdown",
-    "logic": "logic:Logic",
-    "sorting": "sorting:Sorting",
-    "strings": "strings:Strings",
-    "word_problems": "word_problems:WordProblems",
-}
+_BUILT_IN = ("countdown", "word_problems")
 _tasks: dict[str, Task] = {}
 
 
@@ -29,26 +21,33 @@ def register_task(task: Task) -> Task:
 
 
 def known_tasks() -> list[str]:
-    return sorted({*_HOMES, *_tasks})
+    return sorted({*_BUILT_IN, *_tasks})
 
 
 def get_task(name: str) -> Task:
     """A task by name or data source: `countdown`, `tasks/countdown`, `gym/<dataset of reasoning-gym>`."""
     short = name.removeprefix("tasks/")
-    if short in _tasks:
-        return _tasks[short]
-    if short.startswith("gym/"):
+    if short not in _tasks:
+        _tasks[short] = _build(short)
+    return _tasks[short]
+
+
+def _build(name: str) -> Task:
+    if name.startswith("gym/"):
         from verl.data.tasks.gym import GymTask
 
-        _tasks[short] = GymTask(short.removeprefix("gym/"))
-    elif short in _HOMES:
-        module, _, class_name = _HOMES[short].partition(":")
-        _tasks[short] = getattr(import_module(f"{__name__}.{module}"), class_name)()
-    else:
-        raise DataError(
-            f"there is no task {name!r}; known: {', '.join(known_tasks())}, gym/<dataset of reasoning-gym>."
-        )
-    return _tasks[short]
+        return GymTask(name.removeprefix("gym/"))
+    if name == "countdown":
+        from verl.data.tasks.countdown import Countdown
+
+        return Countdown()
+    if name == "word_problems":
+        from verl.data.tasks.word_problems import WordProblems
+
+        return WordProblems()
+    raise DataError(
+        f"unknown task {name!r}; known: {', '.join(known_tasks())}, gym/<dataset of reasoning-gym>"
+    )
 
 
 __all__ = ["Problem", "Task", "get_task", "known_tasks", "register_task"]

@@ -1,8 +1,7 @@
-"""What a procedural task is: a generator of problems, a verifier of answers, and rows in the ordinary format.
+"""A procedural task: a generator of problems, a verifier of answers, and rows in the ordinary format.
 
-What always holds: a problem is a pure function of the seed and the difficulty; whether a problem may be trained on
-or only be tested with is decided by the problem itself (a hash of its key), so training and test rows made by
-anyone, at any time, with any seed, never share a problem; the verifier accepts the problem's own reference answer.
+A problem is a pure function of seed and difficulty. A hash of its key decides its split, so training and test rows
+never share a problem, whatever the seeds. The verifier accepts the problem's reference answer.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Problem:
 
 
 class Task(ABC):
-    """One world of problems. `generate` draws, `verify` judges."""
+    """A kind of problems. `generate` draws, `verify` judges."""
 
     name: ClassVar[str]
     ability: ClassVar[str]
@@ -85,7 +84,7 @@ class Task(ABC):
                 if repeats > 1000 + 50 * count:
                     raise DataError(
                         f"the task '{self.name}' has only about {len(found)} different problems of difficulty "
-                        f"{difficulty} for {split}; {count} were asked for. Ask for fewer or raise the difficulty."
+                        f"{difficulty} for {split}, not {count}: ask for fewer or raise the difficulty."
                     )
                 continue
             found[problem.key] = problem
@@ -113,7 +112,7 @@ class Task(ABC):
 
 
 def split_of(key: str, test_share: float = _TEST_SHARE) -> Split:
-    """Where a problem belongs, for ever."""
+    """The split of a problem."""
     digest = hashlib.sha256(key.encode()).digest()
     return "test" if int.from_bytes(digest[:8], "big") < test_share * 2**64 else "train"
 
@@ -133,13 +132,6 @@ def parse_integer(text: str) -> int | None:
     if not re.fullmatch(r"[+-]? ?(\d{1,3}(,\d{3})+|\d{1,100})", plain):
         return None
     return int(plain.replace(",", "").replace(" ", ""))
-
-
-def parse_list(text: str) -> list[str]:
-    """The entries of a list written with commas or spaces, with or without brackets and quotes."""
-    inner = text.strip().rstrip(".").strip("[](){} ")
-    parts = inner.split(",") if "," in inner else inner.split()
-    return [part.strip().strip("'\"") for part in parts]
 
 
 ANSWER_LINE = f"End with a line that holds {MARK} and the answer."
