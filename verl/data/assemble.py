@@ -1,8 +1,7 @@
-"""From prompts and the engine's answers to the padded tensors that training reads.
+"""From prompts and responses to the padded tensors that training reads.
 
-What always holds: prompts are padded on the left and responses on the right, so that `input_ids` is one unbroken
-run of tokens per row; widths are those of the longest row at hand, not of the configured limits; nothing is
-tokenised again. B rows, P prompt columns, T response columns.
+Prompts are padded on the left and responses on the right, so `input_ids` is contiguous per row; widths are those of the
+longest row, not of the configured limits. B rows, P prompt columns, T response columns.
 """
 
 from __future__ import annotations

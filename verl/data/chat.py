@@ -1,8 +1,7 @@
 """Tokenizers and chat templates: from messages or strings to the token ids a policy sees.
 
-What always holds: the text and the ids of a prompt agree, because messages are rendered to text first and that
-text is encoded without further special tokens. A string prompt is already templated and is used as it is; only a
-missing beginning-of-sequence token is put in front where the tokenizer itself puts one before plain text.
+Messages are rendered to text, and that text is encoded without further special tokens, so text and ids agree. A string
+prompt is already templated; only a missing beginning-of-sequence token is added where the tokenizer itself adds one.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def load_tokenizer(
     if folder.is_dir():
         if not any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern)):
             raise ModelError(
-                f"The model folder {folder} has no tokenizer (looked for {', '.join(_VOCABULARIES)}). "
-                f"Copy the tokenizer's files there, or set {key} to a complete folder."
+                f"The model folder {folder} has no tokenizer ({', '.join(_VOCABULARIES)}): copy its files there, or "
+                f"set {key} to a complete folder."
             )
         text = str(folder)
     elif text.startswith(("/", ".", "~")) or text.count("/") > 1 or not text.strip():
@@ -80,10 +79,7 @@ def load_tokenizer(
 def _no_tokenizer(text: str, key: str, error: Exception, trusted: bool) -> str:
     why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     if not Path(text).is_dir():
-        todo = (
-            f"There is no folder of that name here, so it is taken for a model of the Hugging Face hub: set {key} to a "
-            f"folder, or download the model first where the hub cannot be reached."
-        )
+        todo = f"There is no such folder, so it is taken for a model of the hub: set {key} to a folder, or download it."
     elif "trust_remote_code" in str(error) and not trusted:
         todo = f"If you trust the code that comes with it: {key.rpartition('.')[0]}.trust_remote_code=True."
     else:
@@ -96,8 +92,8 @@ def warn_of_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None) -> 
     known = max(tokenizer.get_vocab().values(), default=-1) + 1
     if size is not None and known > size:
         logger.warning(
-            "the tokenizer of '%s' has ids up to %d, but the model's vocab_size is %d: a prompt with one of the others "
-            "cannot be used. Is it this model's tokenizer?",
+            "the tokenizer of '%s' has ids up to %d, the model's vocab_size is %d: prompts with higher ids cannot be "
+            "used. Is it this model's tokenizer?",
             tokenizer.name_or_path,
             known - 1,
             size,
@@ -178,7 +174,7 @@ class ChatFormat:
             raise ConfigError(
                 f"data.apply_chat_template_kwargs may not set {', '.join(sorted(clash))}: verl decides those."
             )
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def cache_key(self) -> list[Any]:
         """What decides, with tokenizer and template, the ids of a prompt."""
@@ -243,8 +239,8 @@ class ChatFormat:
         return messages, self.render(messages, generate=True, where=where)
 
     def _warn_once(self, subject: str, text: str) -> None:
-        if subject not in self._said:
-            self._said.add(subject)
+        if subject not in self._warned:
+            self._warned.add(subject)
             logger.warning(text)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

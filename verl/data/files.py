@@ -1,8 +1,7 @@
-"""Files of rows: parquet, json, jsonl, csv, tsv, arrow, a folder or a list of them, or a dataset id of the hub.
+"""Rows of parquet, json, jsonl, csv, tsv or arrow files, of folders and lists of them, or of a dataset of the hub.
 
-What always holds: rows keep the order of the files given (a folder's files sorted by path), a row is a plain
-dictionary, and every row knows where it came from, so that an error can name it. Tables stay columnar in memory
-and are decoded row by row.
+Rows keep the order of the files (a folder's sorted by path) and know their origin, so that errors can name it. Tables
+stay columnar in memory and are decoded row by row.
 """
 
 from __future__ import annotations
@@ -220,9 +219,8 @@ def _from_hub(name: str, split: str, key: str) -> _Part:
         table = dataset.with_format("arrow")[:]
     except Exception as error:  # the hub client raises dozens of kinds; all mean the same to the user
         raise DataError(
-            f"{key}: '{name}' is no file or folder, and as a dataset id it cannot be loaded "
-            f"(config {config or 'default'}, split {split}): {type(error).__name__}: {str(error).rstrip('.')}. "
-            "Write owner/name:split or owner/name:config:split to choose another part."
+            f"{key}: '{name}' is no file, and as a dataset id it cannot be loaded (config {config or 'default'}, split "
+            f"{split}; choose by owner/name:config:split): {type(error).__name__}: {str(error).rstrip('.')}."
         ) from error
     return _Part(name, table, tuple(table.column_names), f"hub {name} {split} {dataset._fingerprint}")
 

@@ -1,9 +1,7 @@
-"""Batches of a dataset, epoch after epoch, with a position that can be saved and restored exactly.
+"""Batches of a dataset, epoch after epoch, with a position that can be saved.
 
-What always holds: which rows a batch holds depends on the dataset, the seed and the position only, never on the
-number of workers or on when the run was stopped; the saved position counts the batches handed out, not those
-prepared ahead. Workers are threads: encoding runs in the tokenizer's own compiled code, which lets other threads
-go on, and nothing has to be copied to another process.
+Which rows a batch holds depends on the dataset, the seed and the position only; the saved position counts batches
+yielded, not those prepared ahead. Workers are threads: tokenizers encode outside the GIL.
 """
 
 from __future__ import annotations
@@ -140,24 +138,23 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Another batch size is fine; other data is not."""
+        """Continue where `state` was taken. Another batch size is fine; other data is not."""
         try:
             epoch, position, rows = (int(state[name]) for name in ("epoch", "position", "rows"))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"The saved loader position is damaged: {state!r}.") from error
         if rows != len(self.dataset):
             raise CheckpointError(
-                f"The checkpoint was made with {rows} usable rows of training data, now there are "
-                f"{len(self.dataset)}: its position in the epoch means nothing here. Use the same data.train_files, "
-                "filter and data.train_max_samples, or start a new run from the weights (trainer.resume_mode=disable)."
+                f"The checkpoint was made with {rows} usable rows of training data, now there are {len(self.dataset)}: "
+                "use the same data.train_files, filter and data.train_max_samples, or set trainer.resume_mode=disable."
             )
         if not 0 <= epoch < 1 << 31 or not 0 <= position <= len(self._order):
             raise CheckpointError(f"The saved loader position is outside the data: {state!r}.")
         self.epoch, self.position = epoch, position
         if position and state.get("order", "") != self._order.fingerprint(epoch):
             logger.warning(
-                "the rows of epoch %d come in another order than when the position was saved (data.seed, data.shuffle, "
-                "data.mixture or data.curriculum_key changed): some rows come again in it, some not at all",
+                "epoch %d has another order than when its position was saved (data.seed, data.shuffle, data.mixture or "
+                "data.curriculum_key changed): some of its rows repeat, some are skipped",
                 epoch,
             )
         if not self.remaining:

@@ -1,7 +1,6 @@
 """Which rows an epoch visits, and in which order: shuffled, easiest first, or a weighted mixture.
 
-What always holds: the order of an epoch depends on the seed and the epoch's number alone, so it can be made
-again at any time, and a position in it is all that must be saved to go on exactly where a run stopped.
+The order depends on the seed and the epoch's number alone, so a position in it is all that a checkpoint must save.
 """
 
 from __future__ import annotations

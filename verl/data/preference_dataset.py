@@ -1,8 +1,7 @@
-"""Preferences: a prompt with a better and a worse answer, for reward models and direct preference training.
+"""Preference pairs for reward models and direct preference training: a prompt with a chosen and a rejected answer.
 
-What always holds: both answers follow the same prompt ids, and are learned from exactly where the policy itself
-would write; a pair stays together, as rows 2i (chosen) and 2i+1 (rejected) of a batch; a pair whose answers are
-the same says nothing and is left out, counted.
+Both answers follow the same prompt ids. A pair is rows 2i (chosen) and 2i+1 (rejected) of a batch. Pairs with equal
+answers are dropped and counted.
 """
 
 from __future__ import annotations
@@ -12,24 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from verl.data.assemble import pad_right
-from verl.data.chat import ChatFormat, Messages, as_messages, truncate
+from verl.data.chat import ChatFormat, Messages, as_messages
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import TRUNCATIONS
 from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer
+from verl.data.sft_dataset import Encoded, fit_encoded, pad_encoded
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-Encoded = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -42,15 +36,9 @@ class PreferenceItem:
 
 
 def preference_collate(items: Sequence[PreferenceItem], pad_id: int) -> DataProto:
-    """`input_ids`, `attention_mask`, `response_mask` [2B, L], padded on the right; columns `chosen` and `index`."""
-    sides = [side for item in items for side in (item.chosen, item.rejected)]
-    ids = [side[0] for side in sides]
+    """One batch of `pad_encoded` [2B, L], with the columns `chosen` and `index`."""
     return DataProto.from_dict(
-        tensors={
-            "input_ids": pad_right(ids, pad_id, torch.long),
-            "attention_mask": pad_right([np.ones(len(row), dtype=np.int64) for row in ids], 0, torch.long),
-            "response_mask": pad_right([side[1] for side in sides], 0, torch.long),
-        },
+        tensors=pad_encoded([side for item in items for side in (item.chosen, item.rejected)], pad_id),
         non_tensors={
             "chosen": [True, False] * len(items),
             "index": [item.index for item in items for _ in range(2)],
@@ -107,7 +95,7 @@ class PreferenceDataset:
                     longest = max(longest, length)
                     if self._truncation == "error":
                         continue
-                sides = [self._fitted(side) for side in (chosen, rejected)]
+                sides = [fit_encoded(*side, self._limit, self._truncation) for side in (chosen, rejected)]
                 if any(not side[1].any() for side in sides):
                     lost += 1
                     continue
@@ -123,19 +111,14 @@ class PreferenceDataset:
                 "or middle."
             )
         for count, meaning in (
-            (same, "have two equal answers and are left out"),
+            (same, "have two equal answers and are dropped"),
             (cut, f"are cut to data.max_length={self._limit} tokens (data.truncation={self._truncation})"),
-            (lost, "keep nothing of an answer when cut and are left out"),
+            (lost, "keep nothing of an answer when cut and are dropped"),
         ):
             if count:
                 logger.warning("%s: %d of %d pairs %s", self.files_key, count, len(self.rows), meaning)
         if not kept:
             raise DataError(f"{self.files_key}: no usable pair in {len(self.rows)} rows.")
-
-    def _fitted(self, side: tuple[list[int], list[int]]) -> Encoded:
-        ids, mask = (truncate(part, self._limit, self._truncation) for part in side)
-        mask[0] = 0
-        return np.asarray(ids, np.int32), np.asarray(mask, np.int8)
 
     def _pair(self, row: Mapping[str, Any], where: str) -> tuple[list[Segment], list[Segment]]:
         prompt_key, chosen_key, rejected_key = self._keys

@@ -1,7 +1,7 @@
 """One reader for each kind of file: from a path to a table or a list of rows.
 
-What always holds: json and csv are taken literally (csv values stay strings); text may be compressed by gzip; what
-cannot be read is refused with the file, the place in it, and what the file looks like instead.
+json and csv are taken literally (csv values stay strings), because pyarrow's readers infer one type per column and
+refuse rows that differ. Text may be gzipped. Errors name the file, the line, and what the file looks like instead.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _BEGINNINGS = (
     (b"{", (".jsonl", ".json"), "JSON: give it the ending .jsonl"),
     (b"[", (".json",), "one list of JSON: give it the ending .json"),
 )
-"""First bytes of a file, the endings it then has by right, and what it is."""
+"""First bytes of a file, the endings that fit, and what it is."""
 
 
 def looks_like(path: Path) -> str:
-    """A sentence about what a misnamed file holds by its first bytes; empty where they say nothing new."""
+    """What a misnamed file holds, by its first bytes; empty where they say nothing new."""
     try:
         with path.open("rb") as file:
             first = file.read(64)
     except OSError:
         return ""
-    for beginning, by_right, what in _BEGINNINGS:
+    for beginning, endings, what in _BEGINNINGS:
         if first.startswith(beginning) or first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(beginning):
-            return "" if path.suffix.lower() in by_right else f" It looks like {what}."
+            return "" if path.suffix.lower() in endings else f" It looks like {what}."
     return ""
 
 
@@ -144,7 +144,7 @@ def _read_arrow(path: Path) -> Any:
 
 
 def require_distinct(columns: Sequence[str], path: Path) -> None:
-    """Raise where a column stands twice: nobody can say which of the two is meant."""
+    """Raise where a column occurs twice."""
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
         raise DataError(

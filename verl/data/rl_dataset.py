@@ -1,8 +1,7 @@
-"""Prompts for reinforcement learning, from whatever rows there are.
+"""Prompts for reinforcement learning.
 
-What always holds: a row that cannot be used is named in the error, and where prompts must fit
-(`data.truncation=error`, the default, or `data.filter_overlong_prompts`) all of them are checked before training
-starts; `prompt_text` is the text of `prompt_ids`; `index` is the row's number in the files as given.
+Where prompts must fit (`data.truncation=error`, the default, or `data.filter_overlong_prompts`) all are checked before
+training starts. `prompt_text` is the text of `prompt_ids`; `index` is the row's number in the files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A row of text in stretches: what is context, and what the policy itself would write.
+"""A row of text as segments: what is context, and what the policy itself would write.
 
-What always holds: stretches are encoded one by one, exactly as prompts and responses are in a rollout, so that a
-model is trained on the token ids it would see; the first id is never learned from, because nothing predicts it.
+Segments are encoded one by one, as prompts and responses are in a rollout, so a model is trained on the ids it
+would see.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl.errors import DataError
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a row's text."""
+    """Consecutive text of a row."""
 
     text: str
     learned: bool
@@ -57,10 +57,9 @@ def conversation_segments(
         after = chat.render(messages[: number + 1], generate=False, where=where)
         if not (whole.startswith(before) and whole.startswith(after) and done <= len(before) < len(after)):
             raise DataError(
-                f"The chat template writes the beginning of the conversation of {where} differently once message "
-                f"{number} or a later one follows, so the text of that answer cannot be told from its context. Split "
-                "the conversation into one row per answer, or use a template that keeps earlier turns as they are "
-                "(data.chat_template=FILE)."
+                f"The chat template renders the beginning of the conversation of {where} differently once message "
+                f"{number} or a later one follows. Split it into one row per answer, or use a template that keeps "
+                "earlier turns as they are (data.chat_template=FILE)."
             )
         segments.append(Segment(whole[done : len(before)], learned=False))
         segments.append(Segment(whole[len(before) : len(after)], learned=True))

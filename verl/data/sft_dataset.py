@@ -1,9 +1,7 @@
-"""Rows for supervised fine-tuning: what the model sees, and which of its tokens it learns from.
+"""Rows for supervised fine-tuning: input ids, and which of them are learned from.
 
-What always holds: a row is learned from exactly where the policy itself would write, so the ids before a response
-are the ids it would be prompted with; the first token is never learned from, because nothing predicts it; every
-row has at least one token to learn from. All rows are encoded when the dataset is made, so that a row that
-cannot be used is found before training starts.
+Rows are learned from where the policy itself would write; the first token never is, because nothing predicts it. All
+rows are encoded at start, so that a row that cannot be used is found before training.
 """
 
 from __future__ import annotations
@@ -44,17 +42,30 @@ class SFTItem:
     index: int
 
 
+Encoded = tuple[np.ndarray, np.ndarray]
+"""Input ids, and 1 for each id that is learned from."""
+
+
+def pad_encoded(rows: Sequence[Encoded], pad_id: int) -> dict[str, torch.Tensor]:
+    """`input_ids`, `attention_mask`, `response_mask`, all [B, L], padded on the right."""
+    return {
+        "input_ids": pad_right([ids for ids, _ in rows], pad_id, torch.long),
+        "attention_mask": pad_right([np.ones(len(ids), dtype=np.int64) for ids, _ in rows], 0, torch.long),
+        "response_mask": pad_right([mask for _, mask in rows], 0, torch.long),
+    }
+
+
+def fit_encoded(ids: list[int], mask: list[int], limit: int, truncation: str) -> Encoded:
+    """Cut to `limit`; the first id is not learned from."""
+    ids, mask = (truncate(values, limit, truncation) for values in (ids, mask))
+    mask[0] = 0
+    return np.asarray(ids, np.int32), np.asarray(mask, np.int8)
+
+
 def sft_collate(items: Sequence[SFTItem], pad_id: int) -> DataProto:
-    """One batch, padded on the right: `input_ids`, `attention_mask`, `response_mask`, all [B, L]."""
-    ids = [item.input_ids for item in items]
-    return DataProto.from_dict(
-        tensors={
-            "input_ids": pad_right(ids, pad_id, torch.long),
-            "attention_mask": pad_right([np.ones(len(row), dtype=np.int64) for row in ids], 0, torch.long),
-            "response_mask": pad_right([item.response_mask for item in items], 0, torch.long),
-        },
-        non_tensors={"index": [item.index for item in items]},
-    )
+    """One batch of `pad_encoded`, with the column `index`."""
+    tensors = pad_encoded([(item.input_ids, item.response_mask) for item in items], pad_id)
+    return DataProto.from_dict(tensors=tensors, non_tensors={"index": [item.index for item in items]})
 
 
 class SFTDataset:
@@ -117,13 +128,11 @@ class SFTDataset:
                     too_long.append((len(ids), number))
                     if self.config.truncation == "error":
                         continue
-                    ids = truncate(ids, self.config.max_length, self.config.truncation)
-                    mask = truncate(mask, self.config.max_length, self.config.truncation)
-                    mask[0] = 0
-                    if not any(mask):
-                        nothing_left += 1
-                        continue
-                items.append(SFTItem(np.asarray(ids, np.int32), np.asarray(mask, np.int8), number))
+                encoded = fit_encoded(ids, mask, self.config.max_length, self.config.truncation)
+                if encoded[1].any():
+                    items.append(SFTItem(*encoded, number))
+                else:
+                    nothing_left += 1
         self._report_long(too_long, nothing_left, len(chosen), len(items))
         return items
 
@@ -143,7 +152,7 @@ class SFTDataset:
             raise DataError(f"{seen}; cut at that length, no row keeps a token of its response.")
         logger.warning("%s: cut (data.truncation=%s)", seen, self.config.truncation)
         if nothing_left:
-            logger.warning("%d rows are left out: nothing of their response remained", nothing_left)
+            logger.warning("%d rows are dropped: nothing of their response remained", nothing_left)
 
     def _segments(self, row: Mapping[str, Any], where: str) -> list[Segment]:
         if self._conversations:

@@ -1,4 +1,4 @@
-"""Rows to files, whole or not at all."""
+"""Rows to files; a file appears when it is complete."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_procedural_problems(tmp_path: Path) -> None:
         (("sft_chat", "--to", "x"), "no default source"),
         (
             ("gsm8k", "--from", "f.jsonl", "--to", "x", "--count", "3"),
-            "--count: only for problems made on the spot",
+            "--count: only for generated problems",
         ),
         (("gsm8k", "--to", "x", "--limit", "0"), "--limit=0"),
         (("word_problems", "--to", "x", "--count", "0"), "at least one row"),

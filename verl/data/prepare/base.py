@@ -1,8 +1,4 @@
-"""What a recipe is, and how its rows reach the disk.
-
-What always holds: a recipe is a pure function from a source row to a training row (or None for a row it leaves
-out, which is counted); files are written whole or not at all; the order of the source is kept.
-"""
+"""Recipes: pure functions from a source row to a training row (None: dropped and counted); and writing the rows."""
 
 from __future__ import annotations
 

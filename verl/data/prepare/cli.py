@@ -17,7 +17,7 @@ from verl.errors import ConfigError
 RECIPES = ("gsm8k", "math", "countdown", "code", "preference", "sft_chat")
 
 
-_MADE = {
+_TASK_OPTIONS = {
     "count": (10_000, "training problems"),
     "test_count": (200, "test problems"),
     "difficulty": (1, "1 to 5"),
@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     listed = "\n".join(f"  {name:12} {get_recipe(name).about}" for name in RECIPES)
     made = ", ".join(name for name in known_tasks() if name not in RECIPES)
-    parser.epilog = (
-        f"datasets:\n{listed}\nmade on the spot, without files: {made}, gym/<dataset of reasoning-gym>"
-    )
+    parser.epilog = f"datasets:\n{listed}\ngenerated, without files: {made}, gym/<dataset of reasoning-gym>"
     parser.add_argument("name", help=f"one of {', '.join(known())}")
     parser.add_argument(
         "--from",
@@ -58,17 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
     parser.add_argument("--limit", type=int, default=None, help="at most so many rows per split")
-    made = parser.add_argument_group("problems made on the spot")
-    for name, (default, about) in _MADE.items():
+    made = parser.add_argument_group("generated problems")
+    for name, (default, about) in _TASK_OPTIONS.items():
         made.add_argument(f"--{name}", type=int, default=None, help=f"{about} (default {default})")
 
 
-def _make(args: argparse.Namespace) -> list[Written]:
+def _generate(args: argparse.Namespace) -> list[Written]:
     """A procedural task's rows; training and test problems never overlap."""
     task = get_task(args.name)
     count, test_count, difficulty, seed = (
         default if getattr(args, name) is None else getattr(args, name)
-        for name, (default, _) in _MADE.items()
+        for name, (default, _) in _TASK_OPTIONS.items()
     )
     written = []
     wanted: list[tuple[Split, int]] = [("train", count), ("test", test_count)]
@@ -90,18 +88,16 @@ def run(args: argparse.Namespace) -> int:
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit={args.limit}: at least one row per split is needed.")
     if args.name in RECIPES and (args.sources or args.name not in known_tasks()):
-        unused = [f"--{name}" for name in _MADE if getattr(args, name) is not None]
+        unused = [f"--{name}" for name in _TASK_OPTIONS if getattr(args, name) is not None]
         if unused:
-            raise ConfigError(
-                f"{', '.join(unused)}: only for problems made on the spot; '{args.name}' reads files."
-            )
+            raise ConfigError(f"{', '.join(unused)}: only for generated problems; '{args.name}' reads files.")
         written = prepare(
             get_recipe(args.name), args.sources, args.target, form=args.format, limit=args.limit
         )
     elif args.name in known_tasks() or args.name.startswith(("gym/", "tasks/")):
         if args.sources:
             raise ConfigError(f"'{args.name}' reads no files; datasets with files: {', '.join(RECIPES)}.")
-        written = _make(args)
+        written = _generate(args)
     else:
         raise ConfigError(f"There is no dataset '{args.name}'; known: {', '.join(known())}.")
     sys.stdout.write(summary(written))

@@ -1,4 +1,4 @@
-"""Countdown from files that hold numbers and a target; without files the task itself makes problems."""
+"""Countdown from files that hold numbers and a target; without files the task generates problems."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ def convert(row: Mapping[str, Any], index: int, split: str) -> Row:
     return rl_row("tasks/countdown", question, truth, ability="math", index=index, split=split)
 
 
-RECIPE = Recipe("countdown", "reach a target from given numbers; made on the spot without --from", convert)
+RECIPE = Recipe("countdown", "reach a target from given numbers; generated without --from", convert)

@@ -1,7 +1,6 @@
-"""Short stories with numbers and a question. Solving one takes reading (what is asked?) and a little arithmetic.
+"""Short stories with two numbers and a question, solved by reading and a little arithmetic.
 
-What always holds: two stories with the same pair of numbers are in the same split, whoever they are about and
-whatever they ask, so no combination of numbers of a test problem has been seen in training.
+The pair of numbers decides the split, so no pair of a test problem has been seen in training.
 """
 
 from __future__ import annotations
