@@ -178,10 +178,8 @@ def test_a_tokenizer_larger_than_its_model_is_noticed(
     warn_of_vocabulary(tiny_tokenizer, len(tiny_tokenizer))
     assert not caplog.records
     warn_of_vocabulary(tiny_tokenizer, len(tiny_tokenizer) - 1)
-    assert (
-        f"ids up to {len(tiny_tokenizer) - 1}, but the model's vocab_size is {len(tiny_tokenizer) - 1}"
-        in caplog.text
-    )
+    last = len(tiny_tokenizer) - 1
+    assert f"ids up to {last}, the model's vocab_size is {last}" in caplog.text
 
 
 def test_a_conversation_in_another_form_is_recognised(tiny_tokenizer) -> None:

@@ -4,10 +4,11 @@ The buffers are allocated once, ahead of the first save, and reused; nothing is 
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import psutil
 import torch
 
@@ -50,8 +51,9 @@ class Staging:
         for (section, chunk), buffer in zip(snapshot.tensors(), self._buffers[part], strict=True):
             staged.chunks[section].append(Chunk(chunk.key, chunk.offsets, buffer))
             pairs.append((buffer, chunk.tensor))
+        pairs.sort(key=lambda pair: pair[1].nbytes)  # so that every n-th pair is an equal share
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(_copy, pairs))
+            list(pool.map(_copy_all, [pairs[share::_THREADS] for share in range(_THREADS)]))
         if any(source.is_cuda for _, source in pairs):
             torch.cuda.synchronize()
         return staged
@@ -68,11 +70,10 @@ def _allocate(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
-def _copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-    buffer, source = pair
-    if source.device.type == "cpu" and source.is_contiguous() and source.ndim:
-        # `copy_` would wake all of torch's threads for each tensor; numpy copies in this one.
-        to, from_ = (t.detach().flatten().view(torch.uint8).numpy() for t in pair)
-        np.copyto(to, from_)
-    else:
-        buffer.copy_(source, non_blocking=True)
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, source in pairs:
+        if source.device.type == "cpu" and source.is_contiguous():
+            # `copy_` would wake all of torch's threads for each of many tensors.
+            ctypes.memmove(buffer.data_ptr(), source.data_ptr(), source.nbytes)
+        else:
+            buffer.copy_(source, non_blocking=True)

@@ -49,11 +49,11 @@ def same_value(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(same_value(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple) and type(left) is type(right):
         return len(left) == len(right) and all(map(same_value, left, right))
-    return bool(left == right) or (left != left and right != right)
+    return bool(left == right or (left != left and right != right))
 
 
 def _whole_number(value: Any, least: int) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
 
 def _names(keys: Iterable[str]) -> str:
