@@ -176,67 +176,50 @@ def _load(chunk: _Stored, name: str, dtype: torch.dtype) -> torch.Tensor:
 
 def _tensors(folder: Path, document: Any) -> dict[str, _Tensor]:
     """The tensors that `.metadata` describes; ValueError where it is not what it should be."""
-    _of_kind(document, "Metadata")
-    places: dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]] = {}
-    for index, info in _mapping(document.field("storage_data")).items():
-        _of_kind(index, "MetadataIndex")
-        _of_kind(info, "_StorageInfo")
+    _check_class(document, "Metadata")
+    stored: dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]] = {}
+    for index, info in _typed(document.field("storage_data"), dict).items():
+        _check_class(index, "MetadataIndex")
+        _check_class(info, "_StorageInfo")
         offset = index.state.get("offset") if isinstance(index.state, dict) else None
         if offset is None:  # not a tensor
             continue
         if isinstance(info.state, dict) and info.state.get("transform_descriptors"):
             raise ValueError(f"{index.field('fqn')!r} is stored compressed, which is not supported")
-        file = inside(folder, _text(info.field("relative_path")))
-        places[_text(index.field("fqn")), _numbers(offset)] = (
-            file,
-            _number(info.field("offset")),
-            _number(info.field("length")),
-        )
+        file = inside(folder, _typed(info.field("relative_path"), str))
+        place = _sizes([info.field("offset"), info.field("length")])
+        stored[_typed(index.field("fqn"), str), _sizes(offset)] = (file, place[0], place[1])
     tensors = {}
-    for name, entry in _mapping(document.field("state_dict_metadata")).items():
+    for name, entry in _typed(document.field("state_dict_metadata"), dict).items():
         if not isinstance(entry, _Inert) or not entry.name.endswith(".TensorStorageMetadata"):
             continue
-        size = _numbers(entry.field("size"))
+        size = _sizes(entry.field("size"))
         chunks = []
         for chunk in entry.field("chunks"):
-            begin, extent = _numbers(chunk.field("offsets")), _numbers(chunk.field("sizes"))
-            if not len(begin) == len(extent) == len(size) or (_text(name), begin) not in places:
-                raise ValueError(f"a piece of {name!r} has no place in a file")
-            chunks.append(_Stored(begin, extent, *places[name, begin]))
-        tensors[name] = _Tensor(size, _dtype(entry.field("properties")), tuple(chunks))
+            begin, extent = _sizes(chunk.field("offsets")), _sizes(chunk.field("sizes"))
+            if not len(begin) == len(extent) == len(size) or (_typed(name, str), begin) not in stored:
+                raise ValueError(f"a piece of {name!r} is in no file")
+            chunks.append(_Stored(begin, extent, *stored[name, begin]))
+        properties = entry.field("properties")
+        state = properties.state
+        dtype = state[0] if isinstance(state, (tuple, list)) else properties.field("dtype")
+        tensors[name] = _Tensor(size, _typed(dtype, torch.dtype), tuple(chunks))
     return tensors
 
 
-def _dtype(properties: _Inert) -> torch.dtype:
-    state = properties.state
-    found = state[0] if isinstance(state, (tuple, list)) else properties.field("dtype")
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{found!r} is no type of tensor")
-    return found
-
-
-def _of_kind(value: Any, kind: str) -> None:
+def _check_class(value: Any, kind: str) -> None:
     if not isinstance(value, _Inert) or not value.name.endswith(f".{kind}"):
         raise ValueError(f"a {getattr(value, 'name', type(value).__name__)} stands where {kind} should")
 
 
-def _mapping(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__} stands where a mapping should")
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{str(value)[:40]!r} is not a {kind.__name__}")
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no name")
-    return value
-
-
-def _number(value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no size")
-    return value
-
-
-def _numbers(value: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(_number(each) for each in value)
+def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    for value in values:
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{value!r} is not a size")
+    return tuple(values)
