@@ -21,7 +21,7 @@ COMPONENT_TESTS = $(TEST_ENV) $(COMPONENTS)/bin/python -m pytest -m components
 BENCH ?= algorithms
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-components system-components lint format bench venv clean
+.PHONY: help demo test test-all test-components system-components lint format bench size venv clean
 
 help:
 	@echo "make demo     train a tiny model with reinforcement learning (no download of weights, some minutes)"
@@ -30,7 +30,8 @@ help:
 	@echo "make test-components   tests with the real Ray, vLLM and Slurm (about six times as long)"
 	@echo "make lint     ruff (lint and format) and mypy"
 	@echo "make format   let ruff put the format right"
-	@echo "make bench    BENCH=name: one benchmark, see 'verl bench --help'"
+	@echo "make bench    BENCH=name: one benchmark, see benchmarks/README.md"
+	@echo "make size     lines of code per package, beside those of the last release"
 	@echo "make venv     only the environment"
 
 demo: $(VENV)/.core
@@ -65,7 +66,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	$(BIN)/verl bench $(BENCH) $(ARGS)
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+size: $(VENV)/.core
+	$(BIN)/python -m benchmarks.size
 
 venv: $(VENV)/.dev
 

@@ -4,7 +4,7 @@
 # transformers and the trainer, the large shape in bf16 and fp8. Each part has a time limit, so that one that hangs
 # does not cost the others. Logs also go to the folder given as first argument (default: none); with a second
 # argument the kernels are timed one by one, too. VERL_SMOLLM2 may name a folder with the trained SmolLM2-135M.
-# (A whole GRPO step is measured by `verl bench step`.)
+# (A whole GRPO step is measured by `python -m benchmarks.step`.)
 cd "$(dirname "$0")/.." || exit 1
 export PYTHONPATH=. PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 logs=${1:-$(mktemp -d)}
@@ -23,8 +23,8 @@ part() { # name, seconds, command...
 }
 python3 -c 'import torch, triton, transformers; print(torch.__version__, triton.__version__, transformers.__version__)'
 part kernels 60 python3 tests/rollout/kernel_checks.py
-part smollm2 90 python3 benchmarks/rollout.py --model smollm2-135m --profile --first-token --repeat 3
+part smollm2 90 python3 -m benchmarks.rollout --model smollm2-135m --profile --first-token --repeat 3
 part engine 120 python3 tests/rollout/device_checks.py
-part qwen7b 90 python3 benchmarks/rollout.py --model qwen2.5-7b --repeat 2
-part qwen7b_fp8 90 python3 benchmarks/rollout.py --model qwen2.5-7b --repeat 1 --dtype fp8
+part qwen7b 90 python3 -m benchmarks.rollout --model qwen2.5-7b --repeat 2
+part qwen7b_fp8 90 python3 -m benchmarks.rollout --model qwen2.5-7b --repeat 1 --dtype fp8
 [ -z "${2:-}" ] || part timings 110 python3 benchmarks/rollout_kernels.py --seconds 90

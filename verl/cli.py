@@ -32,15 +32,6 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "plan": ("verl.config.plan_cli", "whether a run fits on N GPUs that need not be here"),
     "ckpt": ("verl.checkpoint.cli", "list, verify, compare and prune checkpoints"),
     "view": ("verl.observe.view", "look at a run, a project or two runs in the terminal"),
-    "bench": {
-        "algorithms": ("verl.bench.algorithms", "estimators and losses against plain loops"),
-        "train": ("verl.bench.train", "the training engine against plain Hugging Face"),
-        "rollout": ("verl.bench.rollout", "the native rollout engine against others"),
-        "step": ("verl.bench.step", "one whole GRPO step against others"),
-        "reward": ("verl.bench.reward", "reward workers against the ideal time"),
-        "checkpoint": ("verl.bench.checkpoint", "saving and loading against torch.save"),
-        "overhead": ("verl.bench.overhead", "one Ray worker against this process on the same steps"),
-    },
 }
 
 

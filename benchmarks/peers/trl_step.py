@@ -1,4 +1,4 @@
-"""A GRPO step by TRL, timed from outside: run by `verl bench step --against trl` in TRL's own environment.
+"""A GRPO step by TRL, timed from outside: run by `python -m benchmarks.step --against trl` in TRL's own environment.
 
 Arguments: model folder, rows (jsonl), prompts, n, max tokens, steps, warm-up. Prints one JSON object.
 """

@@ -1,4 +1,4 @@
-"""`verl reward test` and `verl bench reward`, as commands."""
+"""`verl reward test`, as a command."""
 
 from __future__ import annotations
 
@@ -87,9 +87,3 @@ def test_missing_files_are_named(data, capsys):
     assert "nowhere.jsonl" in capsys.readouterr().err
     assert main(["reward", "test", "--data", data, "--kwargs", "{"]) == 2
     assert "not JSON" in capsys.readouterr().err
-
-
-def test_the_benchmark_prints_its_ratio(capsys):
-    main(["bench", "reward", "--responses", "16", "--milliseconds", "1"])
-    out = capsys.readouterr().out
-    assert "reward workers:" in out and "of the ideal time" in out

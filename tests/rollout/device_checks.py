@@ -220,7 +220,7 @@ def sampled(model: Any, max_tokens: int, **limits: Any) -> tuple[list[Request], 
 
 def trained_or_random(dtype: torch.dtype) -> tuple[str, Any]:
     """SmolLM2-135M from the folder in VERL_SMOLLM2, else its shape; fused as the training engine fuses it."""
-    from verl.bench.rollout import load_model
+    from benchmarks.rollout import load_model
     from verl.models.fused_layers import fuse
 
     folder = os.environ.get("VERL_SMOLLM2")
@@ -644,7 +644,7 @@ for _model in (*ASKS_MORE, *ODD_SHAPES, *HYBRIDS, *HEAD_SIZES):
 @check
 def packing_is_decided_exactly_at_the_7b_shape() -> str:
     """Random weights in bfloat16, all layers: rounding alone was above the old bound, and the model trained padded."""
-    from verl.bench.rollout import load_model
+    from benchmarks.rollout import load_model
     from verl.models.attention import use_verl_attention
     from verl.models.forward import attach
     from verl.models.fused_layers import fuse

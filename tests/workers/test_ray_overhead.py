@@ -11,7 +11,7 @@ pytestmark = pytest.mark.components
 
 
 def test_both_sides_do_the_same_work(joined, tmp_path, capsys):
-    from verl.bench import overhead
+    from benchmarks import overhead
 
     parser = argparse.ArgumentParser()
     overhead.add_arguments(parser)

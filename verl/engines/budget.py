@@ -30,8 +30,8 @@ BEST_TOKENS: dict[float, int] = {
 """On a GPU: weights a token meets in one decoder layer -> tokens of a micro-batch. A model takes the row nearest to it.
 
 The smallest budget within 3 % of the best throughput of an update, measured on one H200 by
-`verl bench train --token-budgets`, whose last lines are these rows (benchmarks/results). Larger micro-batches cost
-memory and gain nothing."""
+`python -m benchmarks.train --token-budgets`, whose last lines are these rows (benchmarks/results). Larger
+micro-batches cost memory and gain nothing."""
 
 
 def best_tokens(layer_weights: float) -> int:

@@ -1,4 +1,4 @@
-"""`verl bench overhead`: what Ray costs. The same steps in this process and on one Ray worker, one after the other.
+"""`python -m benchmarks.overhead`: what Ray costs: the same steps in this process and on one Ray worker.
 
 A step is what the loop asks of its workers: generate, recompute log-probabilities, update. Both sides have the same
 weights, prompts and draws, so they do the same work (the last gradient norms are in the JSON). The figure is the
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import command
 from verl.errors import missing_package
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("ray") is None:
-        raise missing_package("ray", "ray", "verl bench overhead")
+        raise missing_package("ray", "ray", "python -m benchmarks.overhead")
     with tempfile.TemporaryDirectory() as folder:
         figures = measure(args, Path(folder))
     _table(args, figures)
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Seconds of each phase on each side, step by step, and the ratio of the medians."""
-    from verl.bench.step import make_model
+    from benchmarks.step import make_model
     from verl.data.chat import load_tokenizer
     from verl.workers.local import LocalGroup
     from verl.workers.ray_group import RayGroup
@@ -168,3 +169,11 @@ def _table(args: argparse.Namespace, figures: dict[str, Any]) -> None:
     verdict = "within" if overhead["step"] <= BOUND else "above"
     out.append(f"{verdict} the bound of {BOUND:.0%} of a step")
     sys.stdout.write("\n".join(out) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return command("overhead", __doc__, add_arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`verl bench train --token-budgets`: throughput and memory of an update for several sizes of micro-batch.
+"""`python -m benchmarks.train --token-budgets`: throughput and memory of an update for several sizes of micro-batch.
 
 Its last lines are rows for `verl.engines.budget.BEST_TOKENS`: the smallest budget within 3 % of the best.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from verl.bench.train_shapes import SHAPES
-from verl.bench.train_steps import Workload, clean, grpo_loss, make_batch, new_model, ragged
+from benchmarks.train_shapes import SHAPES
+from benchmarks.train_steps import Workload, clean, grpo_loss, make_batch, new_model, ragged
 from verl.config.schema import ActorConfig, ModelConfig
 from verl.data.proto import DataProto
 from verl.engines.microbatches import cut

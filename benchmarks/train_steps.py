@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl.bench.train_shapes import Shape
+from benchmarks.train_shapes import Shape
 from verl.config.schema import ActorConfig, ModelConfig
 from verl.data.proto import DataProto
 

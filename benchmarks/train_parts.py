@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from verl.bench.train_shapes import SHAPES
-from verl.bench.train_steps import Workload, clean, make_batch, new_model, ragged
+from benchmarks.train_shapes import SHAPES
+from benchmarks.train_steps import Workload, clean, make_batch, new_model, ragged
 from verl.models.attention import PackedAttention
 from verl.models.fused_linear import HeadOptions, fused_head
 

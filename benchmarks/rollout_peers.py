@@ -1,7 +1,6 @@
-"""The engines the native one is measured against, each run on the same requests.
+"""Other engines on the requests of the rollout benchmark: transformers here, vLLM in its own environment.
 
-What always holds: tokens/s counts useful tokens only (a padded batch runs longer than most of its rows need);
-log-probs of the drawn tokens are made; a peer from another environment is a process of its own.
+Only useful tokens count (a padded batch runs longer than most of its rows need), and all compute log-probs.
 """
 
 from __future__ import annotations
