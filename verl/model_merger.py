@@ -116,7 +116,7 @@ def _test(args: argparse.Namespace) -> int:
 
     from verl.checkpoint.hf_check import compare_weights
     from verl.checkpoint.merge import open_weights
-    from verl.observe.logs import shared_console
+    from verl.observe.console import shared_console
 
     folder, _ = _folder_and_backend(args)
     first, second = open_weights(folder), open_weights(args.test_hf_dir.expanduser())

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
-_CLAUSE = re.compile(r"(>=|<=|==|!=|<|>|~=)\s*([0-9][0-9.]*)")
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 _NOT_FEATURES = ("dev", "all")
 
@@ -36,29 +38,7 @@ class Wanted:
 
     def accepts(self, version: str) -> bool:
         """Whether a version is in the range; build tags (`+cpu`) and pre-release marks do not count."""
-        numbers = _numbers(version)
-        for sign, bound in _CLAUSE.findall(self.versions):
-            other = _numbers(bound)
-            width = max(len(numbers), len(other))
-            left = numbers + (0,) * (width - len(numbers))
-            right = other + (0,) * (width - len(other))
-            fits = {
-                ">=": left >= right,
-                "<=": left <= right,
-                ">": left > right,
-                "<": left < right,
-                "==": left == right,
-                "!=": left != right,
-                "~=": left >= right and left[: len(other) - 1] == other[:-1],
-            }
-            if not fits[sign]:
-                return False
-        return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    return tuple(int(part) for part in match[1].split(".")) if match else ()
+        return SpecifierSet(self.versions).contains(Version(version).base_version, prereleases=True)
 
 
 def wanted_packages() -> list[Wanted]:
@@ -82,10 +62,12 @@ def wanted_packages() -> list[Wanted]:
 def _parsed(lines: list[tuple[str, str]]) -> list[Wanted]:
     found = []
     for line, extra in lines:
-        match = _REQUIREMENT.match(line)
-        if match is None or extra in _NOT_FEATURES or match[1] == "verl":
+        requirement = Requirement(line)
+        if extra in _NOT_FEATURES or requirement.name == "verl":
             continue
-        found.append(Wanted(match[1], match[3].strip().replace(" ", ""), extra, match[2] or ""))
+        versions = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # ">=" first
+        options = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+        found.append(Wanted(requirement.name, versions, extra, options))
     return found
 
 

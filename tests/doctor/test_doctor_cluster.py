@@ -26,7 +26,7 @@ ray.shutdown()
 
 
 def test_a_cluster_that_answers_is_counted(tmp_path: Path) -> None:
-    from verl.doctor.plan import probes_of_the_machine
+    from verl.doctor.cli import machine_probes
     from verl.doctor.runner import run_groups
 
     pytest.importorskip("ray")
@@ -43,9 +43,9 @@ def test_a_cluster_that_answers_is_counted(tmp_path: Path) -> None:
     try:
         address = cluster.stdout.readline().strip()
         assert address, cluster.stderr.read()
-        (group,) = [g for g in probes_of_the_machine(".") if g[0].name == "ray cluster"]
+        (group,) = [g for g in machine_probes(".") if g[0].name == "ray cluster"]
         probe = replace(group[0], arguments={"address": address}, environment=TOKEN, limit_s=240.0)
-        (answer,) = run_groups([[probe]], at_once=1)
+        (answer,) = run_groups([[probe]])
         (finding,) = answer.findings
         assert finding.status == "ok" and "1 nodes, 1 CPUs, 0 GPUs" in finding.seen, finding
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.doctor import config, run
+from verl.doctor import config
 from verl.doctor.finding import Finding
 from verl.errors import ConfigError, VerlError
 from verl.observe.run_folder import RunFolder
@@ -30,7 +30,7 @@ def subjects(findings: object) -> dict[str, Finding]:
 def test_a_config_in_order_is_told_so(keys: list[str]) -> None:
     found = list(config.config(keys))
     assert [finding.status for finding in found if finding.subject == "config"] == ["ok"]
-    assert found[0].data == {"needs": [], "processes": 1, "run_folder": "checkpoints/verl/default"}
+    assert found[0].data == {"needs": [], "processes": 1}
 
 
 def test_an_unknown_key_is_refused_by_name(keys: list[str]) -> None:
@@ -100,7 +100,7 @@ def test_a_model_without_a_chat_template_is_worth_knowing(keys: list[str], model
     settings.pop("chat_template", None)
     (model_copy / "tokenizer_config.json").write_text(json.dumps(settings))
     finding = subjects(config.model(with_model(keys, model_copy)))["tokenizer"]
-    assert finding.status == "note" and "data.chat_template=FILE" in finding.do
+    assert finding.status == "note" and "data.chat_template=FILE" in finding.fix
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_fatal(keys: list[str], model_copy: Path) -> None:
@@ -135,7 +135,7 @@ def test_weights_that_cannot_be_compared_are_no_fault() -> None:
 
 def test_a_model_that_is_not_here_would_be_downloaded(keys: list[str]) -> None:
     finding = only(config.model([*keys, "actor_rollout_ref.model.path=some-one/some-model"]))
-    assert finding.status == "warning" and "download" in finding.means
+    assert finding.status == "warning" and "download" in finding.seen
 
 
 # -- data ---------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_rows_that_cannot_be_used_are_fatal(
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     finding = only(config.data([*keys, f"data.train_files={file}"], "data.train_files"))
-    assert finding.status == "fatal" and told in finding.seen + finding.do
+    assert finding.status == "fatal" and told in finding.seen + finding.fix
 
 
 def test_no_validation_is_worth_knowing(keys: list[str]) -> None:
@@ -202,10 +202,10 @@ def test_a_reward_that_cannot_work_is_refused(code: str, told: str, keys: list[s
 @pytest.mark.parametrize(
     "code, told",
     [
-        ("def compute_score(solution_str): return 0.0", "worth nothing"),
+        ("def compute_score(solution_str): return 0.0", "gets 0"),
         (
             "def compute_score(extra_info): return {'score': 1.0} if extra_info['number'] else 'bad'",
-            "left out",
+            "got no score",
         ),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_reward_that_looks_wrong_is_warned_of(
     file = tmp_path / "reward.py"
     file.write_text(code)
     finding = only(config.reward([*keys, f"reward.custom_reward_function.path={file}"]))
-    assert finding.status == "warning" and told in finding.means
+    assert finding.status == "warning" and told in finding.seen
 
 
 def test_without_data_the_reward_is_not_tried(keys: list[str], tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_without_data_the_reward_is_not_tried(keys: list[str], tmp_path: Path) -
 
 
 def test_a_finished_run_is_in_order(finished_run: Path) -> None:
-    found = subjects(run.run_folder(str(finished_run)))
+    found = subjects(config.run_folder(str(finished_run)))
     assert found["run"].status == "ok" and "finished after step 2" in found["run"].seen
     assert found["checkpoints"].status == "ok" and "the newest global_step_2" in found["checkpoints"].seen
 
@@ -237,8 +237,8 @@ def test_a_crash_is_told_with_its_cure(copied_run: Callable[[], Path]) -> None:
     folder = copied_run()
     with RunFolder(folder) as opened:
         opened.write_crash(ValueError("the reward server is away"), "start the reward server")
-    finding = subjects(run.run_folder(str(folder)))["run"]
-    assert finding.status == "warning" and finding.do == "start the reward server"
+    finding = subjects(config.run_folder(str(folder)))["run"]
+    assert finding.status == "warning" and finding.fix == "start the reward server"
     assert "ValueError: the reward server is away" in finding.seen
 
 
@@ -246,29 +246,29 @@ def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is(copied_run: C
     folder = copied_run()
     victim = next((folder / "global_step_2" / "actor").rglob("*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-10])
-    found = [f for f in run.run_folder(str(folder)) if f.subject == "checkpoints"]
+    found = [f for f in config.run_folder(str(folder)) if f.subject == "checkpoints"]
     assert found[0].status == "warning" and "global_step_2" in found[0].seen and victim.name in found[0].seen
     assert found[1].status == "ok" and "the newest global_step_1" in found[1].seen
     (folder / "global_step_1" / "ckpt_contents.json").unlink()
-    found = [f for f in run.run_folder(str(folder)) if f.subject == "checkpoints"]
-    assert found[-1].status == "fatal" and "none of 2 is whole" in found[-1].seen
+    found = [f for f in config.run_folder(str(folder)) if f.subject == "checkpoints"]
+    assert found[-1].status == "fatal" and "none of 2 is intact" in found[-1].seen
 
 
 def test_no_checkpoint_is_worth_knowing(tmp_path: Path) -> None:
-    assert only(run.checkpoints(str(tmp_path))).status == "note"
+    assert only(config.checkpoints(str(tmp_path))).status == "note"
 
 
 def test_damage_to_the_folders_files_is_told(copied_run: Callable[[], Path]) -> None:
     folder = copied_run()
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("this is no JSON\n")
-    assert "1 lines" in subjects(run.run_folder(str(folder)))["run files"].seen
+    assert "1 lines" in subjects(config.run_folder(str(folder)))["run files"].seen
     (folder / "config.yaml").write_text("a: [1")
-    assert "config.yaml" in subjects(run.run_folder(str(folder)))["run files"].seen
+    assert "config.yaml" in subjects(config.run_folder(str(folder)))["run files"].seen
 
 
 def test_room_for_the_next_checkpoint_is_judged() -> None:
     gib = 2**30
-    assert run.judge_room("global_step_8", 2, 10 * gib, 9 * gib).status == "fatal"
-    assert run.judge_room("global_step_8", 2, 10 * gib, 25 * gib).status == "warning"
-    assert run.judge_room("global_step_8", 2, 10 * gib, 500 * gib).status == "ok"
+    assert config.judge_space("global_step_8", 2, 10 * gib, 9 * gib).status == "fatal"
+    assert config.judge_space("global_step_8", 2, 10 * gib, 25 * gib).status == "warning"
+    assert config.judge_space("global_step_8", 2, 10 * gib, 500 * gib).status == "ok"

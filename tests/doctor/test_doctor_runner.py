@@ -29,7 +29,7 @@ def probe(function: str, name: str | None = None, limit_s: float = 240.0, **more
 
 
 def run(*groups: list[Probe]) -> list[Answer]:
-    return run_groups(groups, at_once=2)
+    return run_groups(groups)
 
 
 def test_answers_come_in_the_order_asked_and_a_group_shares_a_process() -> None:
@@ -55,21 +55,21 @@ def test_a_probe_that_breaks_is_reported_and_hides_nothing(function: str, told: 
     assert answers[0].findings[0].status == answers[2].findings[0].status == "ok"
 
 
-def test_the_last_words_of_a_crash_are_shown() -> None:
+def test_the_last_output_before_a_crash_is_shown() -> None:
     (answer,) = run([probe("crashes")])
     assert "last words" in answer.findings[0].seen
 
 
 def test_a_hang_is_cut_off_and_the_next_probe_runs() -> None:
-    answers = run([probe("hangs", limit_s=SHORT, advice="take it out"), probe("fine", "after")])
+    answers = run([probe("hangs", limit_s=SHORT, fix="take it out"), probe("fine", "after")])
     assert (
-        "no answer within 1 s" in answers[0].findings[0].seen and answers[0].findings[0].do == "take it out"
+        "no answer within 1 s" in answers[0].findings[0].seen and answers[0].findings[0].fix == "take it out"
     )
     assert answers[1].findings[0].status == "ok"
 
 
 def test_one_limit_can_hold_for_all() -> None:
-    (answer,) = run_groups([[probe("hangs", limit_s=3600.0)]], at_once=1, limit_s=SHORT)
+    (answer,) = run_groups([[probe("hangs", limit_s=3600.0)]], limit_s=SHORT)
     assert "no answer within 1 s" in answer.findings[0].seen
 
 
@@ -95,19 +95,15 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_broken_probe_is_as_serious_as_it_says() -> None:
-    (answer,) = run([probe("raises", when_broken="fatal")])
+    (answer,) = run([probe("raises", on_failure="fatal")])
     assert answer.fatal
 
 
-def test_what_needs_a_broken_one_is_not_tried() -> None:
-    answers = run([probe("fatal"), probe("hangs", needs="fatal"), probe("fine", "other")])
-    assert answers[1].findings[0].seen == "not tried: fatal does not work"
+@pytest.mark.parametrize("function", ["fatal", "crashes"])
+def test_probes_after_a_required_one_that_failed_are_skipped(function: str) -> None:
+    answers = run([probe(function, required=True, on_failure="fatal"), probe("hangs")], [probe("fine")])
+    assert answers[1].findings[0].seen == f"not tried: {function} does not work"
     assert answers[2].findings[0].status == "ok"
-
-
-def test_what_needs_one_that_took_its_process_down_is_not_tried_either() -> None:
-    answers = run([probe("crashes", when_broken="fatal"), probe("hangs", needs="crashes")])
-    assert answers[1].findings[0].seen == "not tried: crashes does not work"
 
 
 def test_noise_and_threads_do_not_get_in_the_way() -> None:
@@ -127,7 +123,7 @@ def test_an_interrupt_ends_the_children(tmp_path: Path) -> None:
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from verl.doctor.runner import Probe, run_groups\n"
         "probe = Probe('h', 'broken_probes:hangs_with_a_child', 'software', 3600.0, arguments={'file': sys.argv[2]})\n"
-        "run_groups([[probe]], at_once=1)\n"
+        "run_groups([[probe]])\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(HERE), str(file)], stderr=subprocess.DEVNULL

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from verl.doctor import software
+from verl.doctor.cli import machine_probes
 from verl.doctor.finding import Finding
-from verl.doctor.plan import probes_of_the_machine
 from verl.doctor.runner import run_groups
 from verl.requirements import Wanted, install_command, wanted_packages
 from verl.rollout.vllm import version as vllm_version
@@ -26,7 +26,7 @@ def only(findings: object) -> Finding:
 
 def fake_package(folder: Path, name: str, version: str, code: str = "") -> Path:
     """A package as pip leaves it: a module and its metadata."""
-    module = software.module_of(name).replace(".", "/")
+    module = name.replace("-", "_")
     (folder / module).mkdir(parents=True)
     (folder / module / "__init__.py").write_text(code)
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -117,9 +117,9 @@ def test_an_old_python_is_fatal() -> None:
 
 def test_a_missing_extra_is_worth_knowing_and_a_missing_core_package_fatal() -> None:
     extra = only(software.package("verl-no-such-thing", ">=1", "peft", options="[all]"))
-    assert extra.status == "note" and extra.do == "pip install 'verl-no-such-thing[all]>=1'"
+    assert extra.status == "note" and extra.fix == "pip install 'verl-no-such-thing[all]>=1'"
     core = only(software.package("verl-no-such-thing", ">=1", ""))
-    assert core.status == "fatal" and "pip install 'verl-no-such-thing>=1'" in core.do
+    assert core.status == "fatal" and "pip install 'verl-no-such-thing>=1'" in core.fix
 
 
 def test_a_real_package_in_its_range_is_in_order() -> None:
@@ -130,7 +130,7 @@ def test_a_real_package_in_its_range_is_in_order() -> None:
 @pytest.mark.parametrize("extra, status", [("", "fatal"), ("peft", "warning")])
 def test_a_version_outside_the_range_is_named_with_the_range(extra: str, status: str) -> None:
     finding = only(software.package("numpy", ">=99.1", extra))
-    assert finding.status == status and ">=99.1" in finding.means and "numpy>=99.1" in finding.do
+    assert finding.status == status and ">=99.1" in finding.seen and "numpy>=99.1" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -149,19 +149,15 @@ def test_a_damaged_package_costs_its_own_line_only(
     """Raising, leaving, aborting, hanging: on the path of the command, as a broken installation is."""
     monkeypatch.syspath_prepend(str(fake_package(tmp_path, "wandb", "0.19.0", code)))
     wanted = ("wandb", "numpy")
-    groups = [
-        [probe for probe in group if probe.name in wanted] for group in probes_of_the_machine(str(tmp_path))
-    ]
+    groups = [[probe for probe in group if probe.name in wanted] for group in machine_probes(str(tmp_path))]
     hanging = "wait" in code
     found = {
         answer.probe.name: answer.findings[0]
         for group in groups
         # A limit that only the hanging one is held to: numpy is given its own.
-        for answer in run_groups(
-            [group], at_once=1, limit_s=3.0 if hanging and group and group[0].name == "wandb" else None
-        )
+        for answer in run_groups([group], 3.0 if hanging and group and group[0].name == "wandb" else None)
     }
-    assert found["wandb"].status == "warning" and told in found["wandb"].seen and found["wandb"].do
+    assert found["wandb"].status == "warning" and told in found["wandb"].seen and found["wandb"].fix
     assert found["numpy"].status == "ok"
 
 
@@ -172,24 +168,90 @@ def test_a_damaged_torch_is_fatal_and_what_needs_it_is_not_tried(
         tmp_path, "torch", "2.12.0", "raise OSError('libcudart.so.13: cannot open shared object file')"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    (group,) = [g for g in probes_of_the_machine(str(tmp_path)) if any(p.name == "torch" for p in g)]
-    found = {answer.probe.name: answer for answer in run_groups([group], at_once=1)}
+    (group,) = [g for g in machine_probes(str(tmp_path)) if any(p.name == "torch" for p in g)]
+    found = {answer.probe.name: answer for answer in run_groups([group])}
     assert found["torch"].fatal and "libcudart.so.13" in found["torch"].findings[0].seen
-    for name in ("compute", "triton", "gloo", "nccl", "transformers"):
+    for name in ("gpu", "transformers"):
         assert found[name].findings[0].seen == "not tried: torch does not work"
 
 
-def test_torch_and_transformers_are_in_order_here() -> None:
+def test_torch_is_named_with_its_build() -> None:
     versions = {each.name: each.versions for each in wanted_packages()}
-    assert only(software.torch(versions["torch"])).status == "ok"
+    finding = only(software.torch(versions["torch"]))
+    assert finding.status == "ok" and "for C" in finding.seen
     assert only(software.torch(">=99")).status == "fatal"
-    assert only(software.transformers(versions["transformers"])).status == "ok"
 
 
-def test_a_transformers_that_lacks_what_we_build_on_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
-    import types
+# -- GPUs and processes -------------------------------------------------------------------------------------------
 
-    empty = types.ModuleType("transformers")
-    monkeypatch.setitem(sys.modules, "transformers", empty)
-    findings = list(software.transformers(">=5.10"))
-    assert findings[-1].status == "fatal" and "AutoModelForCausalLM" in findings[-1].seen
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvidia-smi first on the path."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\n"
+        f"[ -e {tmp_path}/broken ] && {{ echo 'could not communicate with the NVIDIA driver'; exit 9; }}\n"
+        'case "$1" in --query-gpu*) echo "0, NVIDIA H200, 143771, 143000"; echo "1, NVIDIA H200, 143771, 20000";;\n'
+        "*) echo '| Driver Version: 570.86.15    CUDA Version: 12.8 |';; esac\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def test_gpus_and_their_memory_are_listed(smi: Path) -> None:
+    found = {finding.subject: finding for finding in software.gpus()}
+    assert found["gpu 0"].status == "ok" and "NVIDIA H200, 140 GiB free of 140 GiB" in found["gpu 0"].seen
+    assert found["gpu 1"].status == "warning" and "in use" in found["gpu 1"].seen
+
+
+def test_hidden_gpus_are_warned_of() -> None:
+    assert [finding.status for finding in software.judge_gpus([], "")] == ["warning"]
+    assert [finding.status for finding in software.judge_gpus([], "1")] == ["note"]
+
+
+def test_a_driver_that_does_not_answer_is_warned_of(smi: Path) -> None:
+    (smi / "broken").touch()
+    finding = only(software.gpus())
+    assert finding.status == "warning" and "could not communicate with the NVIDIA driver" in finding.seen
+
+
+@pytest.mark.parametrize(
+    "driver, build, available, status, told",
+    [
+        ("12.8", None, False, "warning", "CPU build"),
+        ("12.2", "13.0", False, "fatal", "up to 12.2"),
+        ("13.0", "12.8", False, "fatal", "is_available() is False"),
+        ("12.2", "12.8", True, "ok", "CUDA 12.8"),
+        (None, "12.8", True, "ok", "unknown"),
+    ],
+)
+def test_torch_and_driver_must_match(
+    driver: str | None, build: str | None, available: bool, status: str, told: str
+) -> None:
+    finding = only(software.judge_driver(1, driver, build, available))
+    assert finding.status == status and told in finding.seen
+
+
+def test_a_device_that_does_not_compute_is_fatal() -> None:
+    assert software.compute("cpu").status == "ok"
+    assert software.compute("cuda:99").status == "fatal"
+
+
+def test_a_name_without_an_address_is_warned_of() -> None:
+    finding = only(software.hostname("no-such-host.invalid"))
+    assert finding.status == "warning" and "/etc/hosts" in finding.fix
+
+
+def test_a_cluster_that_does_not_answer_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.socket() as held:  # bound and not listening: nobody else can answer there
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        finding = only(software.ray_cluster(address))
+    assert finding.status == "warning" and address in finding.seen and "RAY_ADDRESS" in finding.fix
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert only(software.ray_cluster()).status == "note"

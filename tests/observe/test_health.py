@@ -12,7 +12,7 @@ import torch
 
 from verl.config.schema import PPOConfig
 from verl.data.proto import DataProto
-from verl.observe.batch_health import batch_facts
+from verl.observe.batch_metrics import batch_facts
 from verl.observe.causes import is_out_of_memory, likely_fix, out_of_memory_advice
 from verl.observe.health import STEP_RULES, HealthMonitor, HealthSettings
 

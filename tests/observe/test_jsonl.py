@@ -16,7 +16,7 @@ from verl import cli
 from verl.observe.jsonl import append_line, read_jsonl, read_metrics
 from verl.observe.report import write_report
 from verl.observe.run_folder import RunFolder
-from verl.observe.view_files import MetricsLog, SampleFiles
+from verl.observe.run_reader import MetricsLog, SampleFiles
 from verl.trainer.generation_journal import Journal
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -95,7 +95,7 @@ def test_verl_view_copes_with_a_damaged_line(
     for name in ("metrics.jsonl", "rollouts/1.jsonl"):
         (tmp_path / name).write_bytes(b'{"step": 1, "score": 1.0}\n' + line + b"\n")
     assert cli.main(["view", str(tmp_path)]) == 0
-    assert "1 lines of metrics.jsonl could not be read" in capsys.readouterr().out
+    assert "1 lines of metrics.jsonl cannot be read" in capsys.readouterr().out
 
 
 def test_values_that_are_no_numbers_are_no_metrics_to_verl_view(
@@ -151,7 +151,7 @@ def test_odd_names_among_the_samples_do_not_stop_a_run(tmp_path: Path) -> None:
             "\u00b2.jsonl",
         ]
         run.restart()
-    assert SampleFiles(tmp_path / "rollouts", "rollouts").steps() == [4]
+    assert SampleFiles(tmp_path / "rollouts").steps() == [4]
 
 
 def test_samples_that_cannot_be_removed_do_not_stop_a_run(

@@ -183,7 +183,7 @@ def test_every_step_writes_the_responses_it_learned_from(watch):
 
 
 def test_health_rules_watch_numbers_that_a_run_gives(watch):
-    from verl.observe.health_rules import WATCHED
+    from verl.observe.health import WATCHED
 
     seen = watch("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
     assert WATCHED - {"train/loss"} <= set(seen.rows[-1]), "train/loss is that of fine-tuning"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.errors import CheckpointError
-from verl.observe.logs import shared_console
+from verl.observe.console import shared_console
 
 if TYPE_CHECKING:
     from verl.checkpoint.steps import StepFolder

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.demo.answers import Answer, accuracy, examples
 from verl.demo.stages import LOGGER
-from verl.observe.console import StepConsole
-from verl.observe.logs import shared_console
+from verl.observe.console import StepConsole, shared_console
 from verl.observe.trackers import register_tracker
 
 if TYPE_CHECKING:

@@ -1,26 +1,44 @@
-"""`verl doctor [RUN | CONFIG.yaml] [key=value ...]`: what works here and what does not, in one screen.
+"""`verl doctor [RUN | CONFIG.yaml] [key=value ...]`: which probes there are, and the report.
 
-Exit code 0: nothing stands in the way; 1: something does; 2: the question could not be understood.
+Exit code 0: a run could start; 1: something is marked X; 2: the arguments are wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import os
 import shutil
 import sys
-import threading
+import textwrap
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from verl import __version__
 from verl.doctor.finding import Finding
-from verl.doctor.plan import probes_of_a_config, probes_of_a_run, probes_of_the_machine
-from verl.doctor.report import as_json, as_text, fatal, write
-from verl.doctor.runner import Answer, run_groups
+from verl.doctor.runner import Answer, Probe, run_groups
 from verl.errors import ConfigError
+from verl.observe.terminal import harmless, raw
+
+if TYPE_CHECKING:
+    from verl.requirements import Wanted
 
 DEFAULT_FOLDER = "checkpoints"
+SOFTWARE, MACHINE, CONFIG, RUN = "software", "machine", "this config", "this run"
+_MARKS = {"ok": ("ok", "32"), "note": (" -", "2"), "warning": (" !", "33"), "fatal": (" X", "31;1")}
+_NAME_WIDTH = 18
+_NOTHING_INSTALLED = Answer(
+    Probe("packages", "", SOFTWARE),
+    [
+        Finding(
+            "packages", "fatal", "verl's dependencies are not installed", "pip install -e . in the checkout"
+        )
+    ],
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,123 +49,211 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    words = argparse.ArgumentParser(
+    parsed = argparse.ArgumentParser(
         prog="verl doctor",
         description="Checks this machine, and a config or a run folder where one is given.",
-        epilog="Marks: ok; - to know; ! works less well; X must be mended. Exit code 1 when anything is marked X.",
+        epilog="Marks: ok; - for information; ! works less well; X must be fixed (exit code 1).",
     )
-    words.add_argument(
+    parsed.add_argument(
         "what",
         nargs="*",
         metavar="RUN|CONFIG.yaml|key=value",
         help="a run folder, a YAML file, and keys as `verl train` and `verl sft` take them",
     )
-    words.add_argument("--json", action="store_true", help="for programs")
-    words.add_argument(
-        "--quick", action="store_true", help="do not import optional packages nor start processes"
-    )
-    words.add_argument(
-        "--timeout", type=float, metavar="S", help="seconds each check may take; default: its own"
-    )
-    return words
+    parsed.add_argument("--json", action="store_true", help="for programs")
+    parsed.add_argument("--quick", action="store_true", help="do not import optional packages")
+    parsed.add_argument("--timeout", type=float, metavar="S", help="seconds for each check")
+    return parsed
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, report, and say by the exit code whether a run could start."""
-    began = time.monotonic()
+    start = time.monotonic()
     if args.timeout is not None and args.timeout <= 0:
         raise ConfigError(f"--timeout is {args.timeout:g}; it must be above 0")
-    folder, arguments = understand(args.what)
-    groups = probes_of_the_machine(str(folder or _folder_of(arguments) or DEFAULT_FOLDER), quick=args.quick)
-    if folder is not None:
-        groups = [*probes_of_a_run(str(folder)), *groups]
-    if arguments:
-        groups = [*probes_of_a_config(arguments), *groups]
-    with _Progress(sys.stderr.isatty() and not args.json) as progress:
-        at_once = max(2, min(4, os.cpu_count() or 1))
-        answers = run_groups(groups, at_once=at_once, limit_s=args.timeout, on_start=progress.show)
-    answers = as_the_config_needs(answers)
+    folder, arguments = parse_target(args.what)
+    default = [word.partition("=")[2] for word in arguments if word.startswith("trainer.default_local_dir=")]
+    installed = (
+        importlib.util.find_spec("packaging") is not None
+    )  # the first of the core packages we need here
+    groups = (
+        []
+        if not installed
+        else machine_probes(str(folder or (default or [DEFAULT_FOLDER])[-1]), quick=args.quick)
+    )
+    if folder is not None and installed:
+        groups.insert(0, [_probe("run", "config:run_folder", RUN, path=str(folder))])
+    if arguments and installed:
+        groups.insert(0, config_probes(arguments))
+    answers = as_config_needs(run_groups(groups, args.timeout)) if groups else [_NOTHING_INSTALLED]
     if args.json:
         write(as_json(answers) + "\n")
     else:
-        width = min(140, shutil.get_terminal_size((110, 24)).columns) if sys.stdout.isatty() else 110
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        write(as_text(answers, time.monotonic() - began, width=width, colour=colour))
-    return 1 if fatal(answers) else 0
+        terminal = sys.stdout.isatty()
+        width = min(140, shutil.get_terminal_size((110, 24)).columns) if terminal else 110
+        colour = terminal and "NO_COLOR" not in os.environ
+        write(as_text(answers, time.monotonic() - start, width=width, colour=colour))
+    return 1 if any(answer.fatal for answer in answers) else 0
 
 
-def understand(words: list[str]) -> tuple[Path | None, list[str]]:
-    """(run folder, arguments of a training program) from what was typed."""
-    places = [word for word in words if "=" not in word and not word.startswith(("+", "~"))]
-    keys = [word for word in words if word not in places]
-    if len(places) > 1:
-        raise ConfigError(f"give one run folder or YAML file, not {len(places)}: {', '.join(places)}")
-    if not places:
+def parse_target(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """(run folder, arguments of a training command) from the command line."""
+    paths = [word for word in arguments if "=" not in word and not word.startswith(("+", "~"))]
+    keys = [word for word in arguments if word not in paths]
+    if len(paths) > 1:
+        raise ConfigError(f"give one run folder or YAML file, not {len(paths)}: {', '.join(paths)}")
+    if not paths:
         return None, keys
-    place = Path(places[0]).expanduser()
-    if place.is_dir():
-        config = place / "config.yaml"
-        given = ["--config-path", str(place), "--config-name", "config.yaml"] if config.is_file() else []
-        return place, [*given, *keys]
-    if place.is_file():
-        return None, ["--config-path", str(place.parent), "--config-name", place.name, *keys]
-    raise ConfigError(
-        f"'{places[0]}' is neither a run folder nor a YAML file; keys are given as key=value, "
-        "for example: verl doctor checkpoints/verl/first, verl doctor my.yaml trainer.nnodes=2"
+    path = Path(paths[0]).expanduser()
+    if path.is_dir():
+        found = (path / "config.yaml").is_file()
+        return path, [*(["--config-path", str(path), "--config-name", "config.yaml"] if found else []), *keys]
+    if path.is_file():
+        return None, ["--config-path", str(path.parent), "--config-name", path.name, *keys]
+    raise ConfigError(f"'{paths[0]}' is neither a run folder nor a YAML file; keys are given as key=value")
+
+
+# -- the probes ---------------------------------------------------------------------------------------------------
+
+
+def _probe(label: str, target: str, section: str, **arguments: Any) -> Probe:
+    return Probe(label, f"verl.doctor.{target}", section, arguments=arguments)
+
+
+def machine_probes(folder: str, *, quick: bool = False) -> list[list[Probe]]:
+    """Groups of probes, each run in one process. `folder`: where run folders go."""
+    from verl.requirements import wanted_packages
+
+    wanted = wanted_packages()
+    packages = {each.name: _package_probe(each, quick) for each in wanted}
+    core = [each.name for each in wanted if not each.extra]
+    torch = replace(packages["torch"], target="verl.doctor.software:torch", required=True)
+    torch = replace(torch, arguments={"versions": torch.arguments["versions"]})
+    light = [
+        _probe("python", "software:python", SOFTWARE),
+        *(packages[name] for name in core if name not in ("torch", "transformers")),
+        _probe("hugging face", "machine:hub", SOFTWARE),
+        _probe("cpu cores", "machine:cores", MACHINE),
+        _probe("memory", "machine:memory", MACHINE),
+        _probe("shared memory", "machine:shared_memory", MACHINE),
+        _probe("limits", "machine:limits", MACHINE),
+        replace(_probe("disk", "machine:disk", MACHINE, folder=folder), on_failure="fatal"),
+        _probe("hostname", "software:hostname", MACHINE),
+        _probe("sandbox", "machine:sandbox", MACHINE),
+    ]
+    extras = [[packages[each.name]] for each in wanted if each.extra]
+    ray = _probe("ray cluster", "software:ray_cluster", MACHINE)
+    return [light, [torch, _probe("gpu", "software:gpus", MACHINE), packages["transformers"]], [ray], *extras]
+
+
+def _package_probe(wanted: Wanted, quick: bool) -> Probe:
+    return Probe(
+        wanted.name,
+        "verl.doctor.software:package",
+        SOFTWARE,
+        limit_s=180.0,  # importing vLLM on a busy machine
+        on_failure="warning" if wanted.extra else "fatal",
+        fix=f"pip install --force-reinstall '{wanted.requirement}'",
+        arguments={**asdict(wanted), "load": not (quick and wanted.extra)},
     )
 
 
-def _folder_of(arguments: list[str]) -> str:
-    given = [word.partition("=")[2] for word in arguments if word.startswith("trainer.default_local_dir=")]
-    return given[-1] if given else ""
+def config_probes(arguments: list[str]) -> list[Probe]:
+    """For the command line of a training command."""
+    targets = {"config": "config", "model": "model", "data.train_files": "data", "data.val_files": "data"}
+    probes = []
+    for name, target in (*targets.items(), ("reward", "reward")):
+        more = {"key": name} if target == "data" else {}
+        probe = _probe(name, f"config:{target}", CONFIG, arguments=arguments, **more)
+        # Offline: a check must not download anything.
+        probe = replace(probe, limit_s=180.0, environment={"HF_HUB_OFFLINE": "1"})
+        probes.append(replace(probe, on_failure="fatal", required=name == "config"))
+    return probes
 
 
-_STANDS_FOR = {"processes": ("gloo", "hostname", "ray cluster")}
-
-
-def as_the_config_needs(answers: list[Answer]) -> list[Answer]:
-    """What is optional in general and needed by this config is taken seriously."""
+def as_config_needs(answers: list[Answer]) -> list[Answer]:
+    """A warning about something optional is fatal where the config needs it."""
     needs: set[str] = set()
-    for answer in answers:
-        for finding in answer.findings:
-            needs |= set(finding.data.get("needs", ()))
-            if finding.data.get("processes", 1) > 1:
-                needs |= set(_STANDS_FOR["processes"])
+    for finding in (finding for answer in answers for finding in answer.findings):
+        needs |= set(finding.data.get("needs", ()))
+        if finding.data.get("processes", 1) > 1:
+            needs |= {"hostname", "ray cluster"}
 
     def weighed(finding: Finding) -> Finding:
-        missing = finding.subject in needs and (
-            finding.status == "warning" or finding.together == "missing extras"
-        )
-        if not missing:
+        missing = finding.status == "warning" or finding.group == "missing extras"
+        if finding.subject not in needs or not missing:
             return finding
-        return replace(finding, status="fatal", together="", means=finding.means or "this config needs it")
+        return replace(finding, status="fatal", group="", seen=f"{finding.seen}; this config needs it")
 
     return [Answer(answer.probe, [weighed(f) for f in answer.findings]) for answer in answers]
 
 
-class _Progress:
-    """One line on a terminal that says what is being looked at, gone when it is done."""
+# -- the report ---------------------------------------------------------------------------------------------------
 
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
-        self._width = 0
-        self._lock = threading.Lock()
 
-    def __enter__(self) -> _Progress:
-        return self
+def as_json(answers: Sequence[Answer]) -> str:
+    findings = [
+        {"section": answer.probe.section, **{k: v for k, v in asdict(finding).items() if k != "group"}}
+        for answer in answers
+        for finding in answer.findings
+    ]
+    ok = not any(answer.fatal for answer in answers)
+    return json.dumps({"verl": __version__, "ok": ok, "findings": findings}, indent=1)
 
-    def show(self, name: str) -> None:
-        if self._shown:
-            with self._lock:
-                self._rewrite(f"looking at {name} ...")
 
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._rewrite("")
-            sys.stderr.write("\r")
-            sys.stderr.flush()
+def as_text(answers: Sequence[Answer], seconds: float, *, width: int = 110, colour: bool = False) -> str:
+    """One line per finding, by section, and a verdict."""
+    lines = [f"verl {__version__} on this machine"]
+    for section in (SOFTWARE, MACHINE, CONFIG, RUN):
+        findings = [f for answer in answers if answer.probe.section == section for f in answer.findings]
+        if findings:
+            lines += ["", section]
+            lines += [line for finding in grouped(findings) for line in _lines(finding, width, colour)]
+    found = [finding for answer in answers for finding in answer.findings]
+    broken = dict.fromkeys(harmless(finding.subject) for finding in found if finding.status == "fatal")
+    count = sum(finding.status == "warning" for finding in found)
+    warnings = f"{count} warning{'' if count == 1 else 's'} ({seconds:.0f} s)"
+    verdict = f"To fix first: {', '.join(broken)}" if broken else "Ready: a run can start"
+    return "\n".join([*lines, "", f"{verdict}; {warnings}"]) + "\n"
 
-    def _rewrite(self, text: str) -> None:
-        sys.stderr.write("\r" + text.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(text)
+
+def grouped(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings of one group as one, in the place of the first."""
+    lines: dict[str, Finding] = {}
+    for number, finding in enumerate(findings):
+        if not finding.group:
+            lines[str(number)] = finding
+            continue
+        missing = finding.group.startswith("missing")
+        seen = finding.subject if missing else f"{finding.subject} {finding.seen}"
+        before = lines.get(finding.group)
+        if before is None:
+            lines[finding.group] = replace(finding, subject=finding.group, seen=seen)
+        else:
+            fix = f"{before.fix} {finding.fix.removeprefix('pip install ')}" if missing else ""
+            lines[finding.group] = replace(before, seen=f"{before.seen}, {seen}", fix=fix)
+    return list(lines.values())
+
+
+def _lines(finding: Finding, width: int, colour: bool) -> Iterator[str]:
+    mark, code = _MARKS[finding.status]
+    indent = " " * (_NAME_WIDTH + 5)
+    text_width = max(40, width - len(indent))
+    first, *rest = textwrap.wrap(
+        harmless(finding.seen), text_width, break_long_words=False, break_on_hyphens=False
+    ) or [""]
+    painted = f"\x1b[{code}m{mark}\x1b[0m" if colour else mark
+    yield f"{painted}  {harmless(finding.subject):<{_NAME_WIDTH}} {first}"
+    if finding.fix and finding.status != "ok":
+        fix = textwrap.wrap(
+            harmless(finding.fix), text_width - 3, break_long_words=False, break_on_hyphens=False
+        )
+        rest += [("-> " if number == 0 else "   ") + line for number, line in enumerate(fix)]
+    yield from (indent + line for line in rest)
+
+
+def write(text: str) -> None:
+    """Write a report, whose only control characters are its colours."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    raw(sys.stdout).write(text)
+    sys.stdout.flush()

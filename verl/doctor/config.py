@@ -1,12 +1,9 @@
-"""Probes of a config: the way a run goes, stopped before any weight is loaded.
-
-What always holds: what is looked at is looked at by the code a run uses, so the verdict is the run's own; of data
-the first rows are tried, of weights the headers are read.
-"""
+"""Probes of a config and of a run folder, by the code a run uses; no weights are loaded, only file headers are read."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,21 +14,19 @@ from verl.errors import VerlError
 
 TRIED_ROWS = 64
 _SCORED_ROWS = 4
-_SFT_ONLY = ("model.", "optim.", "checkpoint.")
+_DIFFERENT_WEIGHTS = ("its files do not hold", "in its files, not")
 
 
 def is_sft(arguments: list[str]) -> bool:
-    """Whether a command line, or the YAML it names, is one of fine-tuning."""
+    """Whether a command line, or the YAML it names, is one of `verl sft`."""
     from verl.config.sources import parse_command_line, read_yaml
 
     line = parse_command_line(arguments)
-    tree = read_yaml(line.config_path, line.config_name)
-    if "actor_rollout_ref" in tree or "algorithm" in tree:
-        return False
     keys = [override.lstrip("+~").partition("=")[0] for override in line.overrides]
-    if any(key.startswith(("actor_rollout_ref", "algorithm", "critic", "reward")) for key in keys):
+    sections = {key.partition(".")[0] for key in [*keys, *read_yaml(line.config_path, line.config_name)]}
+    if sections & {"actor_rollout_ref", "algorithm", "critic", "reward"}:
         return False
-    return bool({"model", "optim"} & set(tree)) or any(key.startswith(_SFT_ONLY) for key in keys)
+    return bool(sections & {"model", "optim", "checkpoint"})
 
 
 @cache
@@ -42,239 +37,174 @@ def _config(*arguments: str) -> Any:
 
 
 def config(arguments: list[str]) -> Iterator[Finding]:
-    """The keys, what the run would lack, and what the plan has to say."""
+    """The keys, what stops the run before it starts, and the estimate of memory."""
     from verl.config.packages import needed
     from verl.config.plan import plan
     from verl.config.ranks import world_size
-    from verl.config.schema import PPOConfig
     from verl.trainer.preflight import preflight
 
     cfg = _config(*arguments)
-    kind = "reinforcement learning" if isinstance(cfg, PPOConfig) else "fine-tuning"
-    result = plan(cfg)
-    data = {
-        "needs": sorted(needed(cfg)),
-        "processes": world_size(cfg),
-        "run_folder": cfg.trainer.default_local_dir,
-    }
-    said: set[str] = set()
+    result, processes = plan(cfg), world_size(cfg)
+    data = {"needs": sorted(needed(cfg)), "processes": processes}
+    problems: list[str] = []
     try:
         preflight(cfg)
     except VerlError as error:
-        said = set(str(error).splitlines())
-        for line in str(error).splitlines():
-            yield Finding("config", "fatal", line, "the run would stop at once", data=data)
-    if not said:
-        where = f"{result.device.name}, {world_size(cfg)} process{'es' if world_size(cfg) > 1 else ''}"
-        yield Finding("config", "ok", f"{kind} on {where}: every key is known and the batches fit", data=data)
-    for line in result.warnings:
-        if line not in said:
-            yield Finding("plan", "warning", line)
+        problems = str(error).splitlines()
+    yield from (Finding("config", "fatal", line, data=data) for line in problems)
+    if not problems:
+        kind = "fine-tuning" if is_sft(arguments) else "reinforcement learning"
+        seen = f"{kind} on {result.device.name}, {processes} process(es): keys and batches are valid"
+        yield Finding("config", "ok", seen, data=data)
+    yield from (Finding("plan", "warning", line) for line in result.warnings if line not in problems)
     peak = max(result.memory.phases, key=lambda phase: phase.total, default=None) if result.memory else None
-    room = result.device.memory
-    if peak is not None and (room is None or peak.total <= 0.9 * room):  # beyond, the plan has warned
-        limit = f" of {size(room)}" if room else ""
-        yield Finding(
-            "plan", "ok", f"'{peak.name}' needs most memory, about {size(peak.total)}{limit} (an estimate)"
-        )
+    limit = result.device.memory
+    if peak is not None and (limit is None or peak.total <= 0.9 * limit):  # above, the plan has warned
+        of = f" of {size(limit)}" if limit else ""
+        yield Finding("plan", "ok", f"about {size(peak.total)}{of} at the peak ({peak.name}, an estimate)")
+
+
+def _model_section(cfg: Any) -> Any:
+    return cfg.actor_rollout_ref.model if hasattr(cfg, "actor_rollout_ref") else cfg.model
 
 
 @cache
 def _tokenizer(*arguments: str) -> Any:
-    from verl.config.schema import PPOConfig
     from verl.data.chat import load_tokenizer
-    from verl.models.quiet import quiet_transformers
+    from verl.runtime import quiet_transformers
 
+    quiet_transformers()
     cfg = _config(*arguments)
-    section = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model
-    with quiet_transformers():
-        return load_tokenizer(
-            section.tokenizer_path or section.path, section.trust_remote_code, cfg.data.chat_template
-        )
+    model = _model_section(cfg)
+    return load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, cfg.data.chat_template)
 
 
 def model(arguments: list[str]) -> Iterator[Finding]:
-    """Tokenizer, chat template, padding, and that the weight files hold what the architecture wants."""
+    """Tokenizer, chat template, and that the weight files hold what the architecture needs."""
     import torch
 
-    from verl.config.schema import PPOConfig
     from verl.models.loading import load_config
     from verl.models.meta_init import CannotStream, open_causal_lm
 
-    cfg = _config(*arguments)
-    section = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model
+    section = _model_section(_config(*arguments))
     if not Path(section.path).expanduser().is_dir() and not _in_cache(section.path):
-        yield Finding(
-            "model",
-            "warning",
-            f"'{section.path}' is neither a folder nor in the Hugging Face cache",
-            "the run would download it",
-            f"hf download {section.path}",
-            data={"needs": ["hugging face"]},
+        seen = (
+            f"'{section.path}' is neither a folder nor in the Hugging Face cache: the run would download it"
         )
+        fix = f"hf download {section.path}"
+        yield Finding("model", "warning", seen, fix, data={"needs": ["hugging face"]})
         return
     tokenizer = _tokenizer(*arguments)
-    described = load_config(
-        section.path, trust_remote_code=section.trust_remote_code, override_config=section.override_config
-    )
-    seen = f"{type(described).__name__.removesuffix('Config')}, {len(tokenizer)} tokens"
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:
-        seen += f", padded with the end token {tokenizer.pad_token!r}"
-    vocabulary = getattr(described, "vocab_size", None)
+    options = {"trust_remote_code": section.trust_remote_code, "override_config": section.override_config}
+    vocabulary = getattr(load_config(section.path, **options), "vocab_size", None)
     if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
-        yield Finding(
-            "tokenizer",
-            "fatal",
-            f"it has {len(tokenizer)} tokens, the model an embedding of {vocabulary}",
-            "tokens beyond the embedding crash the model",
-            "take the tokenizer that came with the model (model.tokenizer_path)",
-        )
+        seen = f"it has {len(tokenizer)} tokens, the model's embedding {vocabulary}"
+        yield Finding("tokenizer", "fatal", seen, "use the tokenizer that came with the model")
         return
-    if not tokenizer.chat_template:
-        yield Finding(
-            "tokenizer",
-            "note",
-            f"{seen}, no chat template",
-            "rows with messages are refused, strings are not",
-            "data.chat_template=FILE, or data.raw_prompts=True",
-        )
+    if tokenizer.chat_template:
+        yield Finding("tokenizer", "ok", f"{len(tokenizer)} tokens, with a chat template")
     else:
-        yield Finding("tokenizer", "ok", f"{seen}, with a chat template")
+        seen = f"{len(tokenizer)} tokens, no chat template: rows with messages are refused"
+        yield Finding("tokenizer", "note", seen, "data.chat_template=FILE, or data.raw_prompts=True")
     try:
-        skeleton, _ = open_causal_lm(
-            section.path,
-            dtype=torch.float32,
-            trust_remote_code=section.trust_remote_code,
-            override_config=section.override_config,
-        )
+        empty_model, _ = open_causal_lm(section.path, dtype=torch.float32, **options)
     except CannotStream as reason:
         yield judge_weights(str(reason))
         return
-    count = sum(parameter.numel() for parameter in skeleton.parameters())
-    yield Finding(
-        "weights", "ok", f"{count:,} parameters, every one in the files", data={"parameters": count}
-    )
+    count = sum(parameter.numel() for parameter in empty_model.parameters())
+    yield Finding("weights", "ok", f"{count:,} parameters, all in the files", data={"parameters": count})
 
 
 def judge_weights(reason: str) -> Finding:
-    """Why the weights could not be laid beside the architecture: because they differ, or because it is not done."""
-    if "its files do not hold" in reason or "in its files, not" in reason:
-        return Finding(
-            "weights",
-            "fatal",
-            reason,
-            "the files belong to another model, or some are missing; what is missing would be random",
-            "take config.json and the weights from one place",
-        )
-    return Finding("weights", "note", f"not compared with the architecture: {reason}")
+    """Whether the weights differ from the architecture, or could only not be compared."""
+    if any(part in reason for part in _DIFFERENT_WEIGHTS):
+        return Finding("weights", "fatal", one_line(reason), "take the files of one and the same model")
+    return Finding("weights", "note", f"not compared with the architecture: {one_line(reason)}")
 
 
-def _in_cache(path: str) -> bool:
+def _in_cache(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        return isinstance(try_to_load_from_cache(path, "config.json"), str)
-    except ValueError:  # not the form of an id
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # no name the hub could have
         return False
 
 
 @cache
-def _rows(key: str, *arguments: str) -> Any:
-    from verl.data.files import read_rows
-
-    cfg = _config(*arguments)
-    name = key.rpartition(".")[2]
-    mixture = getattr(cfg.data, "mixture", None)
-    if name == "train_files" and mixture:
-        files = [file for part in mixture for file in part.files]
-    else:
-        files = getattr(cfg.data, name)
-    return read_rows(files, key=key, split="train" if name == "train_files" else "test")
-
-
-@cache
-def _dataset(key: str, *arguments: str) -> Any:
-    from verl.config.schema import PPOConfig
-    from verl.data.files import Rows
+def _dataset(key: str, *arguments: str) -> tuple[Any, int]:
+    """The dataset of the first rows, and the number of all."""
+    from verl.data.files import Rows, read_rows
     from verl.data.rl_dataset import RLDataset
     from verl.data.sft_dataset import SFTDataset
 
     cfg = _config(*arguments)
-    rows = _rows(key, *arguments)
+    training = key == "data.train_files"
+    rows = read_rows(_files(cfg, key), key=key, split="train" if training else "test")
     # Rows without a file behind them: their lengths are not written to the cache.
     first = Rows.from_list(rows[: min(TRIED_ROWS, len(rows))], name=rows.names[0])
-    kind = RLDataset if isinstance(cfg, PPOConfig) else SFTDataset
     settings = dataclasses.replace(cfg.data, shuffle=False)
-    return kind(settings, first, _tokenizer(*arguments), training=key == "data.train_files")
+    kind = SFTDataset if is_sft(list(arguments)) else RLDataset
+    return kind(settings, first, _tokenizer(*arguments), training=training), len(rows)
+
+
+def _files(cfg: Any, key: str) -> list[str]:
+    files = list(getattr(cfg.data, key.rpartition(".")[2]))
+    if key == "data.train_files":
+        files = [file for part in getattr(cfg.data, "mixture", []) for file in part.files] or files
+    return files
 
 
 def data(arguments: list[str], key: str) -> Iterator[Finding]:
-    """The files, and what the trainer makes of their first rows."""
+    """The files, and the first rows as the trainer reads them."""
     cfg = _config(*arguments)
-    name = key.rpartition(".")[2]
-    if not getattr(cfg.data, name) and not (name == "train_files" and getattr(cfg.data, "mixture", None)):
-        yield Finding(key, "note", "not given", "there is no validation", "data.val_files=FILE")
+    if not _files(cfg, key):
+        yield Finding(key, "note", "not set: there is no validation", "data.val_files=FILE")
         return
     try:
-        rows = _rows(key, *arguments)
-        dataset = _dataset(key, *arguments)
+        dataset, count = _dataset(key, *arguments)
     except VerlError as error:
-        text = one_line(str(error), 1200).removeprefix(f"{key}: ")
-        yield Finding(key, "fatal", text, "the run would stop before training")
+        yield Finding(key, "fatal", one_line(str(error), 1200).removeprefix(f"{key}: "))
         return
-    seen = f"{len(rows):,} rows; the first {min(TRIED_ROWS, len(rows))} can be used"
-    chosen = "data.train_batch_size" in cfg.user_set
-    if name == "train_files" and chosen and len(rows) < cfg.data.train_batch_size:
-        yield Finding(
-            key,
-            "fatal",
-            f"{len(rows)} rows, fewer than data.train_batch_size={cfg.data.train_batch_size}",
-            "there is not one whole batch",
-            f"data.train_batch_size={len(rows)}, or more data",
-        )
+    batch = cfg.data.train_batch_size
+    if key == "data.train_files" and "data.train_batch_size" in cfg.user_set and count < batch:
+        seen = f"{count} rows, fewer than data.train_batch_size={batch}"
+        yield Finding(key, "fatal", seen, f"data.train_batch_size={count}, or more data")
         return
-    text = _first_text(dataset)
-    yield Finding(key, "ok", f"{seen}, e.g. {one_line(text, 90)!r}" if text else seen)
-
-
-def _first_text(dataset: Any) -> str:
     item = dataset.items[0] if hasattr(dataset, "items") else dataset[0]
-    if isinstance(item, dict):
-        return str(item["prompt_text"])
-    return str(dataset.tokenizer.decode(item.input_ids))
+    text = item["prompt_text"] if isinstance(item, dict) else dataset.tokenizer.decode(item.input_ids)
+    tried = min(TRIED_ROWS, count)
+    yield Finding(key, "ok", f"{count:,} rows; the first {tried} are valid, e.g. {one_line(str(text), 90)!r}")
 
 
 def reward(arguments: list[str]) -> Iterator[Finding]:
-    """The reward is found, its parameters can be filled, and the truth of a few rows gets a score."""
-    from verl.config.schema import PPOConfig
+    """Call the reward function with the ground truth of a few rows as the response."""
     from verl.reward import build_reward_manager
     from verl.reward.managers import FunctionRewardManager
     from verl.trainer.assembly import perfect_answer
 
-    cfg = _config(*arguments)
-    if not isinstance(cfg, PPOConfig):
+    if is_sft(arguments):
         return
+    cfg = _config(*arguments)
     section = dataclasses.replace(cfg.reward, num_workers=1, reward_model=type(cfg.reward.reward_model)())
     named = section.custom_reward_function.path or section.functions or section.judge.base_url
     if cfg.reward.reward_model.enable and not named:
-        yield Finding(
-            "reward", "note", f"a reward model, {cfg.reward.reward_model.model_path}: not loaded here"
-        )
+        yield Finding("reward", "note", f"reward model {cfg.reward.reward_model.model_path}: not loaded here")
         return
     try:
-        dataset = _dataset("data.train_files", *arguments)
+        dataset, _ = _dataset("data.train_files", *arguments)
     except VerlError:
-        yield Finding("reward", "note", "not tried: data.train_files cannot be used", together="not tried")
+        yield Finding("reward", "note", "not tried: data.train_files cannot be used")
         return
-    count = min(_SCORED_ROWS, len(dataset))
     manager = build_reward_manager(
         section, tokenizer=_tokenizer(*arguments), max_response_length=cfg.data.max_response_length
     )
     if not isinstance(manager, FunctionRewardManager):
         yield Finding(
-            "reward", "note", f"a manager of your own, {cfg.reward.reward_manager.name}: not tried here"
+            "reward", "note", f"your reward manager {cfg.reward.reward_manager.name}: not tried here"
         )
         return
+    count = min(_SCORED_ROWS, len(dataset))
     try:
         manager.check(dataset.data_sources(), dataset.rows.column_names)
         rows = dataset.batch(range(count), [f"try-{number}" for number in range(count)])
@@ -284,22 +214,59 @@ def reward(arguments: list[str]) -> Iterator[Finding]:
     scores = [result.score for result in results if result.score is not None]
     failed = [result.error for result in results if result.score is None]
     names = ", ".join(signature.name for signature in manager.signatures)
-    seen = f"{names} gives the truth of {len(scores)} rows {', '.join(f'{score:g}' for score in scores)}"
+    seen = f"{names} scores the ground truth of {len(scores)} rows {', '.join(f'{s:g}' for s in scores)}"
     if failed:
-        yield Finding(
-            "reward",
-            "warning",
-            f"{seen}; {len(failed)} of {count} got no score: {failed[0]}",
-            "those samples would be left out",
-            "verl reward test",
-        )
+        seen += f"; {len(failed)} of {count} got no score: {failed[0]}"
     elif not any(scores):
-        yield Finding(
-            "reward",
-            "warning",
-            seen,
-            "even the truth is worth nothing: the function may not read this data",
-            "verl reward test --fn FILE --data FILE",
-        )
-    else:
-        yield Finding("reward", "ok", seen)
+        seen += ": even the ground truth gets 0, the function may not read this data"
+    good = bool(any(scores) and not failed)
+    yield Finding("reward", "ok" if good else "warning", seen, "" if good else "verl reward test")
+
+
+# -- run folders --------------------------------------------------------------------------------------------------
+
+
+def run_folder(path: str) -> Iterator[Finding]:
+    """What became of the run, which checkpoints are intact, and whether the next one fits."""
+    from verl.observe.run_reader import open_run, read_crash, state_of
+
+    run = open_run(Path(path))
+    state, crash = state_of(run), read_crash(run.path)
+    fix = crash[1] if crash and state.name == "crashed" else ""
+    bad = state.name in ("crashed", "killed", "stopped")
+    yield Finding("run", "warning" if bad else "ok", state.text, fix)
+    damaged = f"{run.log.damaged} lines of metrics.jsonl cannot be read" if run.log.damaged else ""
+    if damaged or run.config_problem:
+        yield Finding("run files", "warning", run.config_problem or damaged)
+    yield from checkpoints(str(run.path))
+
+
+def checkpoints(path: str) -> Iterator[Finding]:
+    from verl.checkpoint.steps import list_steps, problems
+
+    entries = list_steps(Path(path))
+    if not entries:
+        yield Finding("checkpoints", "note", "none: a run that is stopped starts over", "trainer.save_freq=N")
+        return
+    # Sizes and manifests only: `verl ckpt verify` reads every byte.
+    broken = {entry.path.name: found for entry in entries if (found := problems(entry, checksums=False))}
+    for name, found in broken.items():
+        seen = f"{name}: {found[0]}; resuming skips it"
+        yield Finding("checkpoints", "warning", seen, f"verl ckpt prune --damaged {path}")
+    intact = [entry for entry in entries if entry.path.name not in broken]
+    if not intact:
+        seen = f"none of {len(entries)} is intact: there is nothing to resume from"
+        yield Finding("checkpoints", "fatal", seen, "trainer.resume_mode=disable starts over")
+        return
+    used = intact[0].manifest.size if intact[0].manifest is not None else 0
+    disk = os.statvfs(path)
+    yield judge_space(intact[0].path.name, len(intact), used, disk.f_bavail * disk.f_frsize)
+
+
+def judge_space(name: str, count: int, used: int, free: int) -> Finding:
+    """Whether another checkpoint of the same size fits on the disk."""
+    seen = f"{count} intact, the newest {name} of {size(used)}; {size(free)} free on the disk"
+    if free < 3 * used:
+        fix = "verl ckpt prune --keep 1 RUN, or trainer.max_actor_ckpt_to_keep=1"
+        return Finding("checkpoints", "fatal" if free < 1.1 * used else "warning", seen, fix)
+    return Finding("checkpoints", "ok", seen)

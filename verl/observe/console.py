@@ -1,20 +1,31 @@
-"""One readable line per step; a live display where someone is watching.
+"""The rich console every command shares, the display of training steps, and progress bars.
 
-What always holds: the same numbers appear in both modes; text that is piped carries no control codes and one
-line per step; messages written through the shared console while the display is up do not tear it.
+Piped output has no control codes and one line per step. Text from models, data or exceptions is never read as markup,
+and its control characters are written out.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import IO, TYPE_CHECKING, Any
 
-from verl.observe.logs import shared_console
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
+
+from verl.observe.terminal import SafeStream, harmless, protect_terminal, raw
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
+    from rich.progress import Progress, TaskID
+
+logger = logging.getLogger(__name__)
 
 # What a line shows, in order: metric name (first that is present), label, format.
 _COLUMNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -32,6 +43,51 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("timing_s/step", "perf/time_per_step"), "time", "{:.1f}s"),
 )
 _SPARKS = "▁▂▃▄▅▆▇█"
+LINE_S = 30.0
+"""Between two lines of piped output."""
+
+
+class SafeConsole(Console):
+    """Reads no markup in text and writes control characters in it out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else harmless(segment.text)
+            yield segment if text == segment.text else Segment(text, segment.style)
+
+    @property
+    def file(self) -> IO[str]:
+        """Where rich writes, its control codes included: past the stream that would write them out."""
+        return raw(Console.file.fget(self))  # type: ignore[attr-defined]
+
+    @file.setter
+    def file(self, stream: IO[str]) -> None:
+        self._file = stream
+
+
+def start_live(display: Live) -> None:
+    """Start a live display. It puts streams of its own in place of ours, which take escape sequences for styles."""
+    protected = isinstance(sys.stdout, SafeStream)
+    display.start()
+    if protected:
+        protect_terminal()
+
+
+@cache
+def shared_console() -> Console:
+    """The console all of the program writes to. Piped output is not wrapped and carries no colour codes."""
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=100_000, soft_wrap=True)
+
+
+def log_console() -> Console:
+    """Where log lines go: above the live display on a terminal, to stderr where output is piped, so that what a
+    command prints (a config, a plan, a table) can be used as it is."""
+    console = shared_console()
+    return console if console.is_terminal else SafeConsole(stderr=True, width=100_000, soft_wrap=True)
 
 
 def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = None) -> str:
@@ -83,10 +139,6 @@ class StepConsole:
         self._step = 0
         self._live: Live | None = None
         if live and self.console.is_terminal:
-            from rich.live import Live
-
-            from verl.observe.safe_console import start_live
-
             self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=8)
             start_live(self._live)
 
@@ -97,8 +149,6 @@ class StepConsole:
         if curve is not None:
             self._rewards.append(float(curve))
         if self._live is None:
-            from rich.text import Text
-
             self.console.print(Text(line))
         else:
             self._last = line
@@ -106,8 +156,6 @@ class StepConsole:
 
     def note(self, text: str) -> None:
         """A message between steps, above the live display if there is one."""
-        from rich.text import Text
-
         self.console.print(Text(text))
 
     def close(self) -> None:
@@ -116,10 +164,8 @@ class StepConsole:
             self._live = None
 
     def _panel(self) -> Any:
-        from rich.console import Group
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
-        from rich.text import Text
 
         rows: list[Any] = [Text(self._last or "starting ...", overflow="fold")]
         if len(self._rewards) > 1:
@@ -139,3 +185,44 @@ def _format(form: str, value: float) -> str:
 def _decimals(form: str) -> int:
     digits = form.split(".")[-1].rstrip("f}s")
     return int(digits) if digits.isdigit() else 0
+
+
+class Counter:
+    """Counts up to `total`; the number shown beside it is whatever the job says of itself."""
+
+    def __init__(self, title: str, total: int, done: int, bar: Progress | None) -> None:
+        self.title, self.total, self.done = title, total, done
+        self._bar = bar
+        self._task: TaskID | None = None
+        self._said = time.monotonic()
+        if bar is not None:
+            self._task = bar.add_task(title, total=total, completed=done, about="")
+
+    def advance(self, count: int = 1, about: str = "") -> None:
+        self.done += count
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self.done, about=about)
+        elif time.monotonic() - self._said > LINE_S:
+            self._said = time.monotonic()
+            logger.info("%s %d/%d%s", self.title, self.done, self.total, f"  {about}" if about else "")
+
+
+@contextmanager
+def counting(title: str, total: int, done: int = 0) -> Iterator[Counter]:
+    """A counter that is on display while the block lasts."""
+    console = shared_console()
+    if not console.is_terminal:
+        yield Counter(title, total, done, None)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    title_column, about_column = (
+        TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[about]}")
+    )
+    columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), about_column)
+    bar = Progress(*columns, console=console, transient=True)
+    start_live(bar.live)
+    try:
+        yield Counter(title, total, done, bar)
+    finally:
+        bar.stop()

@@ -1,15 +1,12 @@
-"""What the health rules may look at: the settings of the run and what has been measured so far."""
+"""What the health rules read: settings of the run, metrics so far, and facts of the newest batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.observe.console import validation_summary
-
-if TYPE_CHECKING:
-    from verl.observe.batch_health import BatchFacts
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,19 @@ class HealthSettings:
             kl_bound=config.trainer.health.kl_bound,
             probs_diff_bound=config.trainer.health.probs_diff_bound,
         )
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    sequences: int
+    scores_not_finite: int = 0
+    outliers: int = 0
+    largest_outlier: float = 0.0
+    typical_score: float = 0.0
+    groups: int = 0
+    constant_groups: int = 0
+    empty_share: float = 0.0
+    repetitive_share: float = 0.0
 
 
 @dataclass

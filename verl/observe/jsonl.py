@@ -1,14 +1,18 @@
-"""Files with one JSON object per line, such as `metrics.jsonl`, which grows while a run goes on.
+"""Files with one JSON object per line, such as `metrics.jsonl`, and conversion of what a run holds to plain JSON.
 
-A line that a full disk or a kill cut short costs itself and nothing else: an append that fails takes back what it
-wrote, the next one begins on a line of its own, and readers leave out what is not a row, with one notice.
+A line that a full disk or a kill cut short affects no other: an append that fails truncates what it wrote, the next
+starts on its own line, and readers skip what is not a row, with one warning. A number that is not finite becomes null,
+so "null" means not finite and "absent" not measured.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -124,3 +128,35 @@ def _left_out(count: int) -> str:
 
 def _integer(text: str) -> int | float:
     return int(text) if len(text) < 300 else float(text)
+
+
+def jsonable(value: Any) -> Any:
+    """The same value in the types JSON knows."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return jsonable({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="backslashreplace")
+    if isinstance(value, Set):
+        return sorted((jsonable(item) for item in value), key=str)
+    if isinstance(value, Sequence):
+        return [jsonable(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
+        return jsonable(value.tolist())
+    return str(value)
+
+
+def dumps(value: Any) -> str:
+    """One line of JSON."""
+    plain = jsonable(value)
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON text can hold and UTF-8 cannot
+        return json.dumps(plain, allow_nan=False)
+    return text

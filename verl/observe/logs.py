@@ -1,36 +1,11 @@
-"""Log lines on the terminal, sharing one rich console with the progress display so that they do not tear it."""
+"""Log lines on the terminal, through the console of the live display so that they do not break it."""
 
 from __future__ import annotations
 
 import logging
-from functools import cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # Talkative at INFO, and nothing a user of ours can act on.
 _QUIET = ("httpx", "urllib3", "transformers", "torch", "absl", "filelock", "fsspec", "asyncio")
-
-
-@cache
-def shared_console() -> Console:
-    """The console every part of the program writes to. Piped output is not wrapped and carries no colour codes."""
-    from verl.observe.safe_console import SafeConsole
-
-    console = SafeConsole()
-    return console if console.is_terminal else SafeConsole(width=100_000, soft_wrap=True)
-
-
-def log_console() -> Console:
-    """Where log lines go: between the lines of the display on a terminal, to stderr where output is piped, so that
-    what a command prints (a config, a plan, a table) can be used as it is."""
-    console = shared_console()
-    if console.is_terminal:
-        return console
-    from verl.observe.safe_console import SafeConsole
-
-    return SafeConsole(stderr=True, width=100_000, soft_wrap=True)
 
 
 def setup_logging(level: int | str = logging.INFO) -> None:
@@ -52,6 +27,8 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         from rich.text import Text
+
+        from verl.observe.console import log_console
 
         try:
             prefix, style = self._STYLES.get(min(record.levelno, logging.ERROR), ("", ""))

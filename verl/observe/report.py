@@ -172,8 +172,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> Markup:
 
 def _health(folder: Path) -> Markup:
     """What the health rules found while the run ran, newest first."""
-    from verl.observe.view_files import is_run, open_run
-    from verl.observe.view_state import notices
+    from verl.observe.run_reader import is_run, notices, open_run
 
     found = notices(open_run(folder)) if is_run(folder) else []
     items = _joined(

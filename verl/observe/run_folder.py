@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError, VerlError
-from verl.observe.jsonable import dumps, jsonable
-from verl.observe.jsonl import append_line, kept_lines, read_metrics
+from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -225,9 +224,15 @@ class _FolderLock:
 
     def release(self) -> None:
         if self._file >= 0 and self._key[0] == os.getpid():
+            os.ftruncate(self._file, 0)  # no owner: `verl view` reads this file
             os.close(self._file)
             self._file = -1
             _held.discard(self._key)
+
+
+def locked_by_this_process(folder: Path) -> bool:
+    """Closing any descriptor of the lock file would release the lock, so a reader must ask before it opens it."""
+    return (os.getpid(), str(folder.resolve())) in _held
 
 
 def write_atomically(path: Path, text: str) -> None:

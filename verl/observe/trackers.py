@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.errors import ConfigError, missing_package
 from verl.observe.console import StepConsole
-from verl.observe.jsonable import jsonable
+from verl.observe.jsonl import jsonable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,163 +1,398 @@
-"""`verl view [RUN [RUN2]]`: look at a run, a project or two runs in the terminal.
+"""`verl view [RUN]`: state, metrics, health and samples of a run in the terminal.
 
-Reads only the files of the run folder, so it works during a run, after it, and on a copy of it elsewhere.
+Reads only the files of the run folder. No control character of a sample reaches the terminal, and text is not read
+as markup.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import heapq
+import itertools
 import os
+import re
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, DataError
-from verl.observe.view_files import Run, find_runs, is_run, open_run
-from verl.observe.view_samples import Question, choose, follow_prompt, glimpse, show
-from verl.observe.view_text import paper, styled, write
+from verl.observe.run_reader import (
+    Run,
+    SampleFiles,
+    State,
+    checkpoint_steps,
+    duration,
+    find_runs,
+    health_rows,
+    is_run,
+    last_written,
+    notices,
+    open_run,
+    read_crash,
+    state_of,
+)
+from verl.observe.terminal import harmless
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 HOME = Path("checkpoints")
+PIPE_WIDTH = 100
+FOLLOW_S = 1.0
+SETTLE_POLLS = 5
+"""A run that restarts itself releases its folder for a moment: this many polls without a process mean its end."""
+_SHOWN = (
+    "reward/mean",
+    "train/loss",
+    "val/loss",
+    "val-core/*",
+    "actor/kl_loss",
+    "actor/kl",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "response_length/mean",
+    "response_length/clip_ratio",
+    "actor/grad_norm",
+    "train/grad_norm",
+    "critic/vf_loss",
+    "perf/throughput",
+    "timing_s/*",
+)
+_STATE_STYLES = {"running": "green", "finished": "green", "stopped": "yellow", "waiting": "yellow"}
+_SAMPLE_TEXTS = {"prompt": "dim", "response": "", "ground_truth": "green", "error": "red"}
+_UID = re.compile(r"(?:\d+-)?(\d+)(?:\.\d+)?(?:#\d+)?")
+"""`epoch-row`, with `.k` where an epoch draws a row again and `#k` where a response got no score."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        type=Path,
-        metavar="RUN",
-        help=f"a run folder; two to compare them; a folder of runs to list them; default: the newest below {HOME}",
-    )
-    parser.add_argument("--step", type=int, help="samples of this step")
-    parser.add_argument(
-        "--best", type=int, default=0, metavar="K", help="the K samples with the highest score"
-    )
-    parser.add_argument(
-        "--worst", type=int, default=0, metavar="K", help="the K samples with the lowest score"
-    )
-    parser.add_argument("--grep", metavar="TEXT", help="samples that contain TEXT, newest first")
-    parser.add_argument(
-        "--id", dest="uid", metavar="UID", help="one prompt through all steps (a uid or its row number)"
-    )
-    parser.add_argument("--val", action="store_true", help="samples of validation instead of training")
-    parser.add_argument("--limit", type=int, metavar="N", help="show at most N samples")
-    parser.add_argument("--full", action="store_true", help="texts of samples in full")
-    parser.add_argument(
-        "--metric", action="append", metavar="NAME", help="plot these metrics (with * and ?) instead"
-    )
-    parser.add_argument(
-        "--follow", "-f", action="store_true", help="go on showing the run while it runs; Ctrl-C ends"
-    )
-    parser.add_argument("--html", action="store_true", help="write report.html anew and say where it is")
+    run_help = f"a run folder, or a folder of runs to list them; default: the newest run below {HOME}"
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=run_help)
+    parser.add_argument("--metric", action="append", metavar="NAME", help="show these metrics (with * and ?)")
+    parser.add_argument("--follow", "-f", action="store_true", help="update while the run goes on")
+    parser.add_argument("--html", action="store_true", help="write report.html again and print its path")
+    samples = parser.add_argument_group("samples")
+    samples.add_argument("--step", type=int, help="of this step")
+    samples.add_argument("--best", type=int, metavar="K", help="the K with the highest score")
+    samples.add_argument("--worst", type=int, metavar="K", help="the K with the lowest score")
+    samples.add_argument("--grep", metavar="TEXT", help="that contain TEXT, newest first")
+    samples.add_argument("--id", dest="uid", metavar="UID", help="of one prompt: a uid or its row number")
+    samples.add_argument("--val", action="store_true", help="of validation instead of training")
+    samples.add_argument("--limit", type=int, metavar="N", help="at most N")
+    samples.add_argument("--full", action="store_true", help="texts in full")
 
 
 def run(args: argparse.Namespace) -> int:
-    _check(args)
-    console = paper()
+    for name in ("best", "worst", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}; it must be 1 or more")
+    console = make_console()
     try:
         return _run(args, console)
     except BrokenPipeError:
-        # The reader of a pipe (`head`) has seen enough; nothing must be flushed to it at exit.
+        # The reader of the pipe (`head`) has seen enough; nothing must be flushed to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    if len(args.runs) > 2:
-        raise ConfigError(f"verl view takes at most two runs; {len(args.runs)} were given")
-    if args.follow and len(args.runs) > 1:
-        raise ConfigError("--follow follows one run; leave out the second")
-    for name in ("best", "worst"):
-        if getattr(args, name) < 0:
-            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be 1 or more")
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit is {args.limit}; it must be 1 or more")
-
-
 def _run(args: argparse.Namespace, console: Console) -> int:
-    paths: list[Path] = args.runs or [_newest()]
-    if len(paths) == 1 and paths[0].is_dir() and not is_run(paths[0]):
-        found = find_runs(paths[0])
+    path: Path = args.run or next(iter(find_runs(HOME)), HOME)
+    if path.is_dir() and not is_run(path):
+        found = find_runs(path)
         if not found:
-            raise DataError(f"there is no run in or below {paths[0]}")
-        from verl.observe.view_sections import listing
-
+            raise DataError(f"there is no run in or below {path}; give a run folder: verl view RUN")
         write(console, listing(found))
         return 0
-    runs = [open_run(path) for path in paths]
+    seen = open_run(path)
     if args.html:
-        return _html(runs, console)
-    question = Question(args.step, args.best, args.worst, args.grep, args.uid, args.val, args.limit)
-    if question.asked:
-        return _samples(runs, question, args.full, console)
-    if len(runs) == 2:
-        from verl.observe.view_compare import compare
+        from verl.observe.report import write_report
 
-        for part in compare(runs[0], runs[1], console, args.metric):
-            write(console, part)
+        try:
+            write(console, styled(str(write_report(seen.path))))
+        except OSError as error:
+            raise DataError(f"report.html cannot be written to {path}: {error.strerror or error}") from None
         return 0
+    if any((args.step is not None, args.best, args.worst, args.grep, args.uid, args.val)):
+        chosen = list(choose_samples(seen, args))
+        for title, row in chosen:
+            write(console, sample_text(title, row, sys.maxsize if args.full else 1200))
+        if not chosen:
+            write(console, styled(f"no sample of {seen.name} matches", "yellow"))
+        return 0 if chosen else 1
     if args.follow:
-        from verl.observe.view_follow import follow
-
-        follow(runs[0], console, lambda seen: whole(seen, console, args.metric, samples=False))
-        return 0
-    write(console, whole(runs[0], console, args.metric))
+        follow(seen, console, args.metric)
+    else:
+        write(console, overview(seen, args.metric))
     return 0
 
 
-def _newest() -> Path:
-    found = find_runs(HOME)
-    if not found:
-        raise DataError(f"there is no run below {HOME.absolute()}; give a run folder: verl view RUN")
-    return found[0]
+# -- one run ------------------------------------------------------------------------------------------------------
 
 
-def whole(
-    seen: Run, console: Console, metrics: list[str] | None = None, *, samples: bool = True
-) -> RenderableType:
+def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = True) -> RenderableType:
     """Everything about one run, on about a screen."""
     from rich.console import Group
 
-    from verl.observe.view_sections import curves, header, health, times
-
-    def title(text: str) -> RenderableType:
-        return styled(f"\n{text}", "bold")
-
-    parts: list[RenderableType] = [header(seen, console), title("curves"), curves(seen, console, metrics)]
-    parts += [styled("health", "bold"), health(seen), title("time of a step"), times(seen, console)]
-    shown = glimpse(seen) if samples else []
-    if shown:
-        parts += [title("samples (--best, --worst, --step, --grep, --id and --val show others)")]
-        parts += show(shown, 400)
-    return Group(*parts)
-
-
-def _samples(runs: list[Run], question: Question, full: bool, console: Console) -> int:
-    count = 0
-    for seen in runs:
-        found = choose(seen, question)
-        count += len(found)
-        if len(runs) > 1:
-            write(console, styled(f"{seen.name}", "bold underline"))
-        blocks = follow_prompt if question.uid and not (question.best or question.worst) else show
-        for block in blocks(found, sys.maxsize if full else 1200):
-            write(console, block)
-        if not found:
-            write(console, styled(f"no sample of {seen.name} fits", "yellow"))
-    return 0 if count else 1
+    blocks: list[RenderableType] = [*_header(seen), styled(""), metrics_table(seen, patterns)]
+    found = notices(seen)
+    blocks.append(styled("\nhealth", "bold"))
+    for notice in found[:8]:
+        blocks.append(styled(f"{notice.when}: {notice.line}", "yellow" if notice.recent else "dim"))
+    if not found:
+        blocks.append(styled("not judged for fine-tuning" if seen.is_sft else "nothing to report", "dim"))
+    validation = not seen.rollouts.steps()
+    if samples and (seen.validation if validation else seen.rollouts).steps():
+        args = argparse.Namespace(step=None, best=1, worst=1, grep=None, uid=None, val=validation, limit=None)
+        blocks.append(
+            styled("\nsamples (--best, --worst, --step, --grep, --id and --val show others)", "bold")
+        )
+        blocks += [sample_text(title, row, 400) for title, row in choose_samples(seen, args)]
+    return Group(*blocks)
 
 
-def _html(runs: list[Run], console: Console) -> int:
-    from verl.observe.report import write_report
+def _header(seen: Run) -> Iterator[Text]:
+    state = state_of(seen)
+    step, total, each = seen.step, seen.total_steps, seen.seconds_per_step()
+    progress = "none yet" if step is None else f"{step} of {total}" if total else str(step)
+    if each is not None:
+        progress += f", {each:.3g} s each"
+        if step is not None and total and total > step and state.name == "running":
+            progress += f", about {duration((total - step) * each)} left"
+    model = "model" if seen.is_sft else "actor_rollout_ref.model"
+    checkpoints = ", ".join(map(str, checkpoint_steps(seen.path)[-6:]))
+    yield styled(f"run          {seen.name}   {seen.path}", "bold")
+    yield styled(f"state        {state.text}", _STATE_STYLES.get(state.name, "red"))
+    crash, earlier = read_crash(seen.path), read_crash(seen.path, "crash.previous.txt")
+    if state.name == "crashed" and crash is not None and crash[1]:
+        yield styled(f"fix          {crash[1]}")
+    yield styled(f"model        {seen.get(f'{model}.path', 'unknown')}")
+    if not seen.is_sft:
+        prompts, n = seen.get("data.train_batch_size", "?"), seen.get("actor_rollout_ref.rollout.n", "?")
+        estimator = seen.get("algorithm.adv_estimator", "?")
+        engine = seen.get("actor_rollout_ref.rollout.name", "?")
+        yield styled(f"algorithm    {estimator}, {prompts} prompts x {n} responses, engine {engine}")
+    yield styled(f"steps        {progress}")
+    yield styled(f"checkpoints  {checkpoints or 'none yet'}")
+    bad = len(list((seen.path / "bad_batches").glob("*")))
+    for problem in (
+        seen.config_problem,
+        seen.log.problem,
+        f"an earlier start crashed: {earlier[0].splitlines()[0]}" if earlier else "",
+        f"{bad} batches without a finite gradient are in {seen.path / 'bad_batches'}" if bad else "",
+        f"{seen.log.damaged} lines of metrics.jsonl cannot be read" if seen.log.damaged else "",
+    ):
+        if problem:
+            yield styled(f"note         {problem}", "yellow")
 
-    for seen in runs:
-        try:
-            target = write_report(seen.path)
-        except OSError as error:
-            raise DataError(
-                f"report.html cannot be written to {seen.path}: {error.strerror or error}"
-            ) from None
-        write(console, styled(str(target)))
-    return 0
+
+def metrics_table(seen: Run, patterns: list[str] | None = None) -> RenderableType:
+    """First, last and the trend of the metrics that show how a run is doing, or of those that match `patterns`."""
+    from verl.observe.console import sparkline
+
+    names = seen.log.names()
+    shown = [n for pattern in patterns or _SHOWN for n in names if fnmatch.fnmatchcase(n, pattern)]
+    shown = [name for name in dict.fromkeys(shown) if seen.log.points(name)]
+    if not shown:
+        if patterns and names:
+            raise DataError(f"--metric {' '.join(patterns)}: no such metric. There are: {', '.join(names)}")
+        return styled("no step has finished yet", "dim")
+    table = _table("metric", "first", "last", "step", "trend")
+    for name in shown:
+        points = seen.log.points(name)
+        first = seen.log.first.get(name, points[0][1])
+        trend = sparkline([value for _, value in points], 30)
+        cells = (f"{first:.4g}", f"{points[-1][1]:.4g}", str(points[-1][0]), trend)
+        table.add_row(styled(name), *map(styled, cells))
+    return table
+
+
+def listing(paths: list[Path]) -> RenderableType:
+    """The runs of a project, newest first."""
+    table = _table("run", "state", "steps", "reward or loss", "written")
+    for path in paths:
+        seen = open_run(path)
+        state = state_of(seen)
+        points = seen.log.points("reward/mean") or seen.log.points("train/loss")
+        table.add_row(
+            styled(seen.name),
+            styled(state.name, _STATE_STYLES.get(state.name, "red")),
+            styled(f"{seen.step or '-'}" + (f"/{seen.total_steps}" if seen.total_steps else "")),
+            styled(f"{points[0][1]:.3g} -> {points[-1][1]:.3g}" if points else "-"),
+            styled(f"{duration(time.time() - last_written(path))} ago"),
+        )
+    return table
+
+
+# -- samples ------------------------------------------------------------------------------------------------------
+
+
+def choose_samples(seen: Run, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(title, row) of the samples asked for; DataError names the steps there are when there is none of --step."""
+    files = seen.validation if args.val else seen.rollouts
+    steps = files.steps()
+    if not steps:
+        raise DataError(f"there are no samples in {files.folder}")
+    if args.step is not None and args.step not in steps:
+        nearest = min(steps, key=lambda step: abs(step - args.step))
+        raise DataError(
+            f"--step {args.step} has no samples; steps {steps[0]} to {steps[-1]}, nearest {nearest}"
+        )
+    search = args.grep or args.uid
+    chosen = [args.step] if args.step is not None else steps if search else steps[-1:]
+    if args.best or args.worst:
+        for label, count, pick in (
+            ("best", args.best, heapq.nlargest),
+            ("worst", args.worst, heapq.nsmallest),
+        ):
+            rows = ((step, row) for step, row in _rows(files, chosen, args) if _score(row) is not None)
+            for step, row in pick(count or 0, rows, key=lambda item: _score(item[1])):
+                yield f"{label}: {_title(step, row)}", row
+        return
+    # A prompt is followed from its first step; a search starts at the newest.
+    order = chosen if args.uid else chosen[::-1]
+    limit = args.limit or (None if args.uid else 10 if search else 3)
+    for step, row in itertools.islice(_rows(files, order, args), limit):
+        yield _title(step, row), row
+
+
+def _rows(
+    files: SampleFiles, steps: list[int], args: argparse.Namespace
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = _row_number(args.uid or "")
+    needle = (number or args.uid or "").encode()
+    text = (args.grep or "").casefold()
+    for step in steps:
+        for row in files.rows(step, lambda line: needle in line):
+            uid = str(row.get("uid"))
+            same = not args.uid or uid == args.uid or (number is not None and _row_number(uid) == number)
+            if same and text in "\n".join(str(row.get(name) or "") for name in _SAMPLE_TEXTS).casefold():
+                yield step, row
+
+
+def _row_number(uid: str) -> str | None:
+    """A prompt keeps its row number from epoch to epoch."""
+    match = _UID.fullmatch(uid)
+    return match[1] if match else None
+
+
+def _score(row: dict[str, Any]) -> Any:
+    value = row.get("score")
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _title(step: int, row: dict[str, Any]) -> str:
+    score = "no score" if _score(row) is None else f"score {_score(row):g}"
+    known = {*_SAMPLE_TEXTS, "uid", "score", "data_source"}
+    others = [f"{name} {str(value)[:60]}" for name, value in row.items() if name not in known]
+    return "  ".join([f"step {step}", f"uid {row.get('uid', '?')}", score, *others])
+
+
+def sample_text(title: str, row: dict[str, Any], characters: int) -> RenderableType:
+    """A title, then the texts, indented."""
+    from rich.console import Group
+
+    blocks = [styled(title, "bold")]
+    for name, style in _SAMPLE_TEXTS.items():
+        if row.get(name) not in (None, ""):
+            label = "truth" if name == "ground_truth" else name
+            text = shortened(str(row[name]), characters).rstrip().replace("\n", "\n" + " " * 11)
+            blocks.append(styled(f"  {label:<9}{text}", style))
+    return Group(*blocks, styled(""))
+
+
+def shortened(text: str, limit: int) -> str:
+    """At most `limit` characters: the start, and the end, where answers are."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 3
+    return f"{text[: limit - tail]} […{len(text) - limit} characters…] {text[len(text) - tail :]}"
+
+
+# -- follow -------------------------------------------------------------------------------------------------------
+
+
+def follow(
+    seen: Run,
+    console: Console,
+    patterns: list[str] | None = None,
+    *,
+    pause: Callable[[float], None] = time.sleep,
+) -> State:
+    """Show the run until it ends or Ctrl-C; its state then. On a terminal the overview is redrawn, in a pipe a line
+    is written for each step."""
+    from rich.live import Live
+
+    from verl.observe.console import start_live, step_line
+
+    def show(rows: list[dict[str, Any]]) -> None:
+        if live is not None:
+            live.update(overview(seen, patterns, samples=False), refresh=True)
+            return
+        reported = list(health_rows(seen)) if rows else []
+        for row in rows:
+            metrics = {name: value for name, value in row.items() if name != "step"}
+            write(console, styled(step_line(row["step"], metrics, seen.total_steps)))
+            for line in (line for step, _, line in reported if step == row["step"]):
+                write(console, styled(line))
+
+    live = Live(console=console, auto_refresh=False, screen=True) if console.is_terminal else None
+    try:
+        if live is not None:
+            start_live(live)
+        show(seen.log.rows[-5:])
+        over = 0
+        while True:
+            # The state first: what a run wrote before it released its folder is then read below.
+            state = state_of(seen)
+            show(seen.log.poll())
+            over = over + 1 if state.over else 0
+            if over >= (1 if state.name == "finished" else SETTLE_POLLS):
+                break
+            pause(FOLLOW_S)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if live is not None:
+            live.stop()
+    state = state_of(seen)
+    write(console, styled(state.text) if live is None else overview(seen, patterns, samples=False))
+    return state
+
+
+# -- output -------------------------------------------------------------------------------------------------------
+
+
+def make_console(width: int | None = None) -> Console:
+    """As wide as the terminal; plain text and a fixed width where output is piped."""
+    from verl.observe.console import SafeConsole
+
+    class PipeConsole(SafeConsole):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    console = PipeConsole(width=width)
+    return console if console.is_terminal else PipeConsole(width=width or PIPE_WIDTH, color_system=None)
+
+
+def write(console: Console, what: RenderableType) -> None:
+    """On a terminal text is wrapped to its width; in a pipe a line stays a line."""
+    console.print(what, soft_wrap=not console.is_terminal)
+
+
+def styled(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(harmless(text), style=style)
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False, header_style="dim")

@@ -20,9 +20,8 @@ from verl.data.columns import require_column
 from verl.data.files import Rows, read_rows
 from verl.data.rl_dataset import as_mapping, truth_of
 from verl.errors import DataError, RewardError
-from verl.observe.jsonable import dumps, jsonable
-from verl.observe.logs import shared_console
-from verl.observe.progress import counting
+from verl.observe.console import counting, shared_console
+from verl.observe.jsonl import dumps, jsonable
 from verl.reward.base import RewardManager, RewardResult, RewardSample
 from verl.reward.build import build_reward_manager
 from verl.reward.failures import causes

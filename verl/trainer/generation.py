@@ -23,7 +23,7 @@ from verl.data.chat import load_tokenizer
 from verl.data.files import absent, read_rows
 from verl.data.rl_dataset import RLDataset
 from verl.errors import ConfigError, RolloutError, missing_package
-from verl.observe.progress import Counter, counting
+from verl.observe.console import Counter, counting
 from verl.rollout.base import Request, Response, RolloutEngine
 from verl.runtime import quiet_transformers, seed_everything
 from verl.trainer.generation_journal import Journal

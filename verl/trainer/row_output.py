@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.data.files import Rows
 from verl.errors import DataError
-from verl.observe.jsonable import dumps
+from verl.observe.jsonl import dumps
 
 _CHUNK_ROWS = 1024
 """Rows written at a time."""

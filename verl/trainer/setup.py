@@ -10,7 +10,7 @@ from verl.config.checks import check
 from verl.config.finalize import fit_batch
 from verl.config.load import to_dict
 from verl.errors import CheckpointError
-from verl.observe.jsonable import jsonable
+from verl.observe.jsonl import jsonable
 from verl.observe.run_folder import RunFolder, default_run_path
 
 if TYPE_CHECKING:

@@ -1,0 +1,385 @@
+"""Read a run folder while it is written, after it was killed, or on a copy elsewhere.
+
+Nothing here writes or locks. A half-written last line is left for the next `poll`, a damaged one is counted, and
+memory does not grow with the length of the run: of `metrics.jsonl` the newest rows are kept, samples are streamed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from verl.errors import ConfigError, DataError
+from verl.json_input import open_regular
+from verl.observe.jsonl import LINE_BYTES, parse_metrics, parse_row, whole_lines
+from verl.observe.run_folder import locked_by_this_process
+
+TAIL_BYTES = 64 << 20
+KEPT_ROWS = 2000
+RUN_FILES = ("metrics.jsonl", "config.yaml", "crash.txt", ".lock")
+
+
+class MetricsLog:
+    """The newest rows of `metrics.jsonl`; `poll` reads what was appended since the last call."""
+
+    def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        """Numbers by name. One that was not finite is NaN."""
+        self.first: dict[str, Any] = {}
+        self.damaged = 0
+        self.problem = ""
+        """Why nothing can be read, where it is no file of lines."""
+        self._tail_bytes, self._offset, self._inode = tail_bytes, 0, -1
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The new rows, of very many the newest. After a resume, which rewrites the file, all of them."""
+        try:
+            with open_regular(self.path) as file:
+                known = os.fstat(file.fileno())
+                if known.st_ino != self._inode or known.st_size < self._offset:
+                    self._inode, self._offset = known.st_ino, 0
+                    self.rows, self.first, self.damaged = [], {}, 0
+                    self._skip_to_tail(file, known.st_size)
+                file.seek(self._offset)
+                return self._read(file)[-KEPT_ROWS:]
+        except FileNotFoundError:
+            return []
+        except ValueError as error:
+            self.problem = f"{self.path.name} is {error}"
+            return []
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror or error}") from None
+
+    def last(self) -> dict[str, Any]:
+        return self.rows[-1] if self.rows else {}
+
+    def names(self) -> list[str]:
+        return sorted({name for row in self.rows for name in row} - {"step"})
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric, oldest first, finite ones only."""
+        return [(row["step"], row[name]) for row in self.rows if math.isfinite(row.get(name, math.nan))]
+
+    def _skip_to_tail(self, file: Any, size: int) -> None:
+        if size > self._tail_bytes:
+            file.seek(size - self._tail_bytes)
+            while (piece := file.readline(LINE_BYTES)) and not piece.endswith(b"\n"):
+                pass
+            self._offset = file.tell()
+            self.problem = "metrics.jsonl is very large: only its end was read"
+
+    def _read(self, file: Any) -> list[dict[str, Any]]:
+        new: list[dict[str, Any]] = []
+        for line in whole_lines(file):
+            self._offset = file.tell()
+            row = parse_metrics(line)
+            if row is None:
+                self.damaged += bool(line.strip())
+                continue
+            row = {name: math.nan if value is None else value for name, value in row.items()}
+            numbers = {n: v for n, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+            self.first = self.first or numbers
+            new.append(numbers)
+            if len(new) > 2 * KEPT_ROWS:
+                del new[:-KEPT_ROWS]
+        self.rows = [*self.rows, *new][-KEPT_ROWS:]
+        return new
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """`rollouts/` or `validation/`: one file of samples per step."""
+
+    folder: Path
+
+    def steps(self) -> list[int]:
+        """The steps that have samples, oldest first."""
+        try:
+            names = os.listdir(self.folder)
+        except OSError:
+            return []
+        return sorted(int(name[:-6]) for name in names if name.endswith(".jsonl") and name[:-6].isdecimal())
+
+    def rows(self, step: int, maybe: Callable[[bytes], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
+        """The samples of a step, one at a time; lines for which `maybe` is False are not parsed."""
+        try:
+            with open_regular(self.folder / f"{step}.jsonl") as file:
+                for line in whole_lines(file):
+                    if maybe(line) and (row := parse_row(line)) is not None:
+                        yield row
+        except (OSError, ValueError):
+            return  # a resumed run removes the steps it writes again
+
+
+@dataclass
+class Run:
+    """A run folder, opened for reading."""
+
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    config_problem: str = ""
+    log: MetricsLog = field(default_factory=lambda: MetricsLog(Path()))
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.parent.name}/{self.path.name}"
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A key of the run's config by its dotted name."""
+        value: Any = self.config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return default if value is None else value
+
+    @property
+    def is_sft(self) -> bool:
+        return "actor_rollout_ref" not in self.config and ("optim" in self.config or "model" in self.config)
+
+    @property
+    def rollouts(self) -> SampleFiles:
+        return self._samples("trainer.rollout_data_dir", "rollouts")
+
+    @property
+    def validation(self) -> SampleFiles:
+        return self._samples("trainer.validation_data_dir", "validation")
+
+    def _samples(self, key: str, name: str) -> SampleFiles:
+        chosen = self.get(key)
+        return SampleFiles(Path(str(chosen)).expanduser() if chosen else self.path / name)
+
+    @property
+    def step(self) -> int | None:
+        return self.log.last().get("step")
+
+    @property
+    def total_steps(self) -> int | None:
+        """Where the config has it; a run counted in epochs does not."""
+        total = self.get("trainer.total_training_steps")
+        return total if isinstance(total, int) and total > 0 else None
+
+    def seconds_per_step(self, window: int = 20) -> float | None:
+        """Of the newest steps, with the validations and checkpoints between them."""
+        rows = [row for row in self.log.rows[-window:] if math.isfinite(row.get("timing_s/step", math.nan))]
+        names = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
+        spent = [row[name] for row in rows for name in names if math.isfinite(row.get(name, math.nan))]
+        return sum(spent) / len(rows) if rows else None
+
+
+def open_run(path: Path) -> Run:
+    """Open a run folder; DataError when it is none."""
+    path = path.expanduser().absolute()
+    if not is_run(path):
+        kind = "is not a run folder" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+        raise DataError(f"{path} {kind}; give a run folder (checkpoints/PROJECT/EXPERIMENT)")
+    config, problem = _config(path / "config.yaml")
+    run = Run(path, config, problem, MetricsLog(path / "metrics.jsonl"))
+    run.log.poll()
+    return run
+
+
+def is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in RUN_FILES)
+
+
+def find_runs(folder: Path, depth: int = 3) -> list[Path]:
+    """The run folders at or below `folder`, the one written last first."""
+    found, level = [], [folder.expanduser().absolute()]
+    for _ in range(depth + 1):
+        found += [path for path in level if is_run(path)]
+        below: list[Path] = []
+        for path in (path for path in level if not is_run(path)):
+            try:
+                children = [
+                    child for child in path.iterdir() if not child.name.startswith((".", "global_step_"))
+                ]
+                below += [child for child in children if child.is_dir()]
+            except OSError:
+                continue
+        level = below
+    return sorted(found, key=last_written, reverse=True)
+
+
+def last_written(run: Path) -> float:
+    """When the run last wrote something (seconds since the epoch)."""
+    files = (run / name for name in ("metrics.jsonl", "crash.txt", "config.yaml"))
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """The steps with a checkpoint folder, oldest first; `verl ckpt` checks whether they are intact."""
+    matches = (re.fullmatch(r"global_steps?_(\d+)", child.name) for child in run.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _config(path: Path) -> tuple[dict[str, Any], str]:
+    from verl.config.yaml_file import load_yaml
+
+    if not path.is_file():
+        return {}, "there is no config.yaml"
+    try:
+        values = load_yaml(path)
+    except ConfigError as error:
+        return {}, f"config.yaml cannot be read: {error}"
+    return (values, "") if isinstance(values, dict) else ({}, "config.yaml holds no keys")
+
+
+# -- what became of the run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    name: str
+    """waiting, running, finished, stopped, crashed or killed."""
+    text: str
+
+    @property
+    def over(self) -> bool:
+        return self.name in ("finished", "stopped", "crashed", "killed")
+
+
+def state_of(run: Run) -> State:
+    """From the lock file, crash.txt, the metrics and the checkpoints."""
+    owner, alive = lock_owner(run.path)
+    quiet_s = time.time() - last_written(run.path)
+    late = quiet_s > max(600.0, 10 * (run.seconds_per_step() or 60.0))
+    wrote = f"last wrote {duration(quiet_s)} ago"
+    if alive:
+        slow = "; that is long for its steps: it may hang" if late else ""
+        return State("running", f"running ({owner}); {wrote}{slow}")
+    crash = read_crash(run.path)
+    if crash is not None:
+        return State("crashed", f"crashed: {crash[0]}")
+    if run.step is None:
+        return State("waiting", "no step has finished, and no process is running")
+    if finished(run):
+        return State("finished", f"finished after step {run.step}")
+    saved = checkpoint_steps(run.path)
+    resume = (
+        f"the same command resumes at step {saved[-1]}" if saved else "there is no checkpoint to resume from"
+    )
+    if saved and saved[-1] == run.step:
+        of = f" of {run.total_steps}" if run.total_steps else ""
+        return State("stopped", f"stopped at step {run.step}{of}, with a checkpoint; {resume}")
+    if alive is None and not late:
+        return State("running", f"probably running ({owner}); {wrote}")
+    return State("killed", f"killed after step {run.step} (or the machine stopped); {resume}")
+
+
+def finished(run: Run) -> bool:
+    """Whether all steps of the config are done."""
+    if run.step is None or run.get("trainer.val_only"):
+        return run.step is not None
+    if run.total_steps is not None:
+        return run.step >= run.total_steps
+    epochs, epoch = run.get("trainer.total_epochs"), run.log.last().get("training/epoch")
+    return isinstance(epochs, int) and isinstance(epoch, int | float) and epoch >= epochs
+
+
+def lock_owner(path: Path) -> tuple[str, bool | None]:
+    """(owner as the lock file names it, whether that process is alive); None: on another machine, not known."""
+    import psutil
+
+    if locked_by_this_process(path):
+        return f"process {os.getpid()}, this one", True
+    try:
+        with open_regular(path / ".lock") as file:
+            owner = file.read(200).decode("utf-8", errors="replace").strip()
+            locked_at = os.fstat(file.fileno()).st_mtime
+    except (OSError, ValueError):
+        return "", False
+    match = re.fullmatch(r"process (\d{1,9}) on (.*)", owner)
+    if match is None:
+        return owner, False
+    if match[2] != socket.gethostname():
+        return owner, None
+    try:
+        # A process that started after the lock was taken has only the same number.
+        return owner, psutil.Process(int(match[1])).create_time() <= locked_at + 1.0
+    except psutil.Error:
+        return owner, False
+
+
+def read_crash(path: Path, name: str = "crash.txt") -> tuple[str, str] | None:
+    """(cause, fix) of `crash.txt`; None where there is none."""
+    try:
+        with open_regular(path / name) as file:
+            parts = file.read(200_000).decode("utf-8", errors="replace").split("\n\n")
+    except (OSError, ValueError):
+        return None
+    fix = next((part for part in parts[1:3] if part.startswith("What to do: ")), "")
+    return parts[0].strip() or f"{name} is empty", fix.removeprefix("What to do: ")
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit that reads well."""
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
+
+
+# -- health -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Notice:
+    """What a health rule reported last, and at which steps it did."""
+
+    line: str
+    first: int
+    last: int
+    times: int = 1
+    recent: bool = False
+
+    @property
+    def when(self) -> str:
+        if not self.last:
+            return "at start"
+        return (
+            f"step {self.last}" if self.times == 1 else f"steps {self.first}-{self.last}, {self.times} times"
+        )
+
+
+def health_rows(run: Run) -> Iterator[tuple[int, str, str]]:
+    """(step, rule, line) of `health.jsonl`, oldest first."""
+    try:
+        with open_regular(run.path / "health.jsonl") as file:
+            for row in filter(None, map(parse_metrics, whole_lines(file))):
+                yield row["step"], str(row.get("rule")), str(row.get("line"))
+    except (OSError, ValueError):
+        return
+
+
+def notices(run: Run) -> list[Notice]:
+    """What the health rules reported while the run ran, recent ones first."""
+    from verl.observe.health import QUIET_STEPS, HealthMonitor, HealthSettings
+
+    if run.is_sft or not run.config:
+        return []
+    try:
+        settings = HealthSettings.from_config(_attributes(run.config))
+    except (AttributeError, TypeError):
+        settings = HealthSettings()  # the config of an older version
+    found = {line: Notice(line, 0, 0, recent=True) for line in HealthMonitor(settings).at_start()}
+    for step, rule, line in health_rows(run):
+        before = found.get(rule)
+        first, times = (before.first, before.times + 1) if before else (step, 1)
+        found[rule] = Notice(line, first, step, times, (run.step or 0) - step < QUIET_STEPS)
+    return sorted(found.values(), key=lambda notice: (not notice.recent, -notice.last))
+
+
+def _attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return SimpleNamespace(**{str(name): _attributes(each) for name, each in value.items()})
+    return value
