@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import batch_facts
-from verl.observe.causes import is_out_of_memory, likely_fix, out_of_memory_advice
-from verl.observe.health import STEP_RULES, HealthMonitor, HealthSettings
+from verl.observe.causes import is_out_of_memory, likely_fix
+from verl.observe.health import STEP_RULES, HealthMonitor
 
 WELL = {
     "reward/mean": 0.5,
@@ -55,12 +56,31 @@ def batch_of(
     )
 
 
+KEYS = {
+    "temperature": "actor_rollout_ref.rollout.temperature",
+    "n": "actor_rollout_ref.rollout.n",
+    "actor_lr": "actor_rollout_ref.actor.optim.lr",
+    "use_kl_in_reward": "algorithm.use_kl_in_reward",
+    "kl_coef": "algorithm.kl_ctrl.kl_coef",
+    "use_kl_loss": "actor_rollout_ref.actor.use_kl_loss",
+    "kl_loss_coef": "actor_rollout_ref.actor.kl_loss_coef",
+    "max_response_length": "data.max_response_length",
+    "kl_bound": "trainer.health.kl_bound",
+}
+
+
+def config(**values: Any) -> PPOConfig:
+    return from_dict(
+        PPOConfig, {KEYS.get(name, name): value for name, value in values.items()}, checked=False
+    )
+
+
 def lines(metrics: Mapping[str, float], batch: DataProto | None = None, **settings: Any) -> list[str]:
-    return list(HealthMonitor(HealthSettings(**settings)).check(1, WELL | dict(metrics), batch).values())
+    return list(HealthMonitor(config(**settings)).check(1, WELL | dict(metrics), batch).values())
 
 
 def test_a_healthy_run_hears_nothing() -> None:
-    health = HealthMonitor(HealthSettings())
+    health = HealthMonitor(config())
     assert health.at_start() == []
     for step in range(1, 60):
         validation = {"val-core/x/acc/mean@1": 0.1 + step / 100} if step % 10 == 0 else {}
@@ -123,12 +143,12 @@ def test_empty_and_circular_responses_are_seen() -> None:
 
 
 def test_temperature_zero_in_training_is_noticed_at_start() -> None:
-    assert "temperature=1.0" in HealthMonitor(HealthSettings(temperature=0)).at_start()[0]
-    assert "noise" in HealthMonitor(HealthSettings(temperature=2.0)).at_start()[0]
+    assert "temperature=1.0" in HealthMonitor(config(temperature=0)).at_start()[0]
+    assert "noise" in HealthMonitor(config(temperature=2.0)).at_start()[0]
 
 
 def test_reward_up_and_validation_down_is_noticed_and_the_better_step_named() -> None:
-    health, heard = HealthMonitor(HealthSettings(use_kl_in_reward=True)), []
+    health, heard = HealthMonitor(config(use_kl_in_reward=True)), []
     for step in range(1, 41):
         metrics = WELL | {"reward/mean": step / 40}
         if step % 10 == 0:
@@ -139,14 +159,14 @@ def test_reward_up_and_validation_down_is_noticed_and_the_better_step_named() ->
 
 
 def test_reward_and_validation_rising_together_is_fine() -> None:
-    health = HealthMonitor(HealthSettings())
+    health = HealthMonitor(config())
     for step in range(1, 41):
         extra = {"val-core/x/acc/mean@1": step / 50} if step % 10 == 0 else {}
         assert health.check(step, WELL | {"reward/mean": step / 40} | extra) == {}
 
 
 def test_validation_that_never_leaves_zero_is_noticed() -> None:
-    health, heard = HealthMonitor(HealthSettings()), []
+    health, heard = HealthMonitor(config()), []
     for step in range(1, 31):
         extra = {"val-core/x/acc/mean@1": 0.0} if step % 10 == 0 else {}
         heard.append(list(health.check(step, WELL | extra).values()))
@@ -156,7 +176,7 @@ def test_validation_that_never_leaves_zero_is_noticed() -> None:
 
 
 def test_growing_gradients_and_lost_entropy_are_noticed() -> None:
-    growing, collapsing, solved = (HealthMonitor(HealthSettings()) for _ in range(3))
+    growing, collapsing, solved = (HealthMonitor(config()) for _ in range(3))
     heard_growing, heard_collapsing, heard_solved = [], [], []
     for step in range(1, 41):
         heard_growing += growing.check(step, WELL | {"actor/grad_norm": 0.1 * 1.15**step}).values()
@@ -169,23 +189,14 @@ def test_growing_gradients_and_lost_entropy_are_noticed() -> None:
 
 
 def test_a_rule_is_quiet_for_a_while_after_speaking() -> None:
-    health = HealthMonitor(HealthSettings(), quiet_steps=5)
+    health = HealthMonitor(config(), quiet_steps=5)
     spoke = [step for step in range(1, 13) if health.check(step, WELL | {"reward/failed": 1.0})]
     assert spoke == [1, 6, 11]
 
 
 def test_every_rule_is_silent_without_measurements() -> None:
-    assert HealthMonitor(HealthSettings()).check(1, {}) == {}
+    assert HealthMonitor(config()).check(1, {}) == {}
     assert len({rule.__name__ for rule in STEP_RULES}) == len(STEP_RULES)
-
-
-def test_settings_come_from_the_configuration() -> None:
-    config = PPOConfig()
-    config.actor_rollout_ref.rollout.temperature = 0.7
-    config.actor_rollout_ref.actor.optim.lr = 3e-6
-    config.trainer.health.kl_bound = 0.25
-    settings = HealthSettings.from_config(config)
-    assert (settings.temperature, settings.actor_lr, settings.kl_bound) == (0.7, 3e-6, 0.25)
 
 
 def test_out_of_memory_is_answered_with_keys_and_amounts() -> None:
@@ -194,14 +205,13 @@ def test_out_of_memory_is_answered_with_keys_and_amounts() -> None:
     )
     assert is_out_of_memory(torch.cuda.OutOfMemoryError("CUDA out of memory."))
     assert not is_out_of_memory(ValueError("out of memory"))
-    text = out_of_memory_advice(HealthSettings(micro_batch=4, max_response_length=512), "update_actor")
+    actor = "actor_rollout_ref.actor"
+    text = likely_fix(MemoryError(), config(**{f"{actor}.ppo_micro_batch_size_per_gpu": 4}))
     assert "ppo_micro_batch_size_per_gpu=2" in text and "enable_gradient_checkpointing=True" in text
-    assert "max_response_length=256" in text
-    text = likely_fix(MemoryError(), HealthSettings(gpu_memory_utilization=0.5, max_num_seqs=64), "gen")
-    assert "gpu_memory_utilization=0.3" in text and "max_num_seqs=32" in text
-    text = out_of_memory_advice(
-        HealthSettings(max_token_len=16384, gradient_checkpointing=True), "update_actor"
-    )
+    assert "gpu_memory_utilization=0.3" in text and "max_response_length=256" in text
+    keys = {f"{actor}.ppo_max_token_len_per_gpu": 16384, f"{actor}.use_dynamic_bsz": True}
+    keys["actor_rollout_ref.model.enable_gradient_checkpointing"] = True
+    text = likely_fix(MemoryError(), config(**keys))
     assert "ppo_max_token_len_per_gpu=8192" in text and "gradient_checkpointing" not in text
 
 
@@ -210,11 +220,11 @@ def test_a_full_disk_is_answered() -> None:
 
 
 def test_a_resumed_monitor_judges_as_if_never_interrupted() -> None:
-    whole, first = HealthMonitor(HealthSettings()), HealthMonitor(HealthSettings())
+    whole, first = HealthMonitor(config()), HealthMonitor(config())
     grown = [WELL | {"actor/grad_norm": 0.1 * 1.15**step, "unwatched": 1.0} for step in range(1, 41)]
     expected = [whole.check(step, metrics) for step, metrics in enumerate(grown, start=1)]
     heard = [first.check(step, metrics) for step, metrics in enumerate(grown[:19], start=1)]
-    second = HealthMonitor(HealthSettings())
+    second = HealthMonitor(config())
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     heard += [second.check(step, metrics) for step, metrics in enumerate(grown[19:], start=20)]
     assert heard == expected and any(expected)

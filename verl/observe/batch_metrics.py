@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl.observe.health_state import BatchFacts
+from verl.observe.health import BatchFacts
 
 if TYPE_CHECKING:
     from verl.data.proto import DataProto

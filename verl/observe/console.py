@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
+from verl.observe.health import validation_summary
 from verl.observe.terminal import SafeStream, harmless, protect_terminal, raw
 
 if TYPE_CHECKING:
@@ -102,12 +103,6 @@ def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = N
     if validation is not None:
         parts.append(f"validation {validation:.3f}")
     return "  ".join(parts)
-
-
-def validation_summary(metrics: Mapping[str, Any]) -> float | None:
-    """One number for the validation of a step: the mean over its core metrics, or None without validation."""
-    values = [float(v) for name, v in metrics.items() if name.startswith("val-core/") and v is not None]
-    return sum(values) / len(values) if values else None
 
 
 def sparkline(values: list[float], width: int = 40) -> str:

@@ -363,15 +363,15 @@ def health_rows(run: Run) -> Iterator[tuple[int, str, str]]:
 
 def notices(run: Run) -> list[Notice]:
     """What the health rules reported while the run ran, recent ones first."""
-    from verl.observe.health import QUIET_STEPS, HealthMonitor, HealthSettings
+    from verl.observe.health import QUIET_STEPS, HealthMonitor
 
     if run.is_sft or not run.config:
         return []
     try:
-        settings = HealthSettings.from_config(_attributes(run.config))
+        at_start = HealthMonitor(_attributes(run.config)).at_start()
     except (AttributeError, TypeError):
-        settings = HealthSettings()  # the config of an older version
-    found = {line: Notice(line, 0, 0, recent=True) for line in HealthMonitor(settings).at_start()}
+        at_start = []  # the config of another version
+    found = {line: Notice(line, 0, 0, recent=True) for line in at_start}
     for step, rule, line in health_rows(run):
         before = found.get(rule)
         first, times = (before.first, before.times + 1) if before else (step, 1)

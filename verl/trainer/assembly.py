@@ -17,7 +17,6 @@ from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
 from verl.observe.causes import likely_fix
-from verl.observe.health import HealthSettings
 from verl.observe.run_folder import RunFolder
 from verl.observe.trackers import FanOut, build_trackers
 from verl.reward import RewardManager, RewardSample, build_reward_manager
@@ -95,7 +94,7 @@ def open_run(
                 with exits_as_errors():
                     yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total)
             except Exception as error:
-                folder.write_crash(error, likely_fix(error, HealthSettings.from_config(cfg)))
+                folder.write_crash(error, likely_fix(error, cfg))
                 raise
     finally:
         rewards.close()

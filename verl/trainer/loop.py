@@ -16,7 +16,7 @@ from verl.algorithms import get_kl_controller, group_metrics, rollout_probs_diff
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError
 from verl.observe.batch_metrics import ModelSize, batch_metrics, step_metrics
-from verl.observe.health import HealthMonitor, HealthSettings
+from verl.observe.health import HealthMonitor
 from verl.observe.timing import Timer
 from verl.trainer import advantage
 from verl.trainer.experience import DynamicSampling, SyncExperience
@@ -66,7 +66,7 @@ class RLLoop:
         self.model_size = model_size
         self.experience = SyncExperience(cfg, workers, rewards, tokenizer)
         self.kl_controller = get_kl_controller(cfg.algorithm.kl_ctrl)
-        self.health = HealthMonitor(HealthSettings.from_config(cfg))
+        self.health = HealthMonitor(cfg)
         self.generator = torch.Generator().manual_seed(cfg.trainer.seed)
         self.batch: DataProto | None = None
         self.step_number = 0
