@@ -6,11 +6,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl.data.tasks.word_problems import PLANS, TEMPLATES
-from verl.demo import cli, stages
-from verl.demo.answers import Answer, accuracy, answer_with_transformers, examples
+from verl.demo import cli
 from verl.demo.data import write_files
 from verl.demo.model import build_model_folder, build_tokenizer
 from verl.demo.reward import compute_score
+from verl.demo.show import Answer, accuracy, answer_with_transformers, examples
 from verl.errors import ConfigError
 
 
@@ -194,8 +194,8 @@ def test_only_an_empty_folder_is_written_to(tmp_path, monkeypatch):
 def test_both_stages_are_valid_command_lines(files, folder, tmp_path):
     from verl.config.load import load_ppo_config, load_sft_config
 
-    sft = load_sft_config(stages.sft_arguments(folder[0], files, tmp_path / "sft", 5))
-    rl = load_ppo_config(stages.rl_arguments(folder[0], files, tmp_path / "rl", 5))
+    sft = load_sft_config(cli.sft_arguments(folder[0], files, tmp_path / "sft", 5))
+    rl = load_ppo_config(cli.rl_arguments(folder[0], files, tmp_path / "rl", 5))
     assert sft.trainer.seed == rl.trainer.seed == 5
     assert rl.algorithm.adv_estimator == "grpo"
     assert rl.data.val_files == [str(files.held_out)]

@@ -1,4 +1,4 @@
-"""`verl demo`: build a tiny model, let it imitate a careless pupil, then let it learn from rewards."""
+"""`verl demo`: build a tiny model, fine-tune it on flawed demonstrations, then train it with rewards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING
 from verl.errors import ConfigError, VerlError
 
 if TYPE_CHECKING:
+    from verl.demo.data import Files
     from verl.trainer.main_ppo import RunResult
 
 HOME = Path("checkpoints") / "demo"
+SFT_STEPS = 450
+RL_STEPS = 45
+REWARD_FILE = Path(__file__).with_name("reward.py")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,23 +35,15 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     out = choose_folder(args.out)
 
+    from verl.config.load import load_ppo_config, load_sft_config
     from verl.demo import show
-    from verl.demo.answers import accuracy, answer_with_transformers, read_validation
     from verl.demo.data import write_files
     from verl.demo.model import build_model_folder
-    from verl.demo.stages import (
-        RL_STEPS,
-        SFT_STEPS,
-        rl_arguments,
-        run_rl,
-        run_sft,
-        sft_arguments,
-        trained_model,
-    )
     from verl.runtime import quiet_transformers
+    from verl.trainer import main_ppo, sft_trainer
 
     quiet_transformers()
-    use_one_thread()
+    _use_one_thread()
     show.line(
         "A tiny language model learns to answer word problems: no download, a few minutes, two CPU cores."
     )
@@ -61,42 +57,98 @@ def run(args: argparse.Namespace) -> int:
     show.headline("2  imitation: fine-tuning on demonstrations that calculate well and read badly")
     arguments = sft_arguments(out / "model", files, out / "sft", args.seed)
     show.command("verl sft", arguments)
-    sft = whole(run_sft(arguments), SFT_STEPS)
+    sft = require_finished(sft_trainer.run(load_sft_config(arguments)), SFT_STEPS)
 
     show.headline("3  reinforcement learning: GRPO, a reward of 1 for a right answer")
     arguments = rl_arguments(trained_model(sft), files, out / "grpo", args.seed)
     show.command("verl train", arguments)
-    rl = whole(run_rl(arguments), RL_STEPS)
+    rl = require_finished(main_ppo.run(load_ppo_config(arguments)), RL_STEPS)
 
     show.headline("4  what it learned")
-    before = read_validation(rl.folder, 0, files.held_out)
-    after = read_validation(rl.folder, rl.steps, files.held_out)
+    before = show.read_validation(rl.folder, 0, files.held_out)
+    after = show.read_validation(rl.folder, rl.steps, files.held_out)
     show.samples(before, after)
     show.results(before, after)
-    saved = answer_with_transformers(trained_model(rl), [answer.prompt for answer in after])
+    saved = show.answer_with_transformers(trained_model(rl), [answer.prompt for answer in after])
     different = sum(text != answer.response for text, answer in zip(saved, after, strict=True))
     if different:
         raise VerlError(
             f"the saved model in {trained_model(rl)} answers {different} of {len(after)} held-out problems "
-            "differently from the model that was trained: the save or the load is broken"
+            "differently from the trained one: saving or loading is broken"
         )
     show.line(f"the saved model, loaded with transformers, gives the same {len(after)} answers")
-    show.places(out, sft.folder, rl.folder, trained_model(rl))
+    show.paths(out, sft.folder, rl.folder, trained_model(rl))
     show.line(f"took {time.monotonic() - started:.0f} s")
-    show.line(f"demo: held-out accuracy {accuracy(before):.2f} -> {accuracy(after):.2f}")
+    show.line(f"demo: held-out accuracy {show.accuracy(before):.2f} -> {show.accuracy(after):.2f}")
     return 0
 
 
-def whole(result: RunResult, steps: int) -> RunResult:
+def sft_arguments(model: Path, files: Files, folder: Path, seed: int) -> list[str]:
+    """For `verl sft`."""
+    return [
+        f"model.path={model}",
+        f"data.train_files={files.demonstrations}",
+        f"data.val_files={files.demonstrations_val}",
+        "data.train_batch_size=64",
+        "data.max_length=64",
+        "optim.lr=3e-3",
+        "optim.lr_scheduler_type=linear",
+        "optim.min_lr_ratio=0.1",
+        "optim.lr_warmup_steps=10",
+        f"trainer.total_training_steps={SFT_STEPS}",
+        *_run_arguments("sft", folder, seed),
+    ]
+
+
+def rl_arguments(model: Path, files: Files, folder: Path, seed: int) -> list[str]:
+    """For `verl train`."""
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={files.train}",
+        f"data.val_files={files.held_out}",
+        "data.train_batch_size=64",
+        "data.max_prompt_length=48",
+        "data.max_response_length=20",
+        f"reward.custom_reward_function.path={REWARD_FILE}",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.clip_ratio_high=0.28",
+        "actor_rollout_ref.actor.optim.lr=5e-4",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+        f"trainer.total_training_steps={RL_STEPS}",
+        "trainer.test_freq=15",
+        *_run_arguments("grpo", folder, seed),
+    ]
+
+
+def _run_arguments(name: str, folder: Path, seed: int) -> list[str]:
+    return [
+        "trainer.project_name=demo",
+        f"trainer.experiment_name={name}",
+        f"trainer.default_local_dir={folder}",
+        f"trainer.seed={seed}",
+        "trainer.device=cpu",
+        "trainer.logger=[demo]",
+        "trainer.plugins=[verl.demo.show]",
+    ]
+
+
+def trained_model(result: RunResult) -> Path:
+    """The Hugging Face folder a finished run leaves."""
+    return result.folder / f"global_step_{result.steps}" / "actor" / "huggingface"
+
+
+def require_finished(result: RunResult, steps: int) -> RunResult:
     """A stage that was stopped by hand ends with a checkpoint; the demo ends with it."""
     if result.steps < steps:
         raise KeyboardInterrupt
     return result
 
 
-def use_one_thread() -> None:
-    """Two threads wait for each other at every small product, which is ruinous where another program holds a core;
-    and with one thread sums are added in the same order whatever the number of cores."""
+def _use_one_thread() -> None:
+    """Threads that wait for each other at every small product are slow on busy cores, and one thread gives the same
+    sums on any number of cores."""
     import torch
 
     torch.set_num_threads(1)

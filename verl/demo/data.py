@@ -1,11 +1,9 @@
-"""The demo's files: problems to train on, problems to be tested with, and demonstrations to imitate first.
+"""The demo's files: problems to train on, held-out problems, and demonstrations for fine-tuning.
 
-The demonstrations are written by a pupil who calculates without a mistake and writes the form that is wanted, but
-mostly just adds the numbers up: only in somewhat more than a quarter of the cases does he read what is asked.
-Fine-tuning on them teaches the form, the arithmetic and the pupil's habit. To read the question is left to
-reinforcement learning, which sees problems and whether the final number is right, and no demonstration.
-
-What always holds: no pair of numbers of a held-out problem occurs in any demonstration or training problem.
+Demonstrations have the right form and arithmetic, but in most of them the numbers are just added, whatever the
+question asks. Fine-tuning learns form, arithmetic and that habit; reinforcement learning, which sees only whether the
+final number is right, has to learn to read the question. No pair of numbers of a held-out problem occurs in any
+demonstration or training problem.
 """
 
 from __future__ import annotations
@@ -41,20 +39,20 @@ def write_files(
     """All files of one demo run. The held-out problems are the same for every seed."""
     files = Files(*(folder / f"{name}.parquet" for name in ("sft_train", "sft_val", "train", "held_out")))
     task = WordProblems()
-    pupil = random.Random(f"pupil/{seed}")
-    write_rows([demonstrate(s, pupil) for s in _stories("train", seed, demonstrations)], files.demonstrations)
-    write_rows([demonstrate(s, pupil) for s in _stories("test", seed, 200)], files.demonstrations_val)
+    rng = random.Random(f"pupil/{seed}")
+    write_rows([demonstrate(s, rng) for s in _stories("train", seed, demonstrations)], files.demonstrations)
+    write_rows([demonstrate(s, rng) for s in _stories("test", seed, 200)], files.demonstrations_val)
     write_rows(task.rows(train, seed, DIFFICULTY, "train"), files.train)
     write_rows(task.rows(held_out, 0, DIFFICULTY, "test"), files.held_out)
     return files
 
 
-def demonstrate(story: Story, pupil: random.Random) -> dict[str, Any]:
-    """One row for fine-tuning, as the pupil writes it."""
-    if pupil.random() < READS_THE_QUESTION:
+def demonstrate(story: Story, rng: random.Random) -> dict[str, Any]:
+    """One row for fine-tuning."""
+    if rng.random() < READS_THE_QUESTION:
         plan = story.plan
     else:
-        plan = pupil.choices(PLANS, [HABIT[plan] for plan in PLANS])[0]
+        plan = rng.choices(PLANS, [HABIT[plan] for plan in PLANS])[0]
     return {"prompt": [{"role": "user", "content": story.text}], "response": story.worked(plan)}
 
 

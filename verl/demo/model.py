@@ -1,7 +1,7 @@
 """A tiny language model as an ordinary Hugging Face folder: Llama, random weights, a tokenizer with chat template.
 
-What always holds: the tokenizer reads and writes every text of the demo without loss; each digit is a token of its
-own, so a number the model has never seen is made of digits it knows.
+The tokenizer encodes every text of the demo without loss. Each digit is one token, so that new numbers consist of
+known tokens.
 """
 
 from __future__ import annotations

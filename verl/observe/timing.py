@@ -1,7 +1,4 @@
-"""Where the time of a step went: named spans that add up, as `timing_s/{name}`.
-
-What always holds: a span entered twice in one step counts both times; a span that raises is still counted.
-"""
+"""Seconds of named spans of a step, as `timing_s/{name}`; a span that raises is counted too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Where metrics go: the run folder always, the console and other services by name (`trainer.logger`).
 
-What always holds: a tracker that cannot start stops the run before it begins, with the extra to install; one
-that fails later is switched off with a warning, because a lost graph must not cost a run. The run folder is
-the exception: it is the record of the run, and its failure is reported every time it happens.
+A tracker that cannot start stops the run before it begins; one that fails later is switched off with a warning. The
+run folder is never switched off: each failure to write to it is reported.
 """
 
 from __future__ import annotations
