@@ -27,7 +27,6 @@ def test_this_machine_is_read(probe) -> None:
     [
         (8, None, "16", 0.0, "16 threads"),
         (64, 4.0, "", 0.0, "64 threads"),
-        (8, None, "many", 0.0, "not a number"),
         (8, None, "", 20.0, "other programs"),
     ],
 )

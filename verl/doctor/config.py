@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from verl.doctor.finding import Finding, one_line, size
+from verl.doctor.finding import Finding, Status, one_line, size
 from verl.errors import VerlError
 
 TRIED_ROWS = 64
@@ -227,7 +226,7 @@ def reward(arguments: list[str]) -> Iterator[Finding]:
 
 
 def run_folder(path: str) -> Iterator[Finding]:
-    """What became of the run, which checkpoints are intact, and whether the next one fits."""
+    """What became of the run, and whether its checkpoints are intact."""
     from verl.observe.run_reader import open_run, read_crash, state_of
 
     run = open_run(Path(path))
@@ -238,35 +237,17 @@ def run_folder(path: str) -> Iterator[Finding]:
     damaged = f"{run.log.damaged} lines of metrics.jsonl cannot be read" if run.log.damaged else ""
     if damaged or run.config_problem:
         yield Finding("run files", "warning", run.config_problem or damaged)
-    yield from checkpoints(str(run.path))
-
-
-def checkpoints(path: str) -> Iterator[Finding]:
     from verl.checkpoint.steps import list_steps, problems
 
-    entries = list_steps(Path(path))
+    # Sizes and manifests only: `verl ckpt verify` reads every byte.
+    entries = list_steps(run.path)
+    broken = {entry.path.name: found[0] for entry in entries if (found := problems(entry, checksums=False))}
     if not entries:
         yield Finding("checkpoints", "note", "none: a run that is stopped starts over", "trainer.save_freq=N")
-        return
-    # Sizes and manifests only: `verl ckpt verify` reads every byte.
-    broken = {entry.path.name: found for entry in entries if (found := problems(entry, checksums=False))}
-    for name, found in broken.items():
-        seen = f"{name}: {found[0]}; resuming skips it"
-        yield Finding("checkpoints", "warning", seen, f"verl ckpt prune --damaged {path}")
-    intact = [entry for entry in entries if entry.path.name not in broken]
-    if not intact:
-        seen = f"none of {len(entries)} is intact: there is nothing to resume from"
-        yield Finding("checkpoints", "fatal", seen, "trainer.resume_mode=disable starts over")
-        return
-    used = intact[0].manifest.size if intact[0].manifest is not None else 0
-    disk = os.statvfs(path)
-    yield judge_space(intact[0].path.name, len(intact), used, disk.f_bavail * disk.f_frsize)
-
-
-def judge_space(name: str, count: int, used: int, free: int) -> Finding:
-    """Whether another checkpoint of the same size fits on the disk."""
-    seen = f"{count} intact, the newest {name} of {size(used)}; {size(free)} free on the disk"
-    if free < 3 * used:
-        fix = "verl ckpt prune --keep 1 RUN, or trainer.max_actor_ckpt_to_keep=1"
-        return Finding("checkpoints", "fatal" if free < 1.1 * used else "warning", seen, fix)
-    return Finding("checkpoints", "ok", seen)
+    elif broken:
+        name, problem = next(iter(broken.items()))
+        seen = f"{len(broken)} of {len(entries)} are damaged and skipped on resume; {name}: {problem}"
+        status: Status = "fatal" if len(broken) == len(entries) else "warning"
+        yield Finding("checkpoints", status, seen, f"verl ckpt prune --damaged {path}")
+    else:
+        yield Finding("checkpoints", "ok", f"{len(entries)} intact, the newest {entries[0].path.name}")

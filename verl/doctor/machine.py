@@ -34,14 +34,11 @@ def cpu_quota(root: str = "/sys/fs/cgroup") -> float | None:
 
 def judge_cores(affinity: int, quota: float | None, threads: str, load: float) -> Finding:
     usable = max(1, min(affinity, int(quota) if quota is not None else affinity))
-    limited = quota is not None and quota < affinity
-    seen = f"{usable} usable" + (f" (the container may use {quota:g} of {affinity})" if limited else "")
-    seen += (f", OMP_NUM_THREADS={threads}" if threads else "") + f", load {load:.1f}"
-    first = threads.split(",")[0]
-    wanted = int(first) if first.isdigit() else affinity if limited else usable
-    if (threads and not first.isdigit()) or not 1 <= wanted <= usable:
-        slow = f"{seen}: torch would start {wanted} threads" if wanted > usable else f"{seen}: not a number"
-        return Finding("cpu cores", "warning", slow, f"export OMP_NUM_THREADS={usable}")
+    wanted = int(threads.split(",")[0]) if threads.split(",")[0].isdigit() else affinity
+    seen = f"{usable} usable of {affinity}, load {load:.1f}"
+    if not 1 <= wanted <= usable:
+        seen += f": torch would start {wanted} threads"
+        return Finding("cpu cores", "warning", seen, f"export OMP_NUM_THREADS={usable}")
     if load > 1.5 * usable:
         return Finding("cpu cores", "warning", f"{seen}: other programs use this machine", "top")
     return Finding("cpu cores", "ok", seen, data={"usable": usable, "load": load})
