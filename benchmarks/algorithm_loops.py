@@ -1,8 +1,8 @@
-"""What the vectorised maths is measured against: one sequence after the other, as one would first write it.
+"""Estimators and losses one sequence after the other, as one would first write them.
 
-Each estimator takes the same batch and returns (advantages, returns); each loss returns the mini-batch's mean over
-tokens (over sequences where that is the method). They are also compared with ours, so a timing is never one of
-two different things.
+The benchmark measures the vectorised code against these loops, and the tests of the estimators compare with them. An
+estimator takes a batch and returns (advantages, returns); a loss returns the mini-batch's mean over tokens (over
+sequences where that is the method). What stands behind the mask may be anything, NaN included.
 """
 
 from __future__ import annotations
@@ -35,41 +35,58 @@ class Batch:
 Pair = tuple[Tensor, Tensor]
 
 
-def _scores(b: Batch) -> list[Tensor]:
-    return [(b.rewards[i] * b.mask[i]).sum() for i in range(len(b.mask))]
+def masked_rows(b: Any, values: Tensor) -> list[Tensor]:
+    """The rows of a matrix with 0 behind the mask."""
+    return [torch.where(b.mask[i].bool(), values[i], 0.0) for i in range(len(b.mask))]
 
 
-def _groups(b: Batch, scores: list[Tensor]) -> dict[str, list[Tensor]]:
-    groups: dict[str, list[Tensor]] = defaultdict(list)
-    for uid, score in zip(b.index, scores, strict=True):
-        groups[uid].append(score)
+def scores(b: Any) -> list[Tensor]:
+    return [row.sum() for row in masked_rows(b, b.rewards)]
+
+
+def members(b: Any) -> dict[str, list[int]]:
+    """The rows of each group."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, uid in enumerate(b.index):
+        groups[uid].append(i)
     return groups
 
 
-def _spread(b: Batch, per_sequence: list[Tensor]) -> Pair:
-    rows = torch.stack([value * b.mask[i] for i, value in enumerate(per_sequence)])
-    return rows, rows
+def spread(b: Any, per_sequence: list[Tensor]) -> Tensor:
+    return torch.stack([value * b.mask[i] for i, value in enumerate(per_sequence)])
 
 
-def _whiten(b: Batch, rows: Tensor) -> Tensor:
+def whiten(b: Any, rows: Tensor) -> Tensor:
     kept = torch.cat([rows[i][b.mask[i].bool()] for i in range(len(rows))])
     mean, scale = kept.mean(), torch.rsqrt(kept.var() + 1e-8)
     return torch.stack([(rows[i] - mean) * scale * b.mask[i] for i in range(len(rows))])
 
 
-def _normalised(b: Batch, scores: list[Tensor], by_std: bool) -> list[Tensor]:
-    stats = {uid: torch.stack(values) for uid, values in _groups(b, scores).items()}
-    means = {uid: values.mean() for uid, values in stats.items()}
-    stds = {uid: values.std() if len(values) > 1 else values.new_zeros(()) for uid, values in stats.items()}
-    out = []
-    for uid, score in zip(b.index, scores, strict=True):
-        centred = score - means[uid]
-        out.append(centred / (stds[uid] + 1e-6) if by_std else centred)
+def normalised(b: Any, values: list[Tensor], by_std: bool = True) -> list[Tensor]:
+    out = list(values)
+    for rows in members(b).values():
+        group = torch.stack([values[i] for i in rows])
+        scale = group.std() + 1e-6 if len(rows) > 1 else 1e-6
+        for i in rows:
+            out[i] = (values[i] - group.mean()) / scale if by_std else values[i] - group.mean()
     return out
 
 
-def gae(b: Batch) -> Pair:
-    advantages, returns = torch.zeros_like(b.rewards), torch.zeros_like(b.rewards)
+def rewards_to_go(b: Any, gamma: float = 1.0) -> Tensor:
+    out = torch.zeros_like(b.rewards)
+    for i in range(len(b.mask)):
+        mask, reward = b.mask[i].tolist(), b.rewards[i].tolist()
+        row, running = [0.0] * len(mask), 0.0
+        for t in reversed(range(len(mask))):
+            if mask[t]:
+                running = reward[t] + gamma * running
+                row[t] = running
+        out[i] = torch.tensor(row, dtype=out.dtype)
+    return out
+
+
+def gae(b: Any) -> Pair:
+    advantages = torch.zeros_like(b.rewards)
     for i in range(len(b.mask)):
         mask, reward, value = b.mask[i].tolist(), b.rewards[i].tolist(), b.values[i].tolist()
         row = [0.0] * len(mask)
@@ -80,109 +97,96 @@ def gae(b: Batch) -> Pair:
                 next_advantage = delta + b.gamma * b.lam * next_advantage
                 next_value = value[t]
                 row[t] = next_advantage
-        advantages[i] = torch.tensor(row)
-        returns[i] = (advantages[i] + b.values[i]) * b.mask[i]
-    return _whiten(b, advantages), returns
+        advantages[i] = torch.tensor(row, dtype=advantages.dtype)
+    return whiten(b, advantages), advantages + torch.stack(masked_rows(b, b.values))
 
 
-def grpo(b: Batch) -> Pair:
-    return _spread(b, _normalised(b, _scores(b), by_std=True))
-
-
-def grpo_passk(b: Batch) -> Pair:
-    scores = _scores(b)
-    groups = {uid: torch.stack(values) for uid, values in _groups(b, scores).items()}
-    out = []
-    for uid, score in zip(b.index, scores, strict=True):
-        top = groups[uid].topk(2).values
-        lead = (top[0] - top[1]) / (groups[uid].std() + 1e-6)
-        out.append(lead if bool(score == top[0]) else torch.zeros_like(lead))
-    return _spread(b, out)
-
-
-def rloo(b: Batch) -> Pair:
-    scores = _scores(b)
-    groups = {uid: torch.stack(values) for uid, values in _groups(b, scores).items()}
-    out = []
-    for uid, score in zip(b.index, scores, strict=True):
-        others = (groups[uid].sum() - score) / (len(groups[uid]) - 1)
-        out.append(score - others)
-    return _spread(b, out)
-
-
-def opo(b: Batch) -> Pair:
-    scores = _scores(b)
-    lengths = [b.mask[i].sum() for i in range(len(b.mask))]
-    above: dict[str, Any] = defaultdict(float)
-    below: dict[str, Any] = defaultdict(float)
-    for uid, score, length in zip(b.index, scores, lengths, strict=True):
-        above[uid] = above[uid] + length * score
-        below[uid] = below[uid] + length
-    return _spread(b, [score - above[uid] / below[uid] for uid, score in zip(b.index, scores, strict=True)])
-
-
-def gpg(b: Batch) -> Pair:
-    scores = _scores(b)
-    alpha = len(scores) / max(sum(bool(score != 0) for score in scores), 1)
-    return _spread(b, [alpha * value for value in _normalised(b, scores, by_std=False)])
-
-
-def reinforce_plus_plus(b: Batch) -> Pair:
-    returns = torch.zeros_like(b.rewards)
-    for i in range(len(b.mask)):
-        mask, reward = b.mask[i].tolist(), b.rewards[i].tolist()
-        row, running = [0.0] * len(mask), 0.0
-        for t in reversed(range(len(mask))):
-            if mask[t]:
-                running = reward[t] + b.gamma * running
-                row[t] = running
-        returns[i] = torch.tensor(row)
-    return _whiten(b, returns), returns
-
-
-def reinforce_plus_plus_baseline(b: Batch) -> Pair:
-    rows = _whiten(b, _spread(b, _normalised(b, _scores(b), by_std=False))[0])
+def grpo(b: Any) -> Pair:
+    rows = spread(b, normalised(b, scores(b)))
     return rows, rows
 
 
-def _to_go(b: Batch, i: int) -> Tensor:
-    return (b.rewards[i] * b.mask[i]).flip(0).cumsum(0).flip(0) * b.mask[i]
+def grpo_passk(b: Any) -> Pair:
+    values = scores(b)
+    out = [torch.zeros_like(value) for value in values]
+    for group in members(b).values():
+        found = torch.stack([values[i] for i in group])
+        if len(group) > 1:
+            top = found.topk(2).values
+            for i in group:
+                if bool(values[i] == top[0]):
+                    out[i] = (top[0] - top[1]) / (found.std() + 1e-6)
+    return spread(b, out), spread(b, out)
 
 
-def remax(b: Batch) -> Pair:
-    returns = [_to_go(b, i) for i in range(len(b.mask))]
-    advantages = [(row - b.baselines[i]) * b.mask[i] for i, row in enumerate(returns)]
-    return torch.stack(advantages), torch.stack(returns)
+def rloo(b: Any) -> Pair:
+    values = scores(b)
+    out = [torch.zeros_like(value) for value in values]
+    for group in members(b).values():
+        total = torch.stack([values[i] for i in group]).sum()
+        for i in group if len(group) > 1 else ():
+            out[i] = values[i] - (total - values[i]) / (len(group) - 1)
+    return spread(b, out), spread(b, out)
 
 
-def gdpo(b: Batch) -> Pair:
-    parts = [_normalised(b, list(scores.unbind()), by_std=True) for scores in b.by_key.values()]
-    total = [sum(values[1:], start=values[0]) for values in zip(*parts, strict=True)]
-    rows = _whiten(b, _spread(b, total)[0])
+def opo(b: Any) -> Pair:
+    values = scores(b)
+    out = list(values)
+    for group in members(b).values():
+        lengths = torch.stack([b.mask[i].sum() for i in group])
+        baseline = (lengths * torch.stack([values[i] for i in group])).sum() / lengths.sum().clamp(min=1)
+        for i in group:
+            out[i] = values[i] - baseline
+    return spread(b, out), spread(b, out)
+
+
+def gpg(b: Any) -> Pair:
+    values = scores(b)
+    alpha = len(values) / max(sum(bool(value != 0) for value in values), 1)
+    rows = spread(b, [alpha * value for value in normalised(b, values, by_std=False)])
     return rows, rows
 
 
-def optimal_token_baseline(b: Batch) -> Pair:
-    members: dict[str, list[int]] = defaultdict(list)
-    for i, uid in enumerate(b.index):
-        members[uid].append(i)
-    returns = [_to_go(b, i) for i in range(len(b.mask))]
-    advantages: list[Tensor] = [torch.empty(0)] * len(b.mask)
-    for rows in members.values():
-        above, below = torch.zeros_like(b.rewards[0]), torch.zeros_like(b.rewards[0])
+def reinforce_plus_plus(b: Any) -> Pair:
+    returns = rewards_to_go(b, b.gamma)
+    return whiten(b, returns), returns
+
+
+def reinforce_plus_plus_baseline(b: Any) -> Pair:
+    rows = whiten(b, spread(b, normalised(b, scores(b), by_std=False)))
+    return rows, rows
+
+
+def remax(b: Any) -> Pair:
+    returns = rewards_to_go(b)
+    return returns - spread(b, list(b.baselines.unbind())), returns
+
+
+def gdpo(b: Any) -> Pair:
+    parts = [normalised(b, list(values.unbind())) for values in b.by_key.values()]
+    rows = whiten(b, spread(b, [sum(found[1:], start=found[0]) for found in zip(*parts, strict=True)]))
+    return rows, rows
+
+
+def optimal_token_baseline(b: Any) -> Pair:
+    returns = rewards_to_go(b)
+    gains = masked_rows(b, 1 - 2 * b.old.exp() + b.sum_pi_squared)
+    advantages = returns.clone()
+    for rows in members(b).values():
+        above, below = torch.zeros_like(returns[0]), torch.zeros_like(returns[0])
         ends = []
         for i in rows:
-            weight = ((1 - 2 * b.old[i].exp() + b.sum_pi_squared[i]) * b.mask[i]).cumsum(0) * b.mask[i]
+            weight = gains[i].cumsum(0) * b.mask[i]
             above, below = above + returns[i] * weight, below + weight
-            ends.append(int(b.mask[i].nonzero().max()) + 1)
+            ends.append(int((b.mask[i] * torch.arange(1, len(above) + 1, device=above.device)).max()))
         baseline = above / (below + 1e-8)
         baseline[sorted(ends)[-2] if len(ends) > 1 else 0 :] = 0
         for i in rows:
             advantages[i] = (returns[i] - baseline) * b.mask[i]
-    return torch.stack(advantages), torch.stack(returns)
+    return advantages, returns
 
 
-ESTIMATORS: dict[str, Callable[[Batch], Pair]] = {
+ESTIMATORS: dict[str, Callable[[Any], Pair]] = {
     "gae": gae,
     "grpo": grpo,
     "grpo_passk": grpo_passk,

@@ -1,8 +1,7 @@
-"""Every estimator against straight loops over plain floats, and the properties that make it what it is."""
+"""Every estimator against straight loops over sequences, and the properties that make it what it is."""
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import algorithm_loops as loops
 from verl.algorithms import adv_estimator_names, get_adv_estimator_fn, group_ids, group_metrics
 from verl.algorithms.masked import row_blocks
 from verl.algorithms.scan import discounted_returns
@@ -38,182 +38,9 @@ def estimate(name, batch, **more):
     return get_adv_estimator_fn(name)(**(arguments | more))
 
 
-# --- the reference: nothing but loops and floats -----------------------------------------------------------------
-
-
-def policy_positions(batch, i):
-    return [t for t in range(batch.mask.shape[1]) if batch.mask[i, t]]
-
-
-def reference_scores(batch):
-    return [
-        sum(float(batch.rewards[i, t]) for t in policy_positions(batch, i)) for i in range(len(batch.mask))
-    ]
-
-
-def members(batch, i):
-    return [j for j in range(len(batch.index)) if batch.index[j] == batch.index[i]]
-
-
-def mean(values):
-    return sum(values) / len(values)
-
-
-def std(values):
-    return (
-        math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
-        if len(values) > 1
-        else 0.0
-    )
-
-
-def spread(batch, per_sequence):
-    out = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    for i, value in enumerate(per_sequence):
-        for t in policy_positions(batch, i):
-            out[i, t] = value
-    return out
-
-
-def whiten(batch, matrix):
-    values = [float(matrix[i, t]) for i in range(len(matrix)) for t in policy_positions(batch, i)]
-    scale = 1 / math.sqrt(std(values) ** 2 + 1e-8)
-    out = torch.zeros_like(matrix)
-    for i in range(len(matrix)):
-        for t in policy_positions(batch, i):
-            out[i, t] = (float(matrix[i, t]) - mean(values)) * scale
-    return out
-
-
-def normalised(batch, scores, by_std=True):
-    out = []
-    for i in range(len(scores)):
-        group = [scores[j] for j in members(batch, i)]
-        centred = scores[i] - mean(group)
-        out.append(centred / (std(group) + 1e-6) if by_std else centred)
-    return out
-
-
-def rewards_to_go(batch, gamma=1.0):
-    out = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    for i in range(len(batch.mask)):
-        running = 0.0
-        for t in reversed(policy_positions(batch, i)):
-            running = float(batch.rewards[i, t]) + gamma * running
-            out[i, t] = running
-    return out
-
-
-def ref_gae(batch):
-    advantages, returns = torch.zeros(2, *batch.mask.shape, dtype=torch.float64)
-    for i in range(len(batch.mask)):
-        next_value = next_advantage = 0.0
-        for t in reversed(policy_positions(batch, i)):
-            value = float(batch.values[i, t])
-            delta = float(batch.rewards[i, t]) + GAMMA * next_value - value
-            next_advantage = delta + GAMMA * LAM * next_advantage
-            next_value = value
-            advantages[i, t], returns[i, t] = next_advantage, next_advantage + value
-    return whiten(batch, advantages), returns
-
-
-def ref_grpo(batch):
-    out = spread(batch, normalised(batch, reference_scores(batch)))
-    return out, out
-
-
-def ref_grpo_passk(batch):
-    scores, out = reference_scores(batch), []
-    for i in range(len(scores)):
-        group = sorted((scores[j] for j in members(batch, i)), reverse=True)
-        lead = group[0] - group[1] if len(group) > 1 else 0.0
-        out.append(lead / (std(group) + 1e-6) if scores[i] == group[0] else 0.0)
-    return spread(batch, out), spread(batch, out)
-
-
-def ref_rloo(batch):
-    scores, out = reference_scores(batch), []
-    for i in range(len(scores)):
-        others = [scores[j] for j in members(batch, i) if j != i]
-        out.append(scores[i] - mean(others) if others else 0.0)
-    return spread(batch, out), spread(batch, out)
-
-
-def ref_opo(batch):
-    scores, out = reference_scores(batch), []
-    for i in range(len(scores)):
-        group = members(batch, i)
-        lengths = {j: len(policy_positions(batch, j)) for j in group}
-        total = sum(lengths.values())
-        out.append(scores[i] - sum(lengths[j] * scores[j] for j in group) / total if total else 0.0)
-    return spread(batch, out), spread(batch, out)
-
-
-def ref_gpg(batch):
-    scores = reference_scores(batch)
-    alpha = len(scores) / max(sum(s != 0 for s in scores), 1)
-    out = spread(batch, [alpha * a for a in normalised(batch, scores, by_std=False)])
-    return out, out
-
-
-def ref_reinforce_plus_plus(batch):
-    returns = rewards_to_go(batch, GAMMA)
-    return whiten(batch, returns), returns
-
-
-def ref_reinforce_plus_plus_baseline(batch):
-    out = whiten(batch, spread(batch, normalised(batch, reference_scores(batch), by_std=False)))
-    return out, out
-
-
-def ref_remax(batch):
-    returns = rewards_to_go(batch)
-    return returns - spread(batch, batch.baselines.tolist()), returns
-
-
-def ref_gdpo(batch):
-    parts = [normalised(batch, scores.tolist()) for scores in batch.by_key.values()]
-    out = whiten(batch, spread(batch, [sum(values) for values in zip(*parts, strict=True)]))
-    return out, out
-
-
-def ref_optimal_token_baseline(batch):
-    rows, width = batch.mask.shape
-    go = rewards_to_go(batch)
-    norm = torch.zeros(rows, width, dtype=torch.float64)
-    for i in range(rows):
-        total = 0.0
-        for t in policy_positions(batch, i):
-            total += 1 - 2 * math.exp(batch.old[i, t]) + float(batch.sum_pi_squared[i, t])
-            norm[i, t] = total
-    advantages = torch.zeros(rows, width, dtype=torch.float64)
-    for i in range(rows):
-        group = members(batch, i)
-        ends = sorted((max(policy_positions(batch, j), default=-1) + 1 for j in group), reverse=True)
-        second = ends[1] if len(ends) > 1 else 0
-        for t in policy_positions(batch, i):
-            active = [j for j in group if batch.mask[j, t]]
-            above = sum(float(go[j, t] * norm[j, t]) for j in active)
-            below = sum(float(norm[j, t]) for j in active) + 1e-8
-            advantages[i, t] = go[i, t] - (above / below if t < second else 0.0)
-    return advantages, go
-
-
-REFERENCE = {
-    "gae": ref_gae,
-    "grpo": ref_grpo,
-    "grpo_vectorized": ref_grpo,
-    "grpo_passk": ref_grpo_passk,
-    "rloo": ref_rloo,
-    "rloo_vectorized": ref_rloo,
-    "opo": ref_opo,
-    "gpg": ref_gpg,
-    "reinforce_plus_plus": ref_reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": ref_reinforce_plus_plus_baseline,
-    "remax": ref_remax,
-    "gdpo": ref_gdpo,
-    "optimal_token_baseline": ref_optimal_token_baseline,
-}
+def reference(name, batch):
+    batch = SimpleNamespace(**vars(batch), gamma=GAMMA, lam=LAM)
+    return loops.ESTIMATORS[name.removesuffix("_vectorized")](batch)
 
 
 # --- the tests -----------------------------------------------------------------------------------------------------
@@ -223,7 +50,7 @@ REFERENCE = {
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_estimator_agrees_with_plain_loops(name, seed, make_batch):
     batch = make_batch(seed)
-    for got, wanted in zip(estimate(name, batch), REFERENCE[name](batch), strict=True):
+    for got, wanted in zip(estimate(name, batch), reference(name, batch), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
         assert bool((got[batch.mask == 0] == 0).all())
 
@@ -231,7 +58,7 @@ def test_estimator_agrees_with_plain_loops(name, seed, make_batch):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimator_in_float32_stays_close_and_keeps_the_dtype(name, make_batch):
     wide, narrow = make_batch(3), make_batch(3, dtype=torch.float32)
-    for got, wanted in zip(estimate(name, narrow), REFERENCE[name](wide), strict=True):
+    for got, wanted in zip(estimate(name, narrow), reference(name, wide), strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), wanted, rtol=1e-3, atol=1e-4)
 
@@ -250,7 +77,7 @@ def test_working_block_by_block_changes_nothing(name, elements, make_batch, monk
     batch = make_batch(6)
     monkeypatch.setattr("verl.algorithms.masked.CACHE_ELEMENTS", elements)
     assert len(row_blocks(batch.rewards)) == (12 if elements == 1 else 6)
-    for got, wanted in zip(estimate(name, batch), REFERENCE[name](batch), strict=True):
+    for got, wanted in zip(estimate(name, batch), reference(name, batch), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
 
 
@@ -317,7 +144,7 @@ def test_equal_rewards_give_exactly_zero(name, reward):
 
 def test_dr_grpo_does_not_divide(make_batch):
     batch = make_batch(4)
-    wanted = spread(batch, normalised(batch, reference_scores(batch), by_std=False))
+    wanted = loops.spread(batch, loops.normalised(batch, loops.scores(batch), by_std=False))
     by_keyword, _ = estimate("grpo", batch, norm_adv_by_std_in_grpo=False)
     by_config, _ = estimate("grpo", batch, config=SimpleNamespace(norm_adv_by_std_in_grpo=False))
     torch.testing.assert_close(by_keyword, wanted, rtol=1e-9, atol=1e-9)
@@ -369,7 +196,7 @@ def test_discounted_returns_without_a_loop_equal_the_loop(gamma, width, seed):
     mask[0] = True
     batch = SimpleNamespace(rewards=rewards, mask=mask)
     torch.testing.assert_close(
-        discounted_returns(rewards, mask, gamma), rewards_to_go(batch, gamma), rtol=1e-10, atol=1e-12
+        discounted_returns(rewards, mask, gamma), loops.rewards_to_go(batch, gamma), rtol=1e-10, atol=1e-12
     )
 
 
@@ -377,7 +204,8 @@ def test_gdpo_weighs_the_keys_it_is_told(make_batch):
     batch = make_batch(2)
     config = SimpleNamespace(gdpo_reward_keys=["form"], gdpo_reward_weights=[2.0])
     got, _ = estimate("gdpo", batch, config=config)
-    wanted = whiten(batch, spread(batch, [2 * a for a in normalised(batch, batch.by_key["form"].tolist())]))
+    weighed = [2 * value for value in loops.normalised(batch, list(batch.by_key["form"].unbind()))]
+    wanted = loops.whiten(batch, loops.spread(batch, weighed))
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
 
 
