@@ -8,26 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_run import tiny_run
+
 
 @pytest.fixture(scope="session")
 def keys(tiny_model_dir: Path, digits_data: Path) -> list[str]:
     """A config that is in order."""
-    return [
-        f"data.train_files={digits_data}/train.jsonl",
+    return tiny_run(
+        tiny_model_dir,
+        digits_data,
         f"data.val_files={digits_data}/val.jsonl",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=16",
-        "data.max_response_length=4",
-        f"actor_rollout_ref.model.path={tiny_model_dir}",
         "actor_rollout_ref.rollout.n=2",
-        "algorithm.adv_estimator=grpo",
-        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
-        "reward.in_process=True",
-        "trainer.device=cpu",
-        "trainer.logger=[]",
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
-    ]
+    )
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_run import tiny_run
 from verl import cli
 from verl.errors import VerlError
 from verl.observe.run_folder import RunFolder
@@ -26,23 +27,15 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def overrides(tiny_model_dir: Path, digits_data: Path) -> list[str]:
-    return [
-        f"data.train_files={digits_data}/train.jsonl",
+    return tiny_run(
+        tiny_model_dir,
+        digits_data,
         f"data.val_files={digits_data}/val.jsonl",
         "data.train_max_samples=32",
         "data.train_batch_size=16",
-        "data.max_prompt_length=16",
-        "data.max_response_length=4",
-        f"actor_rollout_ref.model.path={tiny_model_dir}",
-        "actor_rollout_ref.rollout.n=4",
-        "algorithm.adv_estimator=grpo",
-        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
-        "reward.in_process=True",
-        "trainer.device=cpu",
-        "trainer.logger=[]",
         "trainer.test_freq=2",
         "trainer.total_epochs=2",
-    ]
+    )
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl.observe.health import BatchFacts
-
 if TYPE_CHECKING:
     from verl.data.proto import DataProto
 
@@ -183,6 +181,19 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    sequences: int
+    scores_not_finite: int = 0
+    outliers: int = 0
+    largest_outlier: float = 0.0
+    typical_score: float = 0.0
+    groups: int = 0
+    constant_groups: int = 0
+    empty_share: float = 0.0
+    repetitive_share: float = 0.0
 
 
 def batch_facts(batch: DataProto) -> BatchFacts:

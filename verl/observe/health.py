@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl.data.proto import DataProto
+    from verl.observe.batch_metrics import BatchFacts
 
 QUIET_STEPS = 20
 KL_OF_UPDATE_BOUND = 0.1
@@ -41,19 +42,6 @@ WATCHED = frozenset(
         "training/rollout_probs_diff_mean",
     ]
 )
-
-
-@dataclass(frozen=True)
-class BatchFacts:
-    sequences: int
-    scores_not_finite: int = 0
-    outliers: int = 0
-    largest_outlier: float = 0.0
-    typical_score: float = 0.0
-    groups: int = 0
-    constant_groups: int = 0
-    empty_share: float = 0.0
-    repetitive_share: float = 0.0
 
 
 @dataclass
