@@ -136,7 +136,7 @@ def test_what_is_no_file_is_named_by_verl_view_and_put_aside_by_a_run(
         assert run.previous_config() is None
         run.append_metrics(1, {"a": 1.0})
         assert len(run.read_metrics()) == 1
-    assert "kept as metrics.jsonl.unusable" in caplog.text
+    assert "renamed to metrics.jsonl.unusable" in caplog.text
 
 
 def test_odd_names_among_the_samples_do_not_stop_a_run(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_samples_that_cannot_be_removed_do_not_stop_a_run(
         assert not run.rewind(2)
         run.restart()
         monkeypatch.undo()
-    assert caplog.text.count("3.jsonl, of a step that is made again, could not be removed: immutable") == 2
+    assert caplog.text.count("3.jsonl, of a step that is written again, could not be removed: immutable") == 2
 
 
 def test_text_that_utf_8_cannot_hold_is_written_and_read_back(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What the user sees of a run. Observe is called by everyone and calls nobody."""
+"""Metrics, run folder, trackers, health rules, report and view. Called by all packages, calls none of them."""

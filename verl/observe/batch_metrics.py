@@ -60,7 +60,7 @@ class ModelSize:
     """Those of `parameters` that get no gradient (under LoRA, the model's own)."""
 
     def training_flops(self, lengths: torch.Tensor) -> float:
-        """Model FLOPs of a forward and a backward over sequences of these lengths, as `verl bench train` counts them:
+        """Model FLOPs of a forward and backward over sequences of these lengths, as `benchmarks/train.py` counts:
         6 per weight and token, 4 where the weight is frozen; causal attention counts half its square; what gradient
         checkpointing computes again does not count."""
         lengths = lengths.double()

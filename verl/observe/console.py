@@ -49,7 +49,7 @@ LINE_S = 30.0
 
 
 class SafeConsole(Console):
-    """Reads no markup in text and writes control characters in it out."""
+    """Reads no markup in text and escapes its control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
@@ -61,7 +61,7 @@ class SafeConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """Where rich writes, its control codes included: past the stream that would write them out."""
+        """The stream below `SafeStream`, which would escape rich's own control codes."""
         return raw(Console.file.fget(self))  # type: ignore[attr-defined]
 
     @file.setter
@@ -70,7 +70,7 @@ class SafeConsole(Console):
 
 
 def start_live(display: Live) -> None:
-    """Start a live display. It puts streams of its own in place of ours, which take escape sequences for styles."""
+    """Start a live display. It replaces sys.stdout by streams that obey escape sequences, so protect them again."""
     protected = isinstance(sys.stdout, SafeStream)
     display.start()
     if protected:
@@ -92,7 +92,7 @@ def log_console() -> Console:
 
 
 def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = None) -> str:
-    """`step 12/200  reward 0.431  length 85 ...`: the few numbers that tell whether a run is well."""
+    """`step 12/200  reward 0.431  length 85 ...`"""
     head = f"step {step:>{len(str(total_steps))}}/{total_steps}" if total_steps else f"step {step}"
     parts = [head]
     for names, label, form in _COLUMNS:
@@ -106,7 +106,7 @@ def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = N
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """The course of a metric in one line of text; the newest `width` values, scaled to their own range."""
+    """The newest `width` values of a metric in one line of text, scaled to their range."""
     shown = [v for v in values if math.isfinite(v)][-width:]
     if not shown:
         return ""
@@ -183,13 +183,13 @@ def _decimals(form: str) -> int:
 
 
 class Counter:
-    """Counts up to `total`; the number shown beside it is whatever the job says of itself."""
+    """Counts up to `total`; `about` is shown beside it."""
 
     def __init__(self, title: str, total: int, done: int, bar: Progress | None) -> None:
         self.title, self.total, self.done = title, total, done
         self._bar = bar
         self._task: TaskID | None = None
-        self._said = time.monotonic()
+        self._last_line = time.monotonic()
         if bar is not None:
             self._task = bar.add_task(title, total=total, completed=done, about="")
 
@@ -197,14 +197,14 @@ class Counter:
         self.done += count
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self.done, about=about)
-        elif time.monotonic() - self._said > LINE_S:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._last_line > LINE_S:
+            self._last_line = time.monotonic()
             logger.info("%s %d/%d%s", self.title, self.done, self.total, f"  {about}" if about else "")
 
 
 @contextmanager
 def counting(title: str, total: int, done: int = 0) -> Iterator[Counter]:
-    """A counter that is on display while the block lasts."""
+    """A counter that is shown while the block runs."""
     console = shared_console()
     if not console.is_terminal:
         yield Counter(title, total, done, None)

@@ -123,7 +123,7 @@ def _parsed_lines(path: Path, parse: Callable[[bytes], Row | None]) -> Iterator[
 
 def _left_out(count: int) -> str:
     lines = "1 line is" if count == 1 else f"{count} lines are"
-    return f"{lines} left out, which a full disk or a kill cut short, or someone else wrote"
+    return f"{lines} left out: cut short by a full disk or a kill, or written by another program"
 
 
 def _integer(text: str) -> int | float:

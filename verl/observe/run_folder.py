@@ -1,4 +1,4 @@
-"""The run folder is the user interface of a run: what was asked, what happened, what came out.
+"""The run folder: the files a run writes for its user.
 
     config.yaml              the resolved configuration
     metrics.jsonl            one line per step: {"step": N, name: number, ...}
@@ -8,9 +8,8 @@
     crash.txt                cause and fix, when a run ended badly
     metrics.previous.jsonl   of an earlier run, where a new one began in its folder
 
-One process at a time uses a folder. Every file written whole is replaced atomically. Lines of `metrics.jsonl` and
-`health.jsonl` that a full disk or a kill cut short are left out by whoever reads them and removed by the run that
-goes on.
+One process at a time uses a folder. Files are replaced atomically, except `metrics.jsonl` and `health.jsonl`, which
+grow: lines of them that a full disk or a kill cut short are skipped by readers and removed on resume.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_me
 
 logger = logging.getLogger(__name__)
 
-# Record locks belong to a process, so the second user in the same process is kept out by this table.
-_held: set[tuple[int, str]] = set()
+# Record locks belong to a process, so a second user in the same process is refused by this table.
+_locked_folders: set[tuple[int, str]] = set()
 
 
 def default_run_path(project: str, experiment: str) -> Path:
@@ -63,11 +62,11 @@ class RunFolder:
         self._lock = _FolderLock(self.path)
         self._crash_file = self.path / "crash.txt"
         if self._crash_file.exists():
-            _put_aside(self._crash_file, "crash.previous.txt")
+            _move_aside(self._crash_file, "crash.previous.txt")
         for file in (self.metrics_file, self.health_file):
             if file.exists() and not file.is_file():
-                aside = _put_aside(file, f"{file.name}.unusable")
-                logger.warning("%s was no regular file and is kept as %s", file, aside.name)
+                aside = _move_aside(file, f"{file.name}.unusable")
+                logger.warning("%s is not a regular file; renamed to %s", file, aside.name)
 
     @property
     def metrics_file(self) -> Path:
@@ -100,12 +99,12 @@ class RunFolder:
         append_line(self.metrics_file, dumps({"step": step, **metrics}))
 
     def append_health(self, step: int, notices: Mapping[str, str]) -> None:
-        """What the rules, by name, found in a step; a full disk costs the record of it, not the run."""
+        """What the rules, by name, reported in a step; a full disk does not stop the run."""
         try:
             for rule, line in notices.items():
                 append_line(self.health_file, dumps({"step": step, "rule": rule, "line": line}))
         except OSError as error:
-            logger.warning("%s could not be written: %s. The run goes on", self.health_file, error)
+            logger.warning("%s could not be written: %s. The run continues", self.health_file, error)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.metrics_file)
@@ -117,9 +116,7 @@ class RunFolder:
         return self._write_rows(self.validation_dir / f"{step}.jsonl", rows)
 
     def rewind(self, step: int) -> bool:
-        """Forget what came after `step`: a resumed run writes those steps again, as if never interrupted.
-
-        Whether the metrics of `step` itself are there."""
+        """Remove what came after `step`, which a resumed run writes again; whether the metrics of `step` are there."""
         found = False
 
         def keep(row: Mapping[str, Any]) -> bool:
@@ -142,10 +139,9 @@ class RunFolder:
         return found
 
     def restart(self) -> None:
-        """A run that begins at its beginning: metrics of an earlier one here go to metrics.previous.jsonl, and its
-        samples go, so that nothing of both stands side by side."""
+        """For a run that starts over: rename the metrics of an earlier one and remove its samples."""
         if self.metrics_file.exists() and self.metrics_file.stat().st_size:
-            _put_aside(self.metrics_file, "metrics.previous.jsonl")
+            _move_aside(self.metrics_file, "metrics.previous.jsonl")
         if self.health_file.exists():
             _remove(self.health_file)
         for folder in (self.rollout_dir, self.validation_dir):
@@ -176,27 +172,27 @@ class RunFolder:
         self.close()
 
     def _write_rows(self, file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """Samples are for people to look at: a full disk costs them, not the run."""
+        """A full disk loses samples, not the run."""
         try:
             write_atomically(file, "".join(dumps(row) + "\n" for row in rows))
         except OSError as error:
-            logger.warning("the samples in %s could not be written: %s. The run goes on", file, error)
+            logger.warning("the samples in %s could not be written: %s. The run continues", file, error)
         return file
 
 
 class _FolderLock:
-    """Keeps a second run out of a folder.
+    """Refuses a second run in a folder.
 
-    A record lock (lockf) and not flock: it belongs to this process alone, so a reward worker that outlives a
-    killed run does not keep the next run out. The kernel drops it when the process ends, however it ends.
+    lockf and not flock: the lock belongs to this process alone, so a reward worker that outlives a killed run does not
+    block the next one. The kernel releases it however the process ends.
     """
 
     def __init__(self, folder: Path) -> None:
         self._key = (os.getpid(), str(folder.resolve()))
-        if self._key in _held:
+        if self._key in _locked_folders:
             raise VerlError(
-                f"the run folder {folder} is already in use by this process. Close the other run first, or set "
-                f"trainer.experiment_name or trainer.default_local_dir to another folder."
+                f"the run folder {folder} is already in use by this process: close the other run, or set "
+                "trainer.experiment_name or trainer.default_local_dir"
             )
         try:
             self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -205,34 +201,33 @@ class _FolderLock:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip() or "unknown"
+            owner = os.pread(self._file, 200, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._file)
             if not isinstance(error, BlockingIOError | PermissionError):
                 logger.warning(
-                    "the run folder %s cannot be locked (%s): keep other runs out of it", folder, error
+                    "the run folder %s cannot be locked (%s): do not start a second run in it", folder, error
                 )
                 self._file = -1
                 return
             raise VerlError(
-                f"the run folder {folder} is in use by another run ({holder}). Two runs in one folder would "
-                f"overwrite each other: wait for it, stop it, or set trainer.experiment_name or "
-                f"trainer.default_local_dir to another folder."
+                f"the run folder {folder} is in use by another run ({owner}): stop it, or set "
+                "trainer.experiment_name or trainer.default_local_dir"
             ) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        _held.add(self._key)
+        _locked_folders.add(self._key)
 
     def release(self) -> None:
         if self._file >= 0 and self._key[0] == os.getpid():
             os.ftruncate(self._file, 0)  # no owner: `verl view` reads this file
             os.close(self._file)
             self._file = -1
-            _held.discard(self._key)
+            _locked_folders.discard(self._key)
 
 
 def locked_by_this_process(folder: Path) -> bool:
     """Closing any descriptor of the lock file would release the lock, so a reader must ask before it opens it."""
-    return (os.getpid(), str(folder.resolve())) in _held
+    return (os.getpid(), str(folder.resolve())) in _locked_folders
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -250,8 +245,8 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def _put_aside(path: Path, name: str) -> Path:
-    """Rename it; where something stands in the way that cannot be replaced, under the next free name."""
+def _move_aside(path: Path, name: str) -> Path:
+    """Rename it, to the next free name where the target cannot be replaced."""
     target = path.with_name(name)
     number = 1
     while target.is_dir() or (path.is_dir() and target.exists()):
@@ -261,11 +256,11 @@ def _put_aside(path: Path, name: str) -> Path:
 
 
 def _remove(file: Path) -> None:
-    """Of samples and notices, which are for people to look at."""
+    """Remove samples or notices; failing to does not stop the run."""
     try:
         file.unlink()
     except OSError as error:
-        logger.warning("%s, of a step that is made again, could not be removed: %s", file, error)
+        logger.warning("%s, of a step that is written again, could not be removed: %s", file, error)
 
 
 def _sample_files(folder: Path) -> list[Path]:
@@ -283,7 +278,4 @@ def _require_writable(folder: Path, key: str) -> None:
 
 
 def _cannot_write(folder: Path, error: OSError, key: str) -> str:
-    return (
-        f"cannot write to the folder {folder}: {error.strerror or error}. A run needs a folder it may create "
-        f"and write to: set {key} to one."
-    )
+    return f"cannot write to the folder {folder}: {error.strerror or error}. Set {key} to a folder you may write to"

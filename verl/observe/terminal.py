@@ -1,7 +1,7 @@
-"""What a command writes to the terminal carries no control character of data, checkpoints, models or exceptions.
+"""No control character of data, checkpoints, models or exceptions reaches the terminal.
 
-It is done where text leaves the process: at `sys.stdout` and `sys.stderr`, which every command replaces at its start
-(`protect_terminal`), and in `SafeConsole`, which writes rich's own control codes past them.
+Every command replaces `sys.stdout` and `sys.stderr` at its start (`protect_terminal`); `SafeConsole` writes rich's own
+control codes past them.
 """
 
 from __future__ import annotations

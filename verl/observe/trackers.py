@@ -30,7 +30,7 @@ _registered: dict[str, TrackerFactory] = {}
 
 
 def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
-    """Add a tracker of your own: `trainer.logger` may then name it.
+    """Register a custom tracker under a name for `trainer.logger`.
 
     The factory is called with project, experiment, the resolved configuration and the run folder."""
 
@@ -78,8 +78,7 @@ def build_trackers(
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ConfigError(
-            f"unknown logger {unknown[0]!r} in trainer.logger={wanted}. Known: {', '.join(known)}. "
-            f"Set trainer.logger to a list of these, for example trainer.logger=['console','tensorboard']."
+            f"unknown logger {unknown[0]!r} in trainer.logger={wanted}; known: {', '.join(known)}"
         )
     makers: dict[str, Callable[[], Tracker]] = {
         "console": lambda: ConsoleTracker(
@@ -102,7 +101,7 @@ def build_trackers(
 
 
 class FanOut:
-    """Feeds several trackers; drops those that fail."""
+    """Feeds several trackers; switches off those that fail."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self.trackers = dict(trackers)
@@ -114,7 +113,7 @@ class FanOut:
         self._each("log_samples", step, rows)
 
     def note(self, text: str) -> None:
-        """A line for whoever watches: the console when it is on, the log otherwise."""
+        """A message: on the console where it is a logger, else in the log."""
         console = self.trackers.get("console")
         if isinstance(console, ConsoleTracker):
             console.console.note(text)
@@ -128,13 +127,13 @@ class FanOut:
         for name, tracker in list(self.trackers.items()):
             try:
                 getattr(tracker, method)(*arguments)
-            except Exception as error:  # whatever a third party raises, the run goes on
+            except Exception as error:  # whatever a third party raises must not stop the run
                 if name == "file":
                     logger.warning("metrics could not be written to the run folder: %s", error)
                     continue
                 del self.trackers[name]
                 logger.warning(
-                    "the tracker '%s' failed (%s: %s) and is off for the rest of this run; metrics go on to %s",
+                    "the tracker '%s' failed (%s: %s) and is off for the rest of this run; metrics still go to %s",
                     name,
                     type(error).__name__,
                     error,
@@ -204,9 +203,8 @@ class WandbTracker:
         except wandb.errors.Error as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".")
             raise ConfigError(
-                f"trainer.logger names wandb, which could not start: {reason}. Log in (`wandb login`, or the "
-                "environment variable WANDB_API_KEY), keep the run on this machine (WANDB_MODE=offline), check "
-                f"trainer.wandb_proxy (now {proxy}), or take wandb out of trainer.logger"
+                f"trainer.logger names wandb, which failed to start: {reason}. Log in (`wandb login`, WANDB_API_KEY), "
+                f"set WANDB_MODE=offline, check trainer.wandb_proxy (now {proxy}), or remove it from trainer.logger"
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_help = f"a run folder, or a folder of runs to list them; default: the newest run below {HOME}"
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=run_help)
     parser.add_argument("--metric", action="append", metavar="NAME", help="show these metrics (with * and ?)")
-    parser.add_argument("--follow", "-f", action="store_true", help="update while the run goes on")
+    parser.add_argument("--follow", "-f", action="store_true", help="update while the run runs")
     parser.add_argument("--html", action="store_true", help="write report.html again and print its path")
     samples = parser.add_argument_group("samples")
     samples.add_argument("--step", type=int, help="of this step")
