@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-from verl.errors import VerlError
-
-RESUME = "the same command resumes from the last checkpoint (trainer.resume_mode=auto)"
+from verl.errors import RESUME, VerlError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
