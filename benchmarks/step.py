@@ -68,6 +68,9 @@ def make_model(folder: Path, hidden_size: int = 128) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from verl.runtime import quiet_transformers
+
+    quiet_transformers()
     words = ["<pad>", "<eos>", "<unk>", *WORDS, *(f"w{number}" for number in range(489))]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
