@@ -11,6 +11,7 @@ import torch
 from verl.errors import ConfigError, RolloutError, TrainingHalted
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
+from verl.rollout.source import ModuleWeights
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
@@ -168,7 +169,7 @@ def test_samples_are_reported_once_at_their_end_unless_stop_strings_are_looked_f
 def test_without_seeds_of_their_own_samples_still_differ(
     engine: Any, model: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_seeds", False)
+    monkeypatch.setattr(engine.config, "per_request_seed", False)
     answers = ask(engine, Request("r", PROMPTS[0], SamplingParams(max_tokens=12, ignore_eos=True), n=4))
     assert len({tuple(response.token_ids) for response in answers.values()}) > 1
     for response in answers.values():
@@ -196,7 +197,7 @@ def test_new_weights_are_the_ones_generated_from(
 ) -> None:
     before = ask(engine, *requests(n=2))
     shaken(model)
-    engine.update_weights(model, 5)
+    engine.update_weights(ModuleWeights(model), 5)
     after = ask(engine, *requests(n=2))
     assert {response.policy_version for response in after.values()} == {5}
     assert any(after[place].token_ids != before[place].token_ids for place in after)
@@ -219,9 +220,9 @@ def test_a_value_changed_on_the_way_is_caught(engine: Any, model: Any, monkeypat
     with pytest.raises(
         TrainingHalted, match=r"1 of \d+ tensors differ.*\n  model.layers.1.mlp.up_proj.weight: sent"
     ):
-        engine.update_weights(model, 6)
+        engine.update_weights(ModuleWeights(model), 6)
     monkeypatch.undo()
-    engine.update_weights(model, 7)
+    engine.update_weights(ModuleWeights(model), 7)
 
 
 def test_a_weight_left_out_is_caught(engine: Any, model: Any, monkeypatch: Any) -> None:
@@ -229,29 +230,42 @@ def test_a_weight_left_out_is_caught(engine: Any, model: Any, monkeypatch: Any) 
     part = "model.layers.0.self_attn.o_proj.weight"
     monkeypatch.setattr(engine, "_deliver", lambda pairs: deliver((n, t) for n, t in pairs if n != part))
     with pytest.raises(TrainingHalted, match="received nothing"):
-        engine.update_weights(model, 8)
+        engine.update_weights(ModuleWeights(model), 8)
     monkeypatch.undo()
-    engine.update_weights(model, 9)
+    engine.update_weights(ModuleWeights(model), 9)
 
 
 def test_weights_that_arrived_but_are_not_used_are_caught(
     engine: Any, model: Any, small_model: Callable[..., Any]
 ) -> None:
     """The trainer's and the engine's weights differ without any transfer to blame: only log-probs can tell."""
-    other = small_model(seed=4)
-    engine.source = other
+    engine.source = ModuleWeights(small_model(seed=4))
     with pytest.raises(TrainingHalted, match="log-probs of a fixed prompt differ by"):
         engine.prove()
-    engine.update_weights(model, 10)
+    engine.update_weights(ModuleWeights(model), 10)
 
 
-def test_names_and_tensors_are_a_source_too(engine: Any, model: Any, reference: Any) -> None:
+def test_requests_arrive_while_others_run_and_weights_change_between_steps(
+    engine: Any, model: Any, reference: Any
+) -> None:
+    long = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine.submit([Request("early", [5, 9, 33], long)])
+    assert engine.poll(0) == [] and engine.stats().waiting == 0 and engine.stats().running == 1
+    engine.submit([Request("late", [7], SamplingParams(max_tokens=4, ignore_eos=True))])
+    with pytest.raises(RolloutError, match="'early' is outstanding already"):
+        engine.submit([Request("early", [5], long)])
+    (late,) = engine.poll()
+    assert late.request_id == "late" and late.policy_version == engine.version
+    before = engine.version
     shaken(model, seed=2)
-    pairs = [(name, value) for name, value in model.state_dict().items() if name != "lm_head.weight"]
-    engine.update_weights(pairs, 11)
-    (response,) = ask(engine, Request("a", [5, 9, 33], SamplingParams(max_tokens=8))).values()
-    assert response.log_probs == pytest.approx(reference(model, [5, 9, 33], response.token_ids), abs=2e-4)
-    engine.update_weights(model, 12)
+    engine.update_weights(ModuleWeights(model), 11)
+    (early,) = engine.poll()
+    assert early.request_id == "early" and len(early.token_ids) == 40 and early.policy_version == before
+    # Its last tokens were drawn, and its cache computed anew, with the new weights.
+    expected = reference(model, [5, 9, 33], early.token_ids)
+    assert early.log_probs[-10:] == pytest.approx(expected[-10:], abs=2e-4)
+    assert early.log_probs[0] != pytest.approx(expected[0], abs=2e-4)
+    assert engine.poll() == [] and engine.stats().running == 0
 
 
 def test_sleeping_on_the_cpu_changes_nothing(engine: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from verl.errors import TrainingHalted
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
+from verl.rollout.source import ModuleWeights
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
@@ -66,7 +67,7 @@ def test_every_tensor_is_compared_where_it_is_held(
     assert {name for name, form in forms.items() if form != "exact"} == {"lm_head.weight"}
     for version in (1, 2, 3):
         shaken(model, version)
-        engine.update_weights(model, version)
+        engine.update_weights(ModuleWeights(model), version)
         likely(engine, model, reference, version)
 
 
@@ -99,10 +100,10 @@ def test_a_tensor_that_stayed_old_is_caught_by_its_bits(
     monkeypatch.setattr(worker, "reload_weights", stale)
     shaken(model, 10)
     with pytest.raises(TrainingHalted, match=r"vLLM holds 1 tensors .* policy version 11") as caught:
-        engine.update_weights(model, 11)
+        engine.update_weights(ModuleWeights(model), 11)
     assert f"\n  {name}: arrived " in str(caught.value)
     monkeypatch.undo()
-    engine.update_weights(model, 12)
+    engine.update_weights(ModuleWeights(model), 12)
 
 
 def test_tensors_in_each_others_places_are_caught(
@@ -122,9 +123,9 @@ def test_tensors_in_each_others_places_are_caught(
     with pytest.raises(
         TrainingHalted, match=r"vLLM holds 2 tensors .*\n.*k_proj.weight: .*\n.*v_proj.weight: "
     ):
-        engine.update_weights(model, 13)
+        engine.update_weights(ModuleWeights(model), 13)
     monkeypatch.undo()
-    engine.update_weights(model, 14)
+    engine.update_weights(ModuleWeights(model), 14)
 
 
 def test_a_stale_output_matrix_is_caught_by_log_probs(
@@ -137,10 +138,10 @@ def test_a_stale_output_matrix_is_caught_by_log_probs(
     monkeypatch.setattr(head, "cpu_linear", lambda x, weight, bias: torch.nn.functional.linear(x, old, bias))
     monkeypatch.setattr(type(head.quant_method), "process_weights_after_loading", lambda self, layer: None)
     with pytest.raises(TrainingHalted, match="log-probs of a fixed prompt differ by"):
-        engine.update_weights(model, 21)
+        engine.update_weights(ModuleWeights(model), 21)
     monkeypatch.undo()
     head.cpu_linear = before
-    engine.update_weights(model, 22)
+    engine.update_weights(ModuleWeights(model), 22)
 
 
 class Part(torch.nn.Module):
@@ -238,13 +239,11 @@ def test_weights_under_lora_layers_are_found_by_the_names_of_the_files(
     from vllm.model_executor.models.llama import LlamaModel
 
     from verl.models.lora import add_lora
-    from verl.rollout.vllm.sending import sync_weights
-    from verl.rollout.weight_sync import base_weights
 
     monkeypatch.setattr(LlamaModel, "load_weights", by_name)
     model = small_model()
     add_lora(model, rank=4, alpha=16, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-    with caplog.at_level(logging.INFO, "verl.rollout.vllm.sending"):
+    with caplog.at_level(logging.INFO, "verl.rollout.vllm.base"):
         engine: Any = build_rollout("vllm", model, None, rollout_section())
     try:
         assert "of 21 tensors are held, and compared, bit for bit" in caplog.text
@@ -263,8 +262,8 @@ def test_weights_under_lora_layers_are_found_by_the_names_of_the_files(
                     elif version == 3:  # the weights underneath come again, too
                         weight.add_(change * 0.02)
             if version == 3:
-                sync_weights(base_weights(model), engine.facts.tied, version, engine._deliver)
-            engine.update_weights(model, version)
+                engine._send_weights(ModuleWeights(model).base_tensors())
+            engine.update_weights(ModuleWeights(model), version)
             likely(engine, model, reference, version)
     finally:
         engine.close()

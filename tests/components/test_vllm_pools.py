@@ -92,19 +92,19 @@ COUNTING = """
 from pathlib import Path
 from verl.models.lora import plain_name
 from verl.workers.rank import RankWorker
-from verl.rollout.weight_sync.broadcast import Link
+from verl.rollout.weight_sync import broadcast
 
-_packed, _hand_over, crossed = Link._packed, RankWorker.do_sync_weights, 0
+_pack, _sync_weights, crossed = broadcast.pack, RankWorker.do_sync_weights, 0
 
-def packed(self, bucket):
+def pack(bucket, buffer):
     global crossed
-    crossed += sum(tensor.numel() * tensor.element_size() for tensor in bucket.values())
-    return _packed(self, bucket)
+    crossed += sum(tensor.nbytes for tensor in bucket.values())
+    _pack(bucket, buffer)
 
 def sync_weights(self, version):
     global crossed
     crossed = 0
-    sent = _hand_over(self, version)
+    sent = _sync_weights(self, version)
     held = self.group.actor_engine.model.state_dict()
     sizes = [(plain_name(name) is None, t.numel() * t.element_size()) for name, t in held.items()]
     adapter, everything = sum(size for own, size in sizes if own), sum(size for _, size in sizes)
@@ -112,7 +112,7 @@ def sync_weights(self, version):
         file.write(f"{{crossed}} {{adapter}} {{everything}}\\n")
     return sent
 
-Link._packed, RankWorker.do_sync_weights = packed, sync_weights
+broadcast.pack, RankWorker.do_sync_weights = pack, sync_weights
 """
 
 

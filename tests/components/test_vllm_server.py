@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from verl.errors import RolloutError, TrainingHalted
+from verl.observe import life
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
+from verl.rollout.source import ModuleWeights
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
@@ -77,7 +79,7 @@ def test_the_server_follows_the_trainer(
 ) -> None:
     agree(server, model, reference)
     shake(model)
-    server.update_weights(model, 3)
+    server.update_weights(ModuleWeights(model), 3)
     agree(server, model, reference)
     agree(server, model, reference, temperature=1.0)
 
@@ -129,28 +131,42 @@ def test_abort_through_the_server(server: Any, monkeypatch: Any) -> None:
     assert again.finish_reason == "length" and len(again.token_ids) == 2
 
 
+def test_requests_arrive_at_the_server_while_others_run_and_weights_change(
+    server: Any, model: Any, reference: Callable[..., list[float]]
+) -> None:
+    server.submit([Request("early", [5, 9, 33], SamplingParams(max_tokens=8000, ignore_eos=True))])
+    server.submit([Request("late", [7], SamplingParams(max_tokens=4, ignore_eos=True))])
+    (late,) = server.poll()
+    assert late.request_id == "late" and server.stats().running == 1
+    before = server.version
+    shake(model)
+    server.update_weights(ModuleWeights(model), before + 1)
+    beats = life.beats()
+    while life.beats() < beats + 100:  # some tokens with the new weights
+        assert server.poll(0.05) == []
+    server.abort(["early"])
+    (early,) = server.poll()
+    assert early.finish_reason == "abort" and early.policy_version == before
+    expected = reference(model, [5, 9, 33], early.token_ids)
+    assert early.log_probs[-10:] == pytest.approx(expected[-10:], abs=5e-4)
+    assert server.poll() == []
+
+
 def test_a_value_changed_in_shared_memory_is_caught(server: Any, model: Any, monkeypatch: Any) -> None:
-    from safetensors.torch import load_file, save_file
+    from verl.rollout.weight_sync import shared_memory
 
-    from verl.rollout.weight_sync import buckets
+    pack = shared_memory.pack
 
-    appear = buckets._appear
+    def corrupt(bucket: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+        changed = {name: tensor.clone() for name, tensor in bucket.items()}
+        changed["model.norm.weight"][7] *= 1.01
+        pack(changed, buffer)
 
-    def corrupt(folder: Path, name: str, write: Any) -> None:
-        def write_and_change(path: Path) -> None:
-            write(path)
-            if name.startswith("bucket_00000"):
-                weights = load_file(path)
-                weights["model.norm.weight"][7] *= 1.01
-                save_file(weights, path)
-
-        appear(folder, name, write_and_change)
-
-    monkeypatch.setattr(buckets, "_appear", corrupt)
+    monkeypatch.setattr(shared_memory, "pack", corrupt)
     with pytest.raises(TrainingHalted, match=r"1 of \d+ tensors differ.*\n  model.norm.weight: sent"):
-        server.update_weights(model, 6)
+        server.update_weights(ModuleWeights(model), 6)
     monkeypatch.undo()
-    server.update_weights(model, 7)
+    server.update_weights(ModuleWeights(model), 7)
 
 
 def test_no_weights_stay_in_shared_memory(server: Any) -> None:
@@ -164,7 +180,7 @@ def test_a_dead_server_is_said_with_its_log_and_leaves_nothing(server: Any, mode
     with pytest.raises(RolloutError, match="server (ended with status -9|did not answer|broke off)"):
         list(server.generate([Request("a", [5], SamplingParams(max_tokens=100, ignore_eos=True))]))
     with pytest.raises(RolloutError):
-        server.update_weights(model, 1)
+        server.update_weights(ModuleWeights(model), 1)
     server.close()
     assert not processes_of(server.process.pid), "closing waits for all of them"
 
@@ -203,7 +219,7 @@ def test_two_tensor_parallel_workers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = small_model(num_key_value_heads=2)
-    with caplog.at_level(logging.INFO, "verl.rollout.vllm.sending"):
+    with caplog.at_level(logging.INFO, "verl.rollout.vllm.base"):
         engine = build_rollout("vllm", model, None, rollout_section(tensor_model_parallel_size=2))
     try:
         # The embeddings, of which each worker has a part, and five norms; linear weights are packed on CPUs.
@@ -211,7 +227,7 @@ def test_two_tensor_parallel_workers(
         assert not engine.by_reference
         agree(engine, model, reference, temperature=1.0)
         shake(model)
-        engine.update_weights(model, 2)
+        engine.update_weights(ModuleWeights(model), 2)
         agree(engine, model, reference, temperature=1.0)
     finally:
         engine.close()

@@ -15,6 +15,7 @@ import torch
 
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
+from verl.rollout.source import ModuleWeights
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=40), pytest.mark.timeout(900)]
@@ -117,7 +118,7 @@ def test_an_adapter_is_used_and_replaced(adapted: Adapted, reference: Callable[.
             for name, weight in model.named_parameters():
                 if "lora_" in name:
                     weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
-        engine.update_weights(model, version)
+        engine.update_weights(ModuleWeights(model), version)
         (response,) = engine.generate([request])
         assert response.policy_version == version
         assert response.log_probs == pytest.approx(reference(model, [5, 9, 33], response.token_ids), abs=5e-4)

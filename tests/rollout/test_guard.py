@@ -20,7 +20,8 @@ from verl.observe import life
 from verl.rollout import build_rollout, register_rollout
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.weight_sync import processes, stale_files
-from verl.rollout.weight_sync.server_watchdog import Guard
+from verl.rollout.weight_sync.receive import ReceivedWeights
+from verl.rollout.weight_sync.server_watchdog import ServerWatchdog
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 
@@ -48,7 +49,7 @@ class Child:
     def describe(self) -> str:
         return "it sleeps"
 
-    def last_lines(self) -> str:
+    def log_tail(self) -> str:
         return "\nlast line"
 
     def kill(self) -> None:
@@ -65,51 +66,51 @@ def child() -> Iterator[Child]:
 
 
 def looked_at(child: Child) -> None:
-    """Until the guard has looked from now on, and is done with it."""
+    """Until the watchdog has looked from now on, and is done with it."""
     seen = child.checks
     while child.checks < seen + 2:
         time.sleep(0.01)
 
 
 def test_silence_ends_the_wait_and_the_engine_and_every_later_wait(child: Child) -> None:
-    guard = Guard(child, 0.5)
+    watchdog = ServerWatchdog(child, 0.5)
     with pytest.raises(
-        EngineLost, match=r"(?s)0.5 s \(trainer.watchdog_s\).*waited for it in the hand-over.*last line"
+        EngineLost, match=r"(?s)0.5 s \(trainer.watchdog_s\).*waited for it in the weight sync.*last line"
     ):
-        guard.ask("the hand-over", threading.Event().wait)
-    assert child.killed and guard.lost
-    with pytest.raises(EngineLost, match="the hand-over"):
-        guard.ask("anything else", threading.Event().wait)
+        watchdog.call("the weight sync", threading.Event().wait)
+    assert child.killed and watchdog.lost
+    with pytest.raises(EngineLost, match="the weight sync"):
+        watchdog.call("anything else", threading.Event().wait)
 
 
 def test_an_engine_that_dies_releases_whoever_waits(child: Child) -> None:
-    guard = Guard(child, 1000)
+    watchdog = ServerWatchdog(child, 1000)
     threading.Thread(target=child.process.kill).start()
     with pytest.raises(EngineLost, match="ended with -9"):
-        guard.ask("generate", threading.Event().wait)
+        watchdog.call("generate", threading.Event().wait)
 
 
 def test_a_slow_engine_that_gives_signs_is_waited_for(child: Child) -> None:
     """Four times the limit, with a sign in every part of it and a look between them."""
     now = 0.0
-    guard, beats = Guard(child, 600, lambda: now), life.beats()
+    watchdog, beats = ServerWatchdog(child, 600, lambda: now), life.beats()
 
     def slowly() -> str:
         nonlocal now
         for _ in range(4):
             now += 590
             looked_at(child)
-            guard.sign()
+            watchdog.beat()
         return "done"
 
-    assert guard.ask("generate", slowly) == "done"
+    assert watchdog.call("generate", slowly) == "done"
     assert not child.killed and life.beats() >= beats + 4, "whoever watches this process sees it move"
 
 
 def test_time_spent_on_this_side_is_not_the_engines_silence(child: Child) -> None:
     now, made = 0.0, threading.Event()
     taken: list[int] = []
-    guard = Guard(child, 600, lambda: now)
+    watchdog = ServerWatchdog(child, 600, lambda: now)
 
     def make() -> Iterator[int]:
         nonlocal now
@@ -119,11 +120,11 @@ def test_time_spent_on_this_side_is_not_the_engines_silence(child: Child) -> Non
         made.set()
 
     def trainer() -> None:
-        taken.extend(guard.while_taken(make()))
+        taken.extend(watchdog.while_taken(make()))
 
     thread = threading.Thread(target=trainer)
     thread.start()
-    assert guard.ask("the hand-over", made.wait)
+    assert watchdog.call("the weight sync", made.wait)
     thread.join()
     assert taken == [1] and not child.killed
 
@@ -132,11 +133,11 @@ def test_an_answer_that_is_an_error_is_given_on(child: Child) -> None:
     def fail() -> None:
         raise ValueError("the reason")
 
-    guard = Guard(child, 100)
+    watchdog = ServerWatchdog(child, 100)
     with pytest.raises(ValueError, match="the reason"):
-        guard.ask("generate", fail)
-    assert guard.ask("generate", lambda: 5) == 5
-    guard.close()
+        watchdog.call("generate", fail)
+    assert watchdog.call("generate", lambda: 5) == 5
+    watchdog.close()
 
 
 def test_factories_are_given_the_watchdog_where_they_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +146,9 @@ def test_factories_are_given_the_watchdog_where_they_want_it(monkeypatch: pytest
     monkeypatch.setattr(room, "_registry", dict(room._registry))
     register_rollout("three")(lambda source, tokenizer, config: (source, tokenizer, config))  # type: ignore[arg-type,return-value]
     register_rollout("four")(lambda source, tokenizer, config, watchdog_s: watchdog_s)
-    assert build_rollout("three", 1, 2, 3, watchdog_s=7) == (1, 2, 3)
-    assert build_rollout("four", 1, 2, 3, watchdog_s=7) == 7
+    source = ReceivedWeights.__new__(ReceivedWeights)
+    assert build_rollout("three", source, 2, 3, watchdog_s=7) == (source, 2, 3)
+    assert build_rollout("four", source, 2, 3, watchdog_s=7) == 7
 
 
 # -- a server ---------------------------------------------------------------------------------------------------
@@ -170,27 +172,27 @@ def stop_when(engine: Any, reached: Callable[[], bool]) -> threading.Thread:
         while not reached():
             time.sleep(0.01)
         os.killpg(engine.process.pid, signal.SIGSTOP)
-        engine.guard.watchdog_s = 1.0
+        engine.watchdog.watchdog_s = 1.0
 
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
 
 
-@pytest.mark.parametrize("phase", ["generate", "the hand-over", "leaving"])
+@pytest.mark.parametrize("phase", ["generate", "the weight sync", "leaving"])
 @pytest.mark.slow(seconds=3)
 def test_a_stopped_server_is_noticed_killed_and_said(
     phase: str, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [Request(f"r{i}", [5, 9], LONG) for i in range(2)]
-    group, folder = server.process.pid, server.facts.folder
+    group, folder = server.process.pid, server.folder
     if phase == "generate":
         tokens = life.beats() + 20
         stopper = stop_when(server, lambda: life.beats() > tokens)
         with pytest.raises(EngineLost) as caught:
             list(server.generate(requests))
-        assert "2 of 2 samples are not answered" in str(caught.value)
-    elif phase == "the hand-over":
+        assert "2 samples are not answered" in str(caught.value)
+    elif phase == "the weight sync":
         stopper = stop_when(server, lambda: True)
         stopper.join()
         with pytest.raises(EngineLost) as caught:
@@ -215,10 +217,10 @@ def test_a_stopped_server_is_noticed_killed_and_said(
         with pytest.raises(EngineLost) as caught:
             answers.close()
     stopper.join()
-    assert "sglang's server gave no sign of life for 1 s (trainer.watchdog_s)" in str(caught.value)
-    assert f"process {group} (sglang.launch_server) is stopped" in str(caught.value)
+    assert "sglang's server made no progress for 1 s (trainer.watchdog_s)" in str(caught.value)
+    assert f"process {group} (sglang.launch_server) stopped" in str(caught.value)
     assert "trainer.resume_mode=auto" in str(caught.value)
-    assert not processes.members(group)
+    assert not processes.group_members(group)
     server.close()
     assert not folder.exists()
 
@@ -284,9 +286,8 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
 
 
 def test_a_process_that_took_the_number_of_a_dead_one_is_not_its_owner() -> None:
-    me = processes.look(os.getpid())
-    assert me is not None and processes.is_alive(me.pid, me.started)
-    assert not processes.is_alive(me.pid, me.started - 1)
+    started = processes.start_time(os.getpid())
+    assert processes.is_alive(os.getpid(), started) and not processes.is_alive(os.getpid(), started - 1)
 
 
 def test_where_temporary_files_have_a_long_way_a_socket_still_has_room(
@@ -311,12 +312,12 @@ def test_where_temporary_files_have_a_long_way_a_socket_still_has_room(
 
 LINE = """
 import subprocess, sys
-from processes import between
+from processes import ancestors_up_to
 host, generation = int(sys.argv[1]), int(sys.argv[2])
 if generation:
     command = [sys.executable, sys.argv[0], str(host), str(generation - 1)]
     raise SystemExit(subprocess.run(command).returncode)
-print(*(process.pid for process in between(host)), flush=True)
+print(*(process.pid for process in ancestors_up_to(host)), flush=True)
 """
 
 

@@ -1,4 +1,4 @@
-"""Weights on their way: buckets through shared memory, fingerprints, the probe, tied matrices."""
+"""Weight sync: buckets through shared memory, fingerprints, the probe, tied matrices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import logging
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,20 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RolloutError, TrainingHalted
+from verl.models.weight_source import WeightSource
+from verl.rollout.source import ModuleWeights
+from verl.rollout.vllm.base import check_report
 from verl.rollout.vllm.loaded_weights import HeldCheck
-from verl.rollout.vllm.sending import check_report
-from verl.rollout.weight_sync import (
-    Manifest,
-    ProbeCheck,
-    compare,
-    fingerprint,
-    probe_request,
-    trainer_log_probs,
-)
-from verl.rollout.weight_sync.buckets import cut, read_buckets, shared_folder, write_buckets
-from verl.rollout.weight_sync.probe import measure
-from verl.rollout.weight_sync.stale_files import remove
-from verl.rollout.weight_sync.weights import TiedHead, base_weights, tied_head, weights_of, with_tied_head
+from verl.rollout.weight_sync.buckets import split_buckets
+from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
+from verl.rollout.weight_sync.probe import ProbeCheck, measure, probe_request
+from verl.rollout.weight_sync.shared_memory import SharedMemorySender, receive_tensors
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
@@ -74,64 +67,97 @@ def some_weights() -> list[tuple[str, torch.Tensor]]:
 
 def test_buckets_keep_to_their_size_and_lose_nothing() -> None:
     pairs = some_weights()
-    buckets = list(cut(pairs, 4000))
+    buckets = list(split_buckets(pairs, 4000))
     assert [name for bucket in buckets for name in bucket] == [name for name, _ in pairs]
     for bucket in buckets:
         size = sum(t.numel() * t.element_size() for t in bucket.values())
         assert size <= 4000 or len(bucket) == 1
 
 
-@pytest.mark.parametrize("readers", [1, 3])
-def test_every_reader_gets_every_weight_and_nothing_stays_behind(readers: int) -> None:
-    folder, most = shared_folder(), 0
-    sent, manifests = Manifest(), [Manifest() for _ in range(readers)]
+@pytest.mark.parametrize("receivers", [1, 3])
+def test_every_receiver_gets_every_weight_and_nothing_stays_behind(receivers: int) -> None:
+    sent, most = Manifest(), 0
+    received: list[dict[str, torch.Tensor]] = [{} for _ in range(receivers)]
 
-    def read(number: int) -> None:
+    def receive(number: int, sender: SharedMemorySender) -> None:
         nonlocal most
-        for _ in manifests[number].watch(read_buckets(folder, number, 20)):
-            most = max(most, len(list(folder.glob("bucket_*.safetensors"))))
+        for name, tensor in receive_tensors(sender.address, 300):
+            received[number][name] = tensor  # kept, as vLLM keeps the tensors of a layer until it is complete
+            most = max(most, len(list(sender.folder.glob("bucket*"))))
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(readers)]
-    for thread in threads:
-        thread.start()
-    count = write_buckets(sent.watch(some_weights()), folder, readers, timeout_s=300, limit=1000)
-    for thread in threads:
-        thread.join()
-    assert count > 3 and most <= 2, "no more than two buckets are alive"
-    for received in manifests:
-        compare(sent, received, 0, "test")
-    assert not list(folder.glob("bucket_*.safetensors"))
-    remove(folder)
-    assert not folder.exists()
-
-
-def test_a_side_that_does_not_come_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match="the trainer waited for the engine's workers to take bucket 0"):
-        write_buckets(some_weights(), tmp_path, 1, timeout_s=0.05, limit=1000)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(RolloutError, match="worker 2 waited for bucket 0 .* which the trainer did not write"):
-        list(read_buckets(tmp_path / "empty", 2, 0.05))
+    with SharedMemorySender(receivers, 300) as sender:
+        threads = [threading.Thread(target=receive, args=(i, sender)) for i in range(receivers)]
+        for thread in threads:
+            thread.start()
+        sender.send(sent.watch(some_weights()), limit=1000)
+        for thread in threads:
+            thread.join()
+    assert most == 1, "no more than one bucket is in shared memory"
+    for tensors in received:
+        manifest = Manifest()
+        list(manifest.watch(tensors.items()))
+        compare(sent, manifest, 0, "test")
+    assert not sender.folder.exists()
 
 
-def test_a_failure_of_the_reader_ends_the_writer_at_once(tmp_path: Path) -> None:
+def test_a_side_that_does_not_come_is_named() -> None:
+    with SharedMemorySender(1, 0.3) as sender:
+        with pytest.raises(RolloutError, match="waited 0.3 s for the engine's workers to connect"):
+            sender.send(some_weights())
+        with pytest.raises(RolloutError, match="the trainer sent no weights for 0.2 s"):
+            list(receive_tensors(sender.address, 0.2))
+
+
+def test_a_failure_of_either_side_ends_the_other_at_once() -> None:
     def dead() -> None:
         raise RolloutError("the engine died")
 
-    with pytest.raises(RolloutError, match="the engine died"):
-        write_buckets(some_weights(), tmp_path, 1, timeout_s=600, check=dead, limit=1000)
+    with SharedMemorySender(1, 600, dead) as sender, pytest.raises(RolloutError, match="the engine died"):
+        sender.send(some_weights())
+    broken: list[RolloutError] = []
+
+    def receive() -> None:
+        try:
+            list(receive_tensors(sender.address, 600))
+        except RolloutError as error:
+            broken.append(error)
+
+    def failing() -> Any:
+        yield from some_weights()[:2]
+        raise ValueError("no more weights")
+
+    thread = threading.Thread(target=receive)
+    with pytest.raises(ValueError, match="no more weights"), SharedMemorySender(1, 600) as sender:
+        thread.start()
+        sender.send(failing(), limit=1)
+    thread.join()
+    assert "broke off the weight sync" in str(broken[0])
+
+    def leave() -> None:
+        next(iter(receive_tensors(sender.address, 600)))
+
+    thread = threading.Thread(target=leave)
+    with pytest.raises(ConnectionError), SharedMemorySender(1, 600) as sender:
+        thread.start()
+        sender.send(some_weights(), limit=1)
+    thread.join()
+
+
+def test_shared_memory_without_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*about: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with SharedMemorySender(1, 300) as sender:
+        monkeypatch.setattr(sender, "_accept", list)
+        with pytest.raises(RolloutError, match="has no room for a bucket .* --shm-size"):
+            sender.send(some_weights())
 
 
 def test_a_tied_output_matrix_is_always_sent(tiny: Callable[..., Any]) -> None:
     model = tiny("llama_tied")
-    tied = tied_head(model)
-    assert tied == TiedHead("model.embed_tokens.weight", "lm_head.weight")
-    assert tied_head(tiny("llama")) is None
-    without = [(n, t) for n, t in weights_of(model) if n != "lm_head.weight"]
-    sent = dict(with_tied_head(without, tied))
-    assert torch.equal(sent["lm_head.weight"], model.model.embed_tokens.weight)
-    assert [n for n, _ in with_tied_head(weights_of(model), tied)].count("lm_head.weight") == 1
-    with pytest.raises(RolloutError, match="neither lm_head.weight nor"):
-        list(with_tied_head([("x", torch.ones(1))], tied))
+    names = [name for name, _ in ModuleWeights(model).named_tensors()]
+    assert names.count("lm_head.weight") == names.count("model.embed_tokens.weight") == 1
 
 
 def test_base_weights_leave_adapters_out_and_merged_ones_take_them_in(tiny: Callable[..., Any]) -> None:
@@ -144,7 +170,8 @@ def test_base_weights_leave_adapters_out_and_merged_ones_take_them_in(tiny: Call
             if "lora_B" in name:
                 weight.fill_(0.1)
     expected = plain.state_dict()
-    base, merged = dict(base_weights(model)), dict(weights_of(model))
+    source = ModuleWeights(model)
+    base, merged = dict(source.base_tensors()), dict(source.named_tensors())
     assert set(base) == set(merged) == set(expected)
     assert all(torch.equal(base[name], expected[name]) for name in expected)
     different = {name for name in expected if not torch.equal(merged[name], expected[name])}
@@ -164,8 +191,7 @@ def test_the_probe_compares_with_the_trainers_log_probs(tiny: Callable[..., Any]
         [float(found[i, len(prompt) - 1 + place, token]) for place, token in enumerate(row)]
         for i, row in enumerate(tokens)
     ]
-    ours = trainer_log_probs(model, prompt, tokens)
-    assert ours is not None
+    ours = ModuleWeights(model).log_probs(prompt, tokens)
     assert ours.exact is not None
     for rows in (ours.log_probs, ours.exact):
         assert rows[0] == pytest.approx(expected[0], abs=1e-5) and rows[1] == pytest.approx(
@@ -178,7 +204,6 @@ def test_the_probe_compares_with_the_trainers_log_probs(tiny: Callable[..., Any]
     ):
         ProbeCheck("test", "float32").add(4, wrong, ours)
     ProbeCheck("test", "bfloat16").add(4, wrong, ours)
-    assert trainer_log_probs([("w", torch.ones(1))], prompt, tokens) is None
 
 
 def training_engine(model: Any) -> Any:
@@ -188,16 +213,21 @@ def training_engine(model: Any) -> Any:
     return build_engine("actor", ModelConfig(), ActorConfig(), model=model, device="cpu", total_steps=1)
 
 
+def trained_weights(model: Any) -> WeightSource:
+    weights: WeightSource = training_engine(model).weights()
+    return weights
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("trainer", [training_engine, lambda model: model])
+@pytest.mark.parametrize("weights", [trained_weights, ModuleWeights])
 def test_the_noise_is_what_rounding_to_bfloat16_changes(
-    tiny: Callable[..., Any], trainer: Callable[[Any], Any]
+    tiny: Callable[..., Any], weights: Callable[[Any], WeightSource]
 ) -> None:
     """And not what a batch of another shape changes, which is nothing with the kernels for packs on a GPU."""
     model = tiny("llama").bfloat16()
     exact = copy.deepcopy(model).float()
     prompt, tokens = list(probe_request(97, None).prompt_ids), [[3, 50, 9], [7, 7, 80]]
-    rounded, expected = (trainer_log_probs(trainer(each), prompt, tokens) for each in (model, exact))
+    rounded, expected = (weights(each).log_probs(prompt, tokens) for each in (model, exact))
     assert rounded is not None and expected is not None and rounded.exact is not None
     for row, known in zip(rounded.exact, expected.log_probs, strict=True):
         assert row == pytest.approx(known, abs=1e-5)
@@ -222,7 +252,7 @@ def test_a_model_that_refuses_float32_is_probed_without_noise(
     engine.model.model.layers[1].mlp.register_forward_pre_hook(refuse)
     prompt, tokens = list(probe_request(97, None).prompt_ids), [[3, 50, 9], [7, 7, 80]]
     with caplog.at_level(logging.WARNING):
-        first, second = (trainer_log_probs(engine, prompt, tokens) for _ in range(2))
+        first, second = (engine.weights().log_probs(prompt, tokens) for _ in range(2))
     assert first is not None and first == second and first.exact is None
     assert len(refused) == len(caplog.records) == 1, "tried once"
     assert "rounding noise of log-probs cannot be measured in float32: expected bfloat16" in caplog.text

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from verl.errors import TrainingHalted
+from verl.models.weight_source import SourceLogProbs
+from verl.rollout.source import ModuleWeights
 from verl.rollout.weight_sync.probe import (
     BASELINE,
     FLOAT32_GAP,
     IN_A_ROW,
     Probe,
     ProbeCheck,
-    SourceLogProbs,
     judge,
     measure,
     probe_request,
-    trainer_log_probs,
     worst,
 )
 
@@ -208,8 +208,7 @@ def test_right_and_stale_weights_of_a_bfloat16_model(tiny: Callable[..., Any]) -
     for version in range(6):
         learn()
         tokens = rows()
-        ours = trainer_log_probs(trainer, prompt, tokens)
-        assert ours is not None
+        ours = ModuleWeights(trainer).log_probs(prompt, tokens)
         check.add(version, elsewhere(trainer, prompt, tokens), ours)
     assert not any(probe.stands_out for probe in check.history)
 
@@ -224,6 +223,5 @@ def test_right_and_stale_weights_of_a_bfloat16_model(tiny: Callable[..., Any]) -
                     if name != "lm_head.weight":
                         weight.copy_(current[name])
             tokens = rows()
-            ours = trainer_log_probs(trainer, prompt, tokens)
-            assert ours is not None
+            ours = ModuleWeights(trainer).log_probs(prompt, tokens)
             check.add(version, elsewhere(stale, prompt, tokens), ours)

@@ -15,12 +15,14 @@ import torch
 
 from verl.config.schema import RolloutConfig
 from verl.errors import ConfigError, MissingPackage, RolloutError, TrainingHalted
+from verl.models.weight_source import NamedTensors, Names, SourceLogProbs
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
+from verl.rollout.model_info import model_info
 from verl.rollout.sglang import require_sglang, server_arguments
-from verl.rollout.vllm.settings import read_model
+from verl.rollout.source import ModuleWeights
 from verl.rollout.weight_sync.fingerprint import Manifest
-from verl.rollout.weight_sync.received import ReceivedWeights
+from verl.rollout.weight_sync.receive import ReceivedWeights
 from verl.rollout.weight_sync.tp_followers import TPFollower
 
 FAKE = Path(__file__).parent / "fake_sglang"
@@ -86,7 +88,7 @@ def test_new_weights_reach_the_server(engine: Any, model: Any) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
-    engine.update_weights(model, 4)
+    engine.update_weights(ModuleWeights(model), 4)
     (response,) = engine.generate([Request("a", [5, 9], SamplingParams(max_tokens=6))])
     assert response.policy_version == 4
     assert response.log_probs == pytest.approx(log_probs(model, [5, 9], response.token_ids, 1.0), abs=1e-4)
@@ -98,9 +100,10 @@ def test_new_weights_reach_the_server(engine: Any, model: Any) -> None:
 
 def test_weights_from_another_process_reach_the_server(engine: Any, model: Any) -> None:
     """What arrives is what the server gets; log-probs are compared by whoever also has the trainer."""
-    source = ReceivedWeights(read_model(model, None))
+    source = ReceivedWeights(model_info(ModuleWeights(model), None))
     shifted = {name: tensor + 0.05 for name, tensor in model.state_dict().items()}
-    source.link = SimpleNamespace(receive=lambda: iter(shifted.items()))  # type: ignore[assignment]
+    source.broadcast = SimpleNamespace(receive=lambda: iter(shifted.items()))  # type: ignore[assignment]
+    source.expect(5)
     engine.update_weights(source, 5)
     sent = Manifest()
     list(sent.watch(shifted.items()))
@@ -110,31 +113,24 @@ def test_weights_from_another_process_reach_the_server(engine: Any, model: Any) 
     there = copy.deepcopy(model)
     there.load_state_dict(shifted)
     assert response.log_probs == pytest.approx(log_probs(there, [5, 9], response.token_ids, 1.0), abs=1e-4)
-    engine.update_weights(model, 6)
+    engine.update_weights(ModuleWeights(model), 6)
 
 
-class Noting:
-    """A trainer that notes what is asked of it: on several ranks each of these is a collective."""
+class Noting(ModuleWeights):
+    """Notes what is asked of it: on several ranks each of these is a collective."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self.asked = model, []
-        self.model = model
+        super().__init__(model)
+        self.asked: list[str] = []
 
-    def export_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._model.state_dict().items():
+    def named_tensors(self, names: Names = "hf") -> NamedTensors:
+        for name, tensor in super().named_tensors(names):
             self.asked.append(name)
             yield name, tensor
 
-    def log_probs(self, batch: Any, temperature: float) -> dict[str, torch.Tensor]:
+    def log_probs(self, prompt_ids: Any, responses: Any) -> SourceLogProbs:
         self.asked.append("log-probs")
-        tokens, found = batch.batch["response_mask"].shape[1], []
-        for row, seen in zip(batch.batch["input_ids"], batch.batch["attention_mask"], strict=True):
-            ids = row[seen.bool()].tolist()
-            found.append(log_probs(self._model, ids[:-tokens], ids[-tokens:], temperature))
-        return {"log_probs": torch.tensor(found)}
-
-    def float32_log_probs(self, batch: Any, temperature: float) -> torch.Tensor:
-        return self.log_probs(batch, temperature)["log_probs"]
+        return super().log_probs(prompt_ids, responses)
 
 
 def test_a_rank_that_shares_the_server_asks_the_trainer_for_what_its_host_asks(
@@ -187,7 +183,7 @@ def test_the_server_wants_its_key_and_listens_on_loopback(engine: Any) -> None:
     assert engine.client.call("GET", "/seen")["arguments"]["host"] == "127.0.0.1"
     with pytest.raises(RolloutError, match="401"):
         Client(engine.client.address, "sglang").call("GET", "/health")
-    assert (engine.facts.folder / "server.yaml").stat().st_mode & 0o077 == 0
+    assert (engine.folder / "server.yaml").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize(
@@ -206,7 +202,7 @@ def test_faults_of_a_hand_over_are_caught(
     try:
         with pytest.raises((TrainingHalted, RolloutError), match=message):
             engine = build_rollout("sglang", model, None, section())
-            engine.update_weights(tiny("llama_tied", seed=9), 1)
+            engine.update_weights(ModuleWeights(tiny("llama_tied", seed=9)), 1)
     finally:
         beside.delenv("FAKE_SGLANG_FAULT")
         if engine is not None:
@@ -221,10 +217,12 @@ def test_a_server_that_cannot_start_says_why(model: Any, beside: pytest.MonkeyPa
 
 
 def test_versions_and_arguments(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import verl.rollout.sglang as adapter
+    import verl.rollout.vllm.version as adapter
 
-    facts = replace(read_model(model, None), device="cuda", dtype="bfloat16")
-    given = server_arguments(section(gpu_memory_utilization=0.4, dtype="fp8", enforce_eager=True), facts)
+    info = replace(model_info(ModuleWeights(model), None), device="cuda", dtype="bfloat16")
+    given = server_arguments(
+        section(gpu_memory_utilization=0.4, dtype="fp8", enforce_eager=True), info, Path("/model")
+    )
     expected = {
         "quantization": "fp8",
         "mem_fraction_static": 0.4,
@@ -237,8 +235,8 @@ def test_versions_and_arguments(model: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert {key: given[key] for key in expected} == expected
     bad = section()
     bad.engine_kwargs.sglang = {"port": 1}
-    with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.port is decided by verl"):
-        server_arguments(bad, facts)
+    with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.port is set by verl"):
+        server_arguments(bad, info, Path("/model"))
     monkeypatch.setattr(adapter.metadata, "version", lambda name: "0.4.9")
     with pytest.raises(ConfigError, match=r"SGLang 0.4.9 is installed, .* works with >=0.5,<0.6"):
         require_sglang()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.rollout import Request, SamplingParams
-from verl.rollout.external_engine import ExternalRollout, Sample
+from verl.rollout.external_engine import Sample
 from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.requests import Stopper
 
@@ -154,47 +154,30 @@ class CountingList(list):
         return super().__iter__()
 
 
-class Engine(ExternalRollout):
-    """An engine with a copy of the weights, without the engine."""
-
-    name = "none"
-
-    def _run(self, samples: list[Sample]) -> Any:
-        raise NotImplementedError
-
-    def _take_weights(self, new_source: bool) -> None:
-        pass
-
-    def _forget_prefixes(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("partial", [(), ([1, 2, 3],)])
 def test_a_copying_engine_takes_tokens_without_copying_the_response(partial: Any) -> None:
-    engine = Engine(None, None, vocab_size=99, eos_ids=frozenset({7}), max_length=None, precision="float32")
+    stopper = Stopper(None, frozenset({7}))
     sample = Sample(Request("a", [5], SamplingParams(max_tokens=600), partial=partial), 0)
     sample.response_ids = CountingList(sample.response_ids)
     CountingList.copied = 0
     for _ in range(500):
-        assert engine.accept(sample, [5], [-1.0]) is None
+        assert sample.append([5], [-1.0], stopper) is None
     assert CountingList.copied == 0
-    assert engine.accept(sample, [5, 6, 7, 8, 9], [-1.0, -2.0, -3.0, -4.0, -5.0]) == "stop"
-    response = sample.response("stop", 3)
+    assert sample.append([5, 6, 7, 8, 9], [-1.0, -2.0, -3.0, -4.0, -5.0], stopper) == "stop"
+    response = sample.response("stop")
     assert response.token_ids == [5] * 501 + [6, 7]
     assert response.log_probs == [-1.0] * 501 + [-2.0, -3.0]
 
 
 def test_resumed_tokens_count_for_length_and_stop_strings() -> None:
-    engine = Engine(
-        None, Bytes(), vocab_size=99, eos_ids=frozenset({EOS}), max_length=None, precision="float32"
-    )
+    stopper = Stopper(Bytes(), frozenset({EOS}))
     end = PIECES.index("E"), PIECES.index("N")
     stopped = SamplingParams(max_tokens=9, stop=("Eab",))
     sample = Sample(Request("a", [0], stopped, partial=([end[1], end[0]],)), 0)
-    assert engine.accept(sample, [0, 1, 1], [-1.0, -1.0, -1.0]) == "stop"
+    assert sample.append([0, 1, 1], [-1.0, -1.0, -1.0], stopper) == "stop"
     assert sample.token_ids == [0, 1]
     sample = Sample(Request("a", [0], SamplingParams(max_tokens=3), partial=([4, 4],)), 0)
-    assert engine.accept(sample, [0, 1], [-1.0, -1.0]) == "length"
+    assert sample.append([0, 1], [-1.0, -1.0], stopper) == "length"
     assert sample.token_ids == [0]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +13,23 @@ import pytest
 from verl.config.schema import RolloutConfig
 from verl.errors import ConfigError, MissingPackage
 from verl.rollout.base import SamplingParams
+from verl.rollout.model_info import ModelInfo, model_info
+from verl.rollout.source import ModuleWeights
 from verl.rollout.vllm import version
-from verl.rollout.vllm.process import SOCKET_FOLDER, sockets_in
+from verl.rollout.vllm.process import environment
 from verl.rollout.vllm.settings import (
     engine_arguments,
     log_probs_mode,
-    own_devices,
-    per_request_seed,
-    read_model,
     sampling_arguments,
+    server_devices,
     set_environment,
 )
+
+FOLDER = Path("/model")
+
+
+def info_of(model: Any) -> ModelInfo:
+    return model_info(ModuleWeights(model), None)
 
 
 def section(**changes: Any) -> RolloutConfig:
@@ -38,35 +44,30 @@ def test_versions_outside_the_range_get_one_line(monkeypatch: pytest.MonkeyPatch
         assert version.supported(good)
     for bad in ("0.23.9", "0.33.0", "1.0", "unknown", "0.3.2"):
         assert not version.supported(bad)
-    monkeypatch.setattr(version, "installed_version", lambda: "0.11.0")
+    monkeypatch.setattr(version, "installed_version", lambda packages: "0.11.0")
     monkeypatch.setattr(version.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"vLLM 0.11.0 is installed, .* works with >=0.24,<0.33"):
         version.require_vllm()
-    monkeypatch.setattr(version, "installed_version", lambda: "0.30.0")
+    monkeypatch.setattr(version, "installed_version", lambda packages: "0.30.0")
     assert version.require_vllm() == "0.30.0"
-    monkeypatch.setattr(version, "installed_version", lambda: None)
+    monkeypatch.setattr(version, "installed_version", lambda packages: None)
     with pytest.raises(MissingPackage, match=r"pip install 'vllm>="):
         version.require_vllm()
 
 
 def test_the_model_is_described_without_its_weights(tiny: Callable[..., Any]) -> None:
-    facts = read_model(tiny("qwen2"), None)
-    assert not facts.folder.exists(), "nothing is written before the settings are checked"
-    facts.write()
-    files = [path.name for path in facts.folder.iterdir()]
-    content = json.loads((facts.folder / "config.json").read_text())
-    assert files == ["config.json"] and facts.folder.stat().st_mode & 0o077 == 0
-    shutil.rmtree(facts.folder)
+    info = info_of(tiny("qwen2"))
+    content = json.loads(info.config_json)
     assert content["architectures"] == ["Qwen2ForCausalLM"] and content["hidden_size"] == 32
-    assert (facts.vocab_size, facts.eos_ids, facts.dtype, facts.device) == (97, {2}, "float32", "cpu")
-    assert facts.tied is None and facts.lora_rank == 0 and facts.max_positions == 512
+    assert (info.vocab_size, info.eos_ids, info.dtype, info.device) == (97, {2}, "float32", "cpu")
+    assert info.lora_rank == 0 and info.max_positions == 512
 
 
 def test_keys_become_arguments(tiny: Callable[..., Any]) -> None:
-    facts = read_model(tiny("llama"), None)
+    info = info_of(tiny("llama"))
     config = section(max_num_seqs=7, max_model_len=99, tensor_model_parallel_size=2, seed=5)
     config.engine_kwargs.vllm = {"disable_cascade_attn": True, "max_num_batched_tokens": 300}
-    arguments = engine_arguments(config, facts)
+    arguments = engine_arguments(config, info, FOLDER)
     expected = {
         "max_num_seqs": 7,
         "max_model_len": 99,
@@ -80,31 +81,31 @@ def test_keys_become_arguments(tiny: Callable[..., Any]) -> None:
     }
     assert {key: arguments[key] for key in expected} == expected
     assert "gpu_memory_utilization" not in arguments and "enable_lora" not in arguments
-    assert engine_arguments(section(), facts)["max_num_batched_tokens"] == 8192
-    assert engine_arguments(section(max_num_batched_tokens=8), facts)["max_num_batched_tokens"] == 1024
+    assert engine_arguments(section(), info, FOLDER)["max_num_batched_tokens"] == 8192
+    assert engine_arguments(section(max_num_batched_tokens=8), info, FOLDER)["max_num_batched_tokens"] == 1024
 
 
 def test_keys_for_a_gpu(tiny: Callable[..., Any]) -> None:
     from dataclasses import replace
 
-    facts = replace(read_model(tiny("llama"), None), device="cuda", dtype="bfloat16", lora_rank=24)
-    arguments = engine_arguments(section(gpu_memory_utilization=0.4, enforce_eager=False), facts)
+    info = replace(info_of(tiny("llama")), device="cuda", dtype="bfloat16", lora_rank=24)
+    arguments = engine_arguments(section(gpu_memory_utilization=0.4, enforce_eager=False), info, FOLDER)
     assert arguments["gpu_memory_utilization"] == 0.4 and arguments["enable_sleep_mode"] is True
     assert arguments["enforce_eager"] is False and arguments["dtype"] == "bfloat16"
     assert arguments["max_lora_rank"] == 32 and arguments["enable_lora"] is True
     assert "quantization" not in arguments
-    fp8 = engine_arguments(section(dtype="fp8", free_cache_engine=False), facts)
+    fp8 = engine_arguments(section(dtype="fp8", free_cache_engine=False), info, FOLDER)
     assert fp8["quantization"] == "fp8" and fp8["dtype"] == "bfloat16" and fp8["enable_sleep_mode"] is False
-    assert engine_arguments(section(dtype="float16"), facts)["dtype"] == "float16"
+    assert engine_arguments(section(dtype="float16"), info, FOLDER)["dtype"] == "float16"
     with pytest.raises(ConfigError, match="lora_rank is 1024"):
-        engine_arguments(section(), replace(facts, lora_rank=1024))
+        engine_arguments(section(), replace(info, lora_rank=1024), FOLDER)
 
 
 def test_what_the_hand_over_stands_on_cannot_be_overridden(tiny: Callable[..., Any]) -> None:
     config = section()
     config.engine_kwargs.vllm = {"load_format": "auto"}
-    with pytest.raises(ConfigError, match=r"engine_kwargs.vllm.load_format is decided by verl"):
-        engine_arguments(config, read_model(tiny("llama"), None))
+    with pytest.raises(ConfigError, match=r"engine_kwargs.vllm.load_format is set by verl"):
+        engine_arguments(config, info_of(tiny("llama")), FOLDER)
 
 
 def test_log_probs_in_our_convention_or_an_error() -> None:
@@ -124,9 +125,7 @@ def test_end_tokens_are_stop_tokens_unless_ignored() -> None:
     assert sampling_arguments(ignoring, frozenset({2}), 0, 0)["stop_token_ids"] == [9]
 
 
-def test_samples_have_seeds_of_their_own_unless_the_key_says_otherwise() -> None:
-    assert per_request_seed(None) and per_request_seed(section())
-    assert not per_request_seed(section(per_request_seed=False))
+def test_samples_may_have_no_seed() -> None:
     assert sampling_arguments(SamplingParams(), frozenset(), None, 0)["seed"] is None
 
 
@@ -135,14 +134,14 @@ def test_a_server_with_gpus_of_its_own_sees_those_after_the_trainers(
 ) -> None:
     from dataclasses import replace
 
-    facts = read_model(tiny("llama"), None)
-    assert own_devices(section(n_gpus_per_node=2), facts) == {}
-    gpu = replace(facts, device="cuda")
+    info = info_of(tiny("llama"))
+    assert server_devices(section(n_gpus_per_node=2), info) == {}
+    gpu = replace(info, device="cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
-    assert own_devices(section(), gpu) == {}
-    assert own_devices(section(n_gpus_per_node=2), gpu) == {"CUDA_VISIBLE_DEVICES": "5,7"}
+    assert server_devices(section(), gpu) == {}
+    assert server_devices(section(n_gpus_per_node=2), gpu) == {"CUDA_VISIBLE_DEVICES": "5,7"}
     with pytest.raises(ConfigError, match="torch sees 3 GPUs"):
-        own_devices(section(n_gpus_per_node=4), gpu)
+        server_devices(section(n_gpus_per_node=4), gpu)
 
 
 def test_flags_of_the_server() -> None:
@@ -183,12 +182,10 @@ def test_where_an_engine_runs_is_not_left_over_from_the_one_before(monkeypatch: 
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
-def test_sockets_are_put_elsewhere_only_while_an_engine_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     for before in (None, "/somewhere"):
-        environment = {} if before is None else {SOCKET_FOLDER: before}
-        monkeypatch.setattr("os.environ", environment)
-        with sockets_in(tmp_path):
-            assert environment[SOCKET_FOLDER] == str(tmp_path)
-        assert environment.get(SOCKET_FOLDER) == before
+        variables = {} if before is None else {"NAME": before}
+        monkeypatch.setattr("os.environ", variables)
+        with environment({"NAME": "/else"}):
+            assert variables["NAME"] == "/else"
+        assert variables.get("NAME") == before

@@ -258,9 +258,9 @@ def test_engines_over_two_gpus_are_half_as_many_processes(overrides):
 
 
 CORRUPT = """
-from verl.rollout.weight_sync.broadcast import Link
+from verl.rollout.weight_sync.broadcast import Broadcast
 
-_receive, _seen = Link.receive, 0
+_receive, _seen = Broadcast.receive, 0
 
 def receive(self):
     global _seen
@@ -270,7 +270,7 @@ def receive(self):
             tensor[3] *= 1.01
         yield name, tensor
 
-Link.receive = receive
+Broadcast.receive = receive
 """
 
 

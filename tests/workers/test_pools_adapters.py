@@ -20,15 +20,17 @@ from verl.config.load import load_ppo_config
 from verl.config.schema import RolloutConfig
 from verl.errors import TrainingHalted
 from verl.models.lora import add_lora, plain_name
+from verl.models.weight_source import Adapter
 from verl.rollout.base import Request, SamplingParams
+from verl.rollout.model_info import model_info
+from verl.rollout.source import ModuleWeights
+from verl.rollout.vllm.adapter import AdapterFolder, read_adapter, write_adapter
 from verl.rollout.vllm.engine import VLLMRollout
-from verl.rollout.vllm.settings import read_model
-from verl.rollout.weight_sync.adapters import adapter_weights, read_adapter, write_adapter
-from verl.rollout.weight_sync.broadcast import Link
+from verl.rollout.weight_sync import broadcast
+from verl.rollout.weight_sync.broadcast import Broadcast
 from verl.rollout.weight_sync.fingerprint import Manifest, compare
 from verl.rollout.weight_sync.probe import ProbeCheck
-from verl.rollout.weight_sync.received import ReceivedWeights
-from verl.rollout.weight_sync.weights import base_weights
+from verl.rollout.weight_sync.receive import ReceivedWeights
 from verl.workers.rank import RankSetup, RankWorker
 from verl.workers.rollout_rank import RolloutRank
 
@@ -74,18 +76,18 @@ class Pair:
 
     def __init__(self, cfg: Any, tokenizer: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 0
-        packed = Link._packed
+        pack = broadcast.pack
 
-        def counting(link: Link, bucket: dict[str, torch.Tensor]) -> torch.Tensor:
-            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in bucket.values())
-            return packed(link, bucket)
+        def counting(bucket: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+            self.bytes += sum(tensor.nbytes for tensor in bucket.values())
+            pack(bucket, buffer)
 
-        monkeypatch.setattr(Link, "_packed", counting)
+        monkeypatch.setattr(broadcast, "pack", counting)
         self.trainer, self.rollout = RankWorker(0, 1), RolloutRank(0)
         setup = RankSetup(cfg, tokenizer, training_steps=3, run_folder=folder)
         setup.store = self.trainer.do_open_store("127.0.0.1")
         self.trainer.do_build(setup)
-        self.rollout.do_build(replace(setup), self.trainer.do_model_facts(), self.trainer.do_adapter())
+        self.rollout.do_build(replace(setup), self.trainer.do_model_info(), self.trainer.do_adapter())
         at_once(lambda: self.trainer.do_link(2), lambda: self.rollout.do_link(2))
 
     @property
@@ -151,7 +153,7 @@ def test_only_the_adapter_crosses_after_the_first_time(pair: Any, name: str) -> 
     both = pair(f"actor_rollout_ref.rollout.name={name}")
     assert both.sync_weights(0) < 1e-4
     assert both.bytes == both.size(lambda name: True)
-    own = build_rollout(name, both.trainer.group.actor_engine, None, None)
+    own = build_rollout(name, both.trainer.group.actor_engine.weights(), None, None)
     before = {}
     for version in (1, 2):
         both.learn()
@@ -174,15 +176,15 @@ def test_one_changed_number_of_the_adapter_is_caught(pair: Any, monkeypatch: pyt
     both = pair("actor_rollout_ref.rollout.name=native")
     both.sync_weights(0)
     both.learn()
-    receive = Link.receive
+    receive = Broadcast.receive
 
-    def changed(link: Link) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in receive(link):
+    def changed(group: Broadcast) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in receive(group):
             if name.endswith("layers.1.mlp.up_proj.lora_B.default.weight"):
                 tensor[3, 2] *= 1.01
             yield name, tensor
 
-    monkeypatch.setattr(Link, "receive", changed)
+    monkeypatch.setattr(Broadcast, "receive", changed)
     with pytest.raises(TrainingHalted, match="policy version 1") as caught:
         both.sync_weights(1)
     text = str(caught.value)
@@ -227,14 +229,14 @@ def test_eight_bits_and_sglang_get_whole_weights(overrides: Any, monkeypatch: py
 class WithoutVLLM(VLLMRollout):
     """vLLM's adapter as it is, without vLLM behind it: notes what reaches it."""
 
-    def _start(self, arguments: dict[str, Any]) -> Any:
-        assert arguments["enable_lora"] and arguments["max_lora_rank"] == 8
+    def _launch(self) -> Any:
+        assert self.arguments["enable_lora"] and self.arguments["max_lora_rank"] == 8
         self.base: list[list[str]] = []
         self.loaded: list[Manifest] = []
         return MagicMock()
 
-    def _deliver(self, pairs: Any) -> list[str]:
-        self.base.append([name for name, _ in pairs])
+    def _deliver(self, tensors: Any) -> list[str]:
+        self.base.append([name for name, _ in tensors])
         return []
 
     def _load_adapter(self, name: str, number: int, folder: str) -> Any:
@@ -255,18 +257,23 @@ def test_vllm_gets_the_weights_once_and_every_adapter_as_an_adapter(
     adapted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verl.rollout.vllm.engine.set_environment", lambda **more: None)
-    monkeypatch.setattr("verl.rollout.vllm.engine.leave_process_group", lambda: None)
+    monkeypatch.setattr("verl.rollout.vllm.engine.destroy_process_groups", lambda: None)
     section = RolloutConfig(name="vllm", max_model_len=64)
-    source = ReceivedWeights(read_model(adapted, None), adapted.verl_lora_config)
-    engine: Any = WithoutVLLM(source, None, section)
+    weights = ModuleWeights(adapted)
+    source = ReceivedWeights(model_info(weights, None), adapted.verl_lora_config)
+    engine: Any = WithoutVLLM(source, None, section, watchdog_s=600)
     assert engine.base == [] and engine.loaded == [], "nothing has arrived"
-    base, adapter = dict(base_weights(adapted)), dict(adapter_weights(adapted))
-    source.link = MagicMock()
-    for version, weights in ((0, base), (1, {}), (2, {})):
-        source.link.receive = MagicMock(side_effect=[iter(weights.items()), iter(adapter.items())])
+    found = weights.adapter()
+    assert found is not None
+    base, adapter = dict(weights.base_tensors()), dict(found.named_tensors)
+    source.broadcast = MagicMock()
+    for version, parts in ((0, [base, adapter]), (1, [adapter]), (2, [adapter])):
+        source.broadcast.receive = MagicMock(side_effect=[iter(part.items()) for part in parts])
+        source.expect(version)
         engine.update_weights(source, version)
         expected = Manifest()
-        list(expected.watch([*weights.items(), *adapter.items()]))
+        for part in parts:
+            list(expected.watch(part.items()))
         assert source.received == expected
     assert engine.base == [list(base)]
     assert len(engine.loaded) == 3 and len(engine.loaded[0]) == len(adapter)
@@ -276,19 +283,22 @@ def test_vllm_gets_the_weights_once_and_every_adapter_as_an_adapter(
 def test_what_vllm_would_read_is_compared_with_what_was_taken(
     adapted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl.rollout.vllm import adapter
+    from verl.rollout.vllm import adapter as module
 
-    def damaged(pairs: Any, config: Any, folder: Path) -> None:
-        write_adapter([(name, tensor + (".layers.0." in name)) for name, tensor in pairs], config, folder)
+    def damaged(adapter: Adapter, folder: Path) -> None:
+        tensors = [(name, tensor + (".layers.0." in name)) for name, tensor in adapter.named_tensors]
+        write_adapter(Adapter(adapter.config, tensors), folder)
 
-    adapters = adapter.Adapters(lambda *about: about, lambda loaded: None)
-    adapters.take(adapted, 6)
-    assert adapters.current[:2] == ("policy-1", 1)
-    monkeypatch.setattr(adapter, "write_adapter", damaged)
+    folder, weights = AdapterFolder(), ModuleWeights(adapted)
+    found = weights.adapter()
+    assert found is not None and folder.write(found, 6).name == "1" and folder.number == 1
+    monkeypatch.setattr(module, "write_adapter", damaged)
+    found = weights.adapter()
+    assert found is not None
     with pytest.raises(TrainingHalted, match="vllm received for policy version 7 .* 14 of 28 tensors differ"):
-        adapters.take(adapted, 7)
-    assert adapters.current[:2] == ("policy-1", 1), "it was not loaded"
-    adapters.close()
+        folder.write(found, 7)
+    assert folder.number == 1, "it was not loaded"
+    folder.close()
 
 
 def test_a_written_adapter_is_one_that_peft_opens(adapted: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -299,7 +309,9 @@ def test_a_written_adapter_is_one_that_peft_opens(adapted: Any, tiny_model_dir: 
         for name, weight in adapted.named_parameters():
             if "lora_B" in name:
                 weight.fill_(0.02)
-    write_adapter(adapter_weights(adapted), adapted.verl_lora_config, tmp_path / "adapter")
+    found = ModuleWeights(adapted).adapter()
+    assert found is not None
+    write_adapter(found, tmp_path / "adapter")
     ids = torch.tensor([[3, 4, 5, 6]])
     opened = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tiny_model_dir), tmp_path / "adapter"

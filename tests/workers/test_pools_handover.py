@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,15 +17,15 @@ from torch import nn
 from verl.config.schema import RolloutConfig
 from verl.errors import RolloutError, TrainingHalted
 from verl.models.lora import add_lora
+from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs
 from verl.rollout import build_rollout
-from verl.rollout.base import Request, SamplingParams
+from verl.rollout.base import Request, Response, SamplingParams
+from verl.rollout.source import ModuleWeights
 from verl.rollout.vllm.engine import VLLMRollout
-from verl.rollout.vllm.settings import read_model
-from verl.rollout.weight_sync.broadcast import Link
+from verl.rollout.weight_sync.broadcast import Broadcast
 from verl.rollout.weight_sync.fingerprint import Manifest, compare
-from verl.rollout.weight_sync.probe import ProbeCheck, trainer_log_probs
-from verl.rollout.weight_sync.received import ReceivedWeights, probe
-from verl.rollout.weight_sync.receiving import load_into
+from verl.rollout.weight_sync.probe import ProbeCheck
+from verl.rollout.weight_sync.receive import load_into, report
 from verl.rollout.weight_sync.tp_followers import RemoteEngine, TPFollower
 from verl.workers.rank_group import _visible
 
@@ -43,13 +41,13 @@ PAIRS = {
 }
 
 
-def linked(bodies: list[Callable[[Link], Any]], timeout_s: float = 240.0) -> list[Any]:
+def linked(bodies: list[Callable[[Broadcast], Any]], timeout_s: float = 240.0) -> list[Any]:
     """Each body with its own end of a link, all at once; what they return or raise, in order."""
     store, found = dist.HashStore(), [None] * len(bodies)
 
     def run(place: int) -> None:
         try:
-            found[place] = bodies[place](Link(store, place, len(bodies), CPU, timeout_s))
+            found[place] = bodies[place](Broadcast(store, place, len(bodies), CPU, timeout_s))
         except TrainingHalted as error:
             found[place] = error
 
@@ -90,10 +88,10 @@ def llama() -> Callable[..., Any]:
 
 @pytest.mark.parametrize("limit", [1, 100, 1 << 20])
 def test_every_receiver_gets_every_pair_whatever_the_size_of_buckets(limit: int) -> None:
-    def receive(link: Link) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in link.receive()}
+    def receive(broadcast: Broadcast) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in broadcast.receive()}
 
-    sent, *received = linked([lambda link: link.send(PAIRS.items(), limit), receive, receive])
+    sent, *received = linked([lambda broadcast: broadcast.send(PAIRS.items(), limit), receive, receive])
     for pairs in received:
         assert list(pairs) == list(PAIRS)
         for name, tensor in PAIRS.items():
@@ -105,7 +103,9 @@ def test_every_receiver_gets_every_pair_whatever_the_size_of_buckets(limit: int)
 
 def test_a_receiver_that_leaves_is_said_on_the_other_side() -> None:
     """Its end of the link is gone with it."""
-    sent, _ = linked([lambda link: [link.send(PAIRS.items(), 1) for _ in range(50)], lambda link: None], 5.0)
+    sent, _ = linked(
+        [lambda broadcast: [broadcast.send(PAIRS.items(), 1) for _ in range(50)], lambda broadcast: None], 5.0
+    )
     assert isinstance(sent, TrainingHalted) and "died or stopped answering" in str(sent)
 
 
@@ -113,19 +113,17 @@ def test_a_module_takes_the_weights_and_shows_them_by_log_probs(llama: Callable[
     trainer, engine_module = llama(1), llama(2)
     engine = build_rollout("native", engine_module, None, None)
 
-    def receive(link: Link) -> Any:
-        received = load_into(engine_module, link.receive())
-        engine.update_weights(engine_module, 4)
-        return probe(engine, received, vocab_size=50, max_length=20, precision="float32")
+    def receive(broadcast: Broadcast) -> Any:
+        received = load_into(engine_module, broadcast.receive())
+        engine.update_weights(ModuleWeights(engine_module), 4)
+        return report(engine, received, vocab_size=50, max_length=20, precision="float32")
 
-    sent, arrival = linked([lambda link: link.send(trainer.state_dict().items()), receive])
+    sent, arrival = linked([lambda broadcast: broadcast.send(trainer.state_dict().items()), receive])
     compare(sent, arrival.received, 4, "engine")
     assert len(arrival.prompt) + len(arrival.tokens[0]) <= 20, "within the engine's longest sequence"
-    ours = trainer_log_probs(trainer, arrival.prompt, arrival.tokens)
-    assert ours is not None
+    ours = ModuleWeights(trainer).log_probs(arrival.prompt, arrival.tokens)
     assert ProbeCheck("engine", "float32").add(4, arrival.log_probs, ours).gap < 1e-4
-    others = trainer_log_probs(llama(3), arrival.prompt, arrival.tokens)
-    assert others is not None
+    others = ModuleWeights(llama(3)).log_probs(arrival.prompt, arrival.tokens)
     with pytest.raises(TrainingHalted, match="rollout rank 1.*policy version 4.*and look at it"):
         ProbeCheck("rollout rank 1", "float32", "look at it").add(4, arrival.log_probs, others)
 
@@ -162,56 +160,54 @@ def test_a_weight_too_few_or_too_many_is_refused(llama: Callable[..., Any]) -> N
         load_into(llama(2), {"model.norm.weight": norm[:5]}.items())
 
 
-def test_a_source_far_from_its_model_brings_the_facts_along(llama: Callable[..., Any]) -> None:
-    facts = read_model(llama(1), None)
-    there = read_model(ReceivedWeights(facts), None)
-    assert there.folder != facts.folder, "every engine has a folder of its own"
-    assert replace(there, folder=facts.folder) == facts
-
-
-class Recorded:
-    """A trainer that notes what was asked of it: on several ranks each of these is a collective."""
+class Recorded(ModuleWeights):
+    """Notes what is asked of it: on several ranks each of these is a collective."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self.asked = model, []
-        self.settings = type("Settings", (), {"dtype": torch.float32})
+        super().__init__(model)
+        self.asked: list[str] = []
 
-    @contextmanager
-    def full_parameters(self):
-        self.asked.append("gather")
-        yield self._model
-
-    def export_parameters(self):
-        for name, tensor in self._model.state_dict().items():
+    def _noted(self, tensors: NamedTensors) -> NamedTensors:
+        for name, tensor in tensors:
             self.asked.append(name)
             yield name, tensor
 
-    def log_probs(self, batch: Any, temperature: float) -> dict[str, torch.Tensor]:
-        self.asked.append(f"log-probs of {len(batch)}")
-        return {"log_probs": torch.zeros(batch.batch["response_mask"].shape)}
+    def named_tensors(self, names: Names = "hf") -> NamedTensors:
+        return self._noted(super().named_tensors(names))
 
-    def float32_log_probs(self, batch: Any, temperature: float) -> None:
-        self.asked.append(f"float32 log-probs of {len(batch)}")
+    def base_tensors(self, names: Names = "hf") -> NamedTensors:
+        return self._noted(super().base_tensors(names))
+
+    def adapter(self) -> Adapter | None:
+        adapter = super().adapter()
+        return adapter and Adapter(adapter.config, self._noted(adapter.named_tensors))
+
+    def log_probs(self, prompt_ids: Any, responses: Any) -> SourceLogProbs:
+        self.asked.append(f"log-probs of {len(responses)}")
+        zeros = [[0.0] * len(row) for row in responses]
+        return SourceLogProbs(zeros, zeros)
 
 
 class Host(VLLMRollout):
     """vLLM's adapter as it is, without vLLM behind it."""
 
-    def _start(self, arguments: dict[str, Any]) -> Any:
-        self.workers = int(arguments["tensor_parallel_size"])
-        return MagicMock()
+    def _launch(self) -> Any:
+        llm = MagicMock()
+        llm.collective_rpc.return_value = []
+        return llm
 
-    def _deliver(self, pairs: Any) -> list[str]:
-        list(pairs)
+    def _deliver(self, tensors: NamedTensors) -> list[str]:
+        list(tensors)
         return []
 
     def _load_adapter(self, name: str, number: int, folder: str) -> Any:
         return MagicMock()
 
-    def _run(self, samples: list[Any]) -> Any:
+    def _advance(self, timeout_s: float | None) -> list[Response]:
+        samples = [self._new.popleft() for _ in range(len(self._new))]
         for sample in samples:
-            self.accept(sample, [1] * 8, [0.0] * 8)
-            yield sample.response("length", self.version)
+            sample.append([1] * 8, [0.0] * 8, self.stopper)
+        return [self._finish(sample, "length") for sample in samples]
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -223,12 +219,12 @@ def test_a_follower_asks_the_trainer_for_what_the_host_asks(
     section = RolloutConfig(name="vllm", tensor_model_parallel_size=2, max_model_len=64)
     section.engine_kwargs.vllm = {"enable_sleep_mode": sleeps}
     asked = []
-    for make in (Host, partial(TPFollower, "vllm")):
+    for make in (partial(Host, watchdog_s=600), partial(TPFollower, "vllm")):
         model = llama(1)
         if lora:
             add_lora(model, rank=2, alpha=4, target_modules=["q_proj"])
         source = Recorded(model)
-        engine: Any = make(source, None, section)
+        engine: Any = make(source, None, section)  # type: ignore[operator]
         for version in (1, 2):
             engine.sleep()
             engine.update_weights(source, version)

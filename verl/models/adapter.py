@@ -1,8 +1,4 @@
-"""A LoRA adapter on disk merged into a model: for generating, where nobody trains it any further.
-
-What always holds: every tensor of the adapter is used, or the merge is refused; the sum is taken in float32 and then
-rounded once, as the training engine does when it hands merged weights over.
-"""
+"""Merge a LoRA adapter on disk into a model, for generation."""
 
 from __future__ import annotations
 
@@ -14,14 +10,23 @@ from torch import nn
 
 from verl.errors import ModelError
 from verl.json_input import read_json
+from verl.models.lora import merge_lora
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_CANNOT = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "lora_bias")
+_UNSUPPORTED = (
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "layer_replication",
+    "lora_bias",
+)
 
 
 def merge_adapter(model: nn.Module, folder: Path) -> int:
-    """Add the adapter's products to the model's weights, in place; how many weights were changed."""
+    """Add the adapter's products to the model's weights, in place; how many weights were changed. Refused unless every
+    tensor of the adapter can be used."""
     settings = _settings(folder)
     tensors = _tensors(folder)
     scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings.get("use_rslora") else settings["r"])
@@ -30,48 +35,47 @@ def merge_adapter(model: nn.Module, folder: Path) -> int:
     if unused:
         raise ModelError(f"the adapter {folder} holds {unused[0]!r}, which is no LoRA pair of a linear layer")
     weights = dict(model.named_parameters())
-    with torch.no_grad():
-        for name in sorted(names):
-            weight = weights.get(f"{name.removeprefix(_PREFIX)}.weight")
-            low, up = tensors[name + _A], tensors.get(name + _B)
-            if weight is None or up is None:
-                raise ModelError(
-                    f"the adapter {folder} changes {name.removeprefix(_PREFIX)!r}, which "
-                    f"{type(model).__name__} does not have; was it trained on another model?"
-                )
-            change = scale * (up.float() @ low.float()).to(weight.device)
-            change = change.t() if settings.get("fan_in_fan_out") else change
-            if change.shape != weight.shape:
-                raise ModelError(
-                    f"the adapter {folder} has shape {tuple(change.shape)} for {name.removeprefix(_PREFIX)!r}, the "
-                    f"model {tuple(weight.shape)}; was it trained on another model?"
-                )
-            weight.copy_((weight.float() + change).to(weight.dtype))
+    transpose = bool(settings.get("fan_in_fan_out"))
+    for name in sorted(names):
+        plain = name.removeprefix(_PREFIX)
+        weight, lora_a, lora_b = weights.get(f"{plain}.weight"), tensors[name + _A], tensors.get(name + _B)
+        if weight is None or lora_b is None:
+            raise ModelError(
+                f"the adapter {folder} changes {plain!r}, which {type(model).__name__} does not have; was it trained "
+                "on another model?"
+            )
+        shape = (lora_b.shape[0], lora_a.shape[1])
+        if tuple(weight.shape) != (shape[::-1] if transpose else shape):
+            raise ModelError(
+                f"the adapter {folder} has shape {shape} for {plain!r}, the model {tuple(weight.shape)}; was it "
+                "trained on another model?"
+            )
+        with torch.no_grad():
+            weight.copy_(merge_lora(weight, lora_a, lora_b, scale, transpose=transpose))
     return len(names)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = read_json(folder / "adapter_config.json")
-        rank, _ = int(found["r"]), float(found["lora_alpha"])
+        settings: dict[str, Any] = read_json(folder / "adapter_config.json")
+        rank, _ = int(settings["r"]), float(settings["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder / 'adapter_config.json'} cannot be understood: {error!r}") from error
-    special = [name for name in _CANNOT if found.get(name)]
+    special = [name for name in _UNSUPPORTED if settings.get(name)]
     if rank < 1 or special:
         raise ModelError(
             f"the adapter {folder} uses {special[0] if special else f'r={rank}'}, which cannot be merged here; merge "
             "it with peft (merge_and_unload) and set model.path to the result"
         )
-    return found
+    return settings
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    path = folder / "adapter_model.safetensors"
     try:
-        return load_file(folder / "adapter_model.safetensors")
+        return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"no adapter can be read from {folder / 'adapter_model.safetensors'}: {error}"
-        ) from error
+        raise ModelError(f"no adapter can be read from {path}: {error}") from error

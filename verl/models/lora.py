@@ -1,7 +1,6 @@
-"""LoRA adapters through peft, placed inside the model so that it stays the Hugging Face class it was.
+"""LoRA adapters through peft, injected into the model so that it stays the Hugging Face class it was.
 
-What always holds: only adapters (and a critic's head) are trained; with the adapters off the model is the one
-that was loaded, so it is its own reference policy; merged weights carry the names the model had before.
+Only adapters (and a critic's head) are trained: with the adapters off the model is its own reference policy.
 """
 
 from __future__ import annotations
@@ -141,6 +140,15 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
+def merge_lora(
+    weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float, *, transpose: bool = False
+) -> torch.Tensor:
+    """`weight + scale * lora_b @ lora_a`, in float32, rounded once to the weight's dtype. `transpose` is for peft's
+    `fan_in_fan_out`."""
+    delta = scale * (lora_b.float() @ lora_a.float())
+    return (weight.float() + (delta.t() if transpose else delta).to(weight.device)).to(weight.dtype)
+
+
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight, whole, under the name it had before adapters, with the adapter's product added."""
     deltas = {f"{name}.base_layer.weight": module for name, module in _adapted(model)}
@@ -151,8 +159,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         weight = _whole(value.detach())
         if name in deltas:
             module = deltas[name]
-            a, b = (_whole(part[ADAPTER].weight.detach()).float() for part in (module.lora_A, module.lora_B))
-            weight = (weight.float() + module.scaling[ADAPTER] * (b @ a)).to(weight.dtype)
+            a, b = (_whole(part[ADAPTER].weight.detach()) for part in (module.lora_A, module.lora_B))
+            weight = merge_lora(weight, a, b, module.scaling[ADAPTER])
         yield plain, weight
 
 

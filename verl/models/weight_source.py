@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from torch import nn
 from verl.models.lora import has_lora, merged_weights, plain_name
 from verl.models.value_model import ValueModel
 
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Names = Literal["hf", "module"]
 """`hf`: as in the model's files, for other engines; `module`: as in the state dict, for a copy of the module."""
 
@@ -43,6 +43,8 @@ class WeightSource(ABC):
     and iterate to the end."""
 
     version: int = 0
+    remote: bool = False
+    """The owner is another process: weights arrive when it sends them, and it compares log-probs itself."""
     dtype: torch.dtype
     """What the owner computes with; shards or masters may be wider."""
     device: torch.device
@@ -50,7 +52,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def named_tensors(self, names: Names = "hf") -> NamedTensors:
-        """Every weight, whole, one at a time, adapters merged."""
+        """Every weight, whole, one at a time, adapters merged; a tied weight under each of its names."""
 
     @abstractmethod
     def base_tensors(self, names: Names = "hf") -> NamedTensors:

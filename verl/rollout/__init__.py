@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.rollout.base import BatchEngine, FinishReason, Request, Response, RolloutEngine, SamplingParams
 
-RolloutFactory = Callable[..., RolloutEngine]
-"""Called with (source, tokenizer, rollout config section), and with `watchdog_s` by name where it has such an argument:
-an engine in other processes counts as dead after so many seconds without a sign of life."""
+if TYPE_CHECKING:
+    from torch import nn
 
-WATCHDOG_S = 600.0
+    from verl.models.weight_source import WeightSource
+
+RolloutFactory = Callable[..., RolloutEngine]
+"""Called with (weight source, tokenizer, rollout config section), and with `watchdog_s` by name where it has such an
+argument: an engine in other processes counts as hung after so many seconds without progress."""
 
 _registry: dict[str, RolloutFactory] = {}
 
@@ -34,28 +37,28 @@ def register_rollout(name: str) -> Callable[[RolloutFactory], RolloutFactory]:
 
 
 @register_rollout("hf")
-def _hf(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
+def _hf(source: WeightSource, tokenizer: Any, config: Any) -> RolloutEngine:
     from verl.rollout.hf import HFRollout
 
     return HFRollout(source, tokenizer, config)
 
 
 @register_rollout("native")
-def _native(source: Any, tokenizer: Any, config: Any) -> RolloutEngine:
+def _native(source: WeightSource, tokenizer: Any, config: Any) -> RolloutEngine:
     from verl.rollout.native import NativeRollout
 
     return NativeRollout(source, tokenizer, config)
 
 
 @register_rollout("vllm")
-def _vllm(source: Any, tokenizer: Any, config: Any, *, watchdog_s: float) -> RolloutEngine:
+def _vllm(source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float) -> RolloutEngine:
     from verl.rollout.vllm import build
 
     return build(source, tokenizer, config, watchdog_s)
 
 
 @register_rollout("sglang")
-def _sglang(source: Any, tokenizer: Any, config: Any, *, watchdog_s: float) -> RolloutEngine:
+def _sglang(source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float) -> RolloutEngine:
     from verl.rollout.sglang import SGLangRollout
 
     return SGLangRollout(source, tokenizer, config, watchdog_s=watchdog_s)
@@ -66,15 +69,23 @@ def known_rollouts() -> list[str]:
 
 
 def build_rollout(
-    name: str, source: Any, tokenizer: Any, rollout_cfg: Any, *, watchdog_s: float = WATCHDOG_S
+    name: str,
+    source: WeightSource | nn.Module,
+    tokenizer: Any,
+    rollout_cfg: Any,
+    *,
+    watchdog_s: float | None = None,
 ) -> RolloutEngine:
-    """The engine `rollout.name` asks for. `source` is a TrainEngine or a causal language model; `watchdog_s` is
-    `trainer.watchdog_s`."""
+    """The engine `rollout.name` asks for; `watchdog_s` is `trainer.watchdog_s` (None: its default)."""
+    from verl.config.sections.trainer import TrainerConfig
+    from verl.rollout.source import as_source
+
     if name not in _registry:
         raise ConfigError(f"rollout.name={name!r} is unknown; known engines: {', '.join(known_rollouts())}")
     factory = _registry[name]
+    watchdog_s = TrainerConfig().watchdog_s if watchdog_s is None else watchdog_s
     watched = {"watchdog_s": watchdog_s} if "watchdog_s" in signature(factory).parameters else {}
-    return factory(source, tokenizer, rollout_cfg, **watched)
+    return factory(as_source(source), tokenizer, rollout_cfg, **watched)
 
 
 __all__ = [

@@ -8,9 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from verl.errors import RolloutError
+
+if TYPE_CHECKING:
+    from verl.models.weight_source import WeightSource
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -107,7 +110,7 @@ class RolloutEngine(ABC):
         """End requests early (None: all); `poll` returns what they have with reason `abort`."""
 
     @abstractmethod
-    def update_weights(self, source: Any, version: int) -> None:
+    def update_weights(self, source: WeightSource, version: int) -> None:
         """Take the weights of `source`, between two steps; responses that start now carry `version`.
 
         Cached KV blocks of the old weights are dropped."""

@@ -1,46 +1,56 @@
-"""What every engine with its own copy of the weights has in common: checked requests, checked hand-overs.
+"""What engines with their own copy of the weights have in common: a stream of samples, and checked weight updates.
 
-What always holds: a sample's seed is its own, whatever else is in the batch (an engine's sums may still differ in
-the last bits with the batch); responses carry the version of the weights in use; after `update_weights` the engine
-has proven, by log-probs, that it computes with them (an engine that sleeps proves it when it wakes).
+After `update_weights` the engine has proven, by log-probs, that it computes with the new weights (an engine that sleeps
+proves it when it wakes).
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.errors import RolloutError
-from verl.rollout.base import BatchEngine, FinishReason, Request, Response, RolloutStats
+from verl.models.weight_source import Adapter, NamedTensors, WeightSource
+from verl.rollout.base import FinishReason, Request, Response, RolloutEngine, RolloutStats
+from verl.rollout.model_info import model_info
 from verl.rollout.noise import mix, sequence_key
 from verl.rollout.requests import Stopper, check_finite, check_requests
-from verl.rollout.source import as_source
-from verl.rollout.weight_sync.probe import ProbeCheck, probe_request
-from verl.rollout.weight_sync.received import ReceivedWeights
+from verl.rollout.weight_sync.probe import PROBE_ID, ProbeCheck, probe_request
+from verl.rollout.weight_sync.receive import ReceivedWeights
+from verl.rollout.weight_sync.stale_files import new_path, sweep
 
-_SEEDS = (1 << 63) - 1
+if TYPE_CHECKING:
+    from verl.config.schema import RolloutConfig
+
+_MAX_SEED = (1 << 63) - 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
-    """One sample on its way."""
+    """One sample being generated."""
 
     request: Request
     number: int
+    version: int = 0
+    """Of the weights it started with."""
     log_probs: list[float] = field(default_factory=list)
     response_ids: list[int] = field(init=False)
-    """Resumed tokens and those made so far."""
+    """Resumed and new tokens."""
+    started: bool = False
+    aborted: bool = False
 
     def __post_init__(self) -> None:
         self.response_ids = self.resumed
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens made so far."""
+        """The new tokens."""
         return self.response_ids[len(self.response_ids) - len(self.log_probs) :]
 
     @property
@@ -49,7 +59,6 @@ class Sample:
 
     @property
     def prompt(self) -> list[int]:
-        """What the engine reads before it goes on."""
         return [*self.request.prompt_ids, *self.resumed]
 
     @property
@@ -59,145 +68,237 @@ class Sample:
     @property
     def seed(self) -> int:
         key = sequence_key(self.request.seed, self.request.request_id, self.number)
-        # A resumed sample must not meet the noise of its first tokens again.
-        return (mix(key + len(self.resumed)) if self.resumed else key) & _SEEDS
+        # A resumed sample must not repeat the noise of its first tokens.
+        return (mix(key + len(self.resumed)) if self.resumed else key) & _MAX_SEED
 
-    def response(self, reason: FinishReason, version: int) -> Response:
+    def append(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], stopper: Stopper
+    ) -> FinishReason | None:
+        """Append new tokens up to where the sample ends; why it ends, or None."""
+        check_finite(log_probs)
+        response, start = self.response_ids, len(self.response_ids)
+        for token, log_prob in zip(token_ids, log_probs, strict=True):
+            response.append(int(token))
+            self.log_probs.append(float(log_prob))
+        end = stopper.end(response, start, self.request.sampling)
+        if end is None:
+            return None
+        count, reason = end
+        del self.log_probs[len(self.log_probs) - (len(response) - count) :], response[count:]
+        return reason
+
+    def response(self, reason: FinishReason) -> Response:
         return Response(
-            self.request.request_id,
-            self.number,
-            self.token_ids,
-            self.log_probs,
-            reason,
-            policy_version=version,
+            self.request.request_id, self.number, self.token_ids, self.log_probs, reason, self.version
         )
 
 
-class ExternalRollout(BatchEngine):
+class ExternalRollout(RolloutEngine):
     """The parts of an engine that do not depend on which one it is."""
 
     name: str
+    can_sleep = False
+    lora_apart = False
+    """The engine takes LoRA adapters apart from their base weights."""
 
-    def __init__(
-        self,
-        source: Any,
-        tokenizer: Any | None,
-        *,
-        vocab_size: int,
-        eos_ids: frozenset[int],
-        max_length: int | None,
-        precision: str,
-    ) -> None:
-        self.source = as_source(source)
-        self.stopper = Stopper(tokenizer, eos_ids)
-        self.vocab_size, self.eos_ids = vocab_size, eos_ids
-        self.max_length, self.precision = max_length, precision
+    def __init__(self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig) -> None:
+        self.source, self.config = source, config
+        self.info = (
+            source.model_info if isinstance(source, ReceivedWeights) else model_info(source, tokenizer)
+        )
+        self.stopper = Stopper(tokenizer, self.info.eos_ids)
+        self.max_length = config.max_model_len or self.info.max_positions
+        self.precision = self.info.dtype if config.dtype == "auto" else config.dtype
+        self.folder = new_path("rollout")
+        """For the model's config and the engine's files; see `_create_folder`."""
         self.version = 0
         self.asleep: set[str] = set()
-        """What was given back: of `weights` and `kv_cache`."""
-        self._aborted: set[str] = set()
-        self._abort_all = False
+        """What was given back: `weights`, `kv_cache`."""
+        self._lock = threading.Lock()
+        self._outstanding: dict[str, Sample] = {}
+        self._finished: list[Response] = []
+        """Finished while the probe ran; for the next `poll`."""
+        self._generated_tokens = 0
+        self._base_sent = False
         self._unproven = False
         self._probes: ProbeCheck | None = None
+
+    def _create_folder(self) -> None:
+        """Only this user can open it. Those of killed processes are removed."""
+        sweep()
+        self.folder.mkdir(mode=0o700)
+        (self.folder / "config.json").write_text(self.info.config_json)
 
     # -- what an engine adds ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _run(self, samples: list[Sample]) -> Iterator[Response]:
-        """Answer every sample."""
+    def _start(self, samples: Sequence[Sample]) -> None:
+        """Queue samples; may be called from any thread."""
 
     @abstractmethod
-    def _take_weights(self, new_source: bool) -> None:
-        """Bring the weights (or the adapter) of `self.source` over as `self.version`, and check their arrival."""
+    def _advance(self, timeout_s: float | None) -> list[Response]:
+        """One step, or a short wait of at most `timeout_s`: what finished in it, each by `_finish`."""
+
+    def _cancel(self, samples: Sequence[Sample]) -> None:
+        """Nobody waits for these samples any more (they are marked aborted)."""
 
     @abstractmethod
-    def _forget_prefixes(self) -> None:
+    def _send_weights(self, tensors: NamedTensors) -> None:
+        """Bring these weights over as `self.version` and check their arrival."""
+
+    def _send_adapter(self, adapter: Adapter) -> None:
+        """The same with a LoRA adapter; only where `lora_apart`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _reset_prefix_cache(self) -> None:
         """Drop what was cached with the old weights."""
+
+    @abstractmethod
+    def _sleep(self) -> None:
+        """Free the memory of weights and KV cache."""
+
+    @abstractmethod
+    def _wake(self, tags: list[str]) -> None:
+        """Allocate the memory of `weights`, of the `kv_cache`, or of both."""
 
     # -- generating ---------------------------------------------------------------------------------------------
 
-    def run_batch(self, requests: list[Request]) -> Iterator[Response]:
-        self._aborted.clear()
-        self._abort_all = False
+    def submit(self, requests: Iterable[Request]) -> None:
+        requests = list(requests)
         self.stopper.check_stop_strings(requests)
-        check_requests(requests, self.vocab_size, self.max_length)
+        check_requests(requests, self.info.vocab_size, self.max_length)
         if self.asleep:
-            raise RolloutError(f"{self.name}'s memory was given back; call wake() before generate()")
-        return self._run([Sample(request, number) for request in requests for number in range(request.n)])
+            raise RolloutError(f"{self.name} sleeps; call wake() before submit()")
+        self._enqueue(requests)
 
-    def accept(
-        self, sample: Sample, token_ids: Sequence[int], log_probs: Sequence[float]
-    ) -> FinishReason | None:
-        """Append new tokens up to where the sample ends; why it ends, or None while it goes on."""
-        check_finite(log_probs)
-        response, start = sample.response_ids, len(sample.response_ids)
-        for token, log_prob in zip(token_ids, log_probs, strict=True):
-            response.append(int(token))
-            sample.log_probs.append(float(log_prob))
-        end = self.stopper.end(response, start, sample.request.sampling)
-        if end is None:
-            return None
-        count, reason = end
-        del sample.log_probs[len(sample.log_probs) - (len(response) - count) :], response[count:]
-        return reason
+    def _enqueue(self, requests: Sequence[Request]) -> None:
+        samples = [Sample(r, number, self.version) for r in requests for number in range(r.n)]
+        with self._lock:
+            twice = [sample for sample in samples if sample.key in self._outstanding]
+            if twice:
+                raise RolloutError(
+                    f"request {twice[0].request.request_id!r} is outstanding already; request ids must differ"
+                )
+            self._outstanding.update({sample.key: sample for sample in samples})
+        self._start(samples)
+
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        responses, self._finished = self._finished, []
+        try:
+            while not responses and self._outstanding:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                responses = self._advance(left)
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+        except BaseException:
+            self._drop_outstanding()
+            raise
+        return responses
+
+    def _finish(self, sample: Sample, reason: FinishReason) -> Response:
+        with self._lock:
+            del self._outstanding[sample.key]
+            self._generated_tokens += len(sample.log_probs)
+        return sample.response(reason)
+
+    def _drop_outstanding(self) -> None:
+        with self._lock:
+            samples = list(self._outstanding.values())
+            self._outstanding.clear()
+        for sample in samples:
+            sample.aborted = True
+        self._cancel(samples)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        if request_ids is None:
-            self._abort_all = True
-        else:
-            self._aborted.update(request_ids)
+        wanted = None if request_ids is None else set(request_ids)
+        with self._lock:
+            for sample in self._outstanding.values():
+                request_id = sample.request.request_id
+                if request_id != PROBE_ID and (wanted is None or request_id in wanted):
+                    sample.aborted = True
 
-    @property
-    def aborting(self) -> bool:
-        """Whether anything was called off since `generate` began."""
-        return self._abort_all or bool(self._aborted)
-
-    def aborted(self, sample: Sample) -> bool:
-        return self._abort_all or sample.request.request_id in self._aborted
+    def stats(self) -> RolloutStats:
+        with self._lock:
+            running = sum(sample.started for sample in self._outstanding.values())
+            waiting = len(self._outstanding) - running
+        return RolloutStats(
+            running=running,
+            waiting=waiting,
+            generated_tokens=self._generated_tokens,
+            weight_sync={} if self._probes is None else self._probes.metrics(),
+        )
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def update_weights(self, source: Any, version: int) -> None:
+    def update_weights(self, source: WeightSource, version: int) -> None:
         """Take the trainer's weights (or, with LoRA, its adapter) and prove that they are in use."""
-        if source is not None:
-            self.source = as_source(source)
-        self.version = version
-        self._take_weights(source is not None)
-        self._forget_prefixes()
+        self.source, self.version = source, version
+        if "weights" in self.asleep:
+            self._wake_up(["weights"])
+        if not self.lora_apart:
+            self._send_weights(source.named_tensors())
+        else:
+            if not self._base_sent:
+                self._send_weights(source.base_tensors())
+                self._base_sent = True
+            adapter = source.adapter()
+            assert adapter is not None
+            self._send_adapter(adapter)
+        self._reset_prefix_cache()
         self._unproven = True
         if not self.asleep:
             self.prove()
 
-    def take_first_weights(self, source: Any) -> None:
-        """What an engine is built with; a source whose weights come from another process has none yet."""
-        if not isinstance(source, ReceivedWeights):
-            self.update_weights(source, 0)
-
     def prove(self) -> None:
-        """Compare a few log-probs with the trainer's. Where the trainer is another process, whoever holds both asks
-        for them (`verl.rollout.weight_sync.received`)."""
+        """Compare a few log-probs with the trainer's, where that is not left to the trainer's process."""
         self._unproven = False
-        if isinstance(self.source, ReceivedWeights):
+        if self.source.remote:
             return
-        request = probe_request(self.vocab_size, self.max_length)
-        self._aborted.clear()
-        self._abort_all = False
-        responses = list(self._run([Sample(request, number) for number in range(request.n)]))
+        request = probe_request(self.info.vocab_size, self.max_length)
+        responses = self._answer(request)
         trainer = self.source.log_probs(request.prompt_ids, [r.token_ids for r in responses])
         if trainer is not None:
             self._probes = self._probes or ProbeCheck(self.name, self.precision)
             self._probes.add(self.version, [r.log_probs for r in responses], trainer)
 
-    def stats(self) -> RolloutStats:
-        figures = {} if self._probes is None else self._probes.metrics()
-        return replace(super().stats(), weight_sync=figures)
+    def _answer(self, request: Request) -> list[Response]:
+        """Serve one request while others may be running."""
+        self._enqueue([request])
+        answers: list[Response] = []
+        try:
+            while len(answers) < request.n:
+                for response in self._advance(None):
+                    ours = response.request_id == request.request_id
+                    (answers if ours else self._finished).append(response)
+        except BaseException:
+            self._drop_outstanding()
+            raise
+        return answers
 
-    def make_room(self) -> None:
-        """Give back what torch keeps for the trainer: an engine that wakes takes its memory from the device itself."""
-        if self.asleep and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        self._require_idle("sleep")
+        if self.can_sleep and not self.asleep:
+            self._sleep()
+            self.asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
-        self.asleep = set()
+        if self.asleep:
+            self._wake_up(sorted(self.asleep, reverse=True))
         if self._unproven:
             self.prove()
+
+    def _require_idle(self, what: str) -> None:
+        if self._outstanding:
+            raise RolloutError(
+                f"{self.name} cannot {what} now: {len(self._outstanding)} samples are outstanding"
+            )
+
+    def _wake_up(self, tags: list[str]) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the engine allocates from the device, not from this process's cache
+        self._wake(tags)
+        self.asleep -= set(tags)

@@ -10,6 +10,7 @@ whole for that long.
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from verl.checkpoint import CheckpointManager
 from verl.observe.metrics import Metric
 from verl.rollout.base import Request, Response
-from verl.rollout.weight_sync.broadcast import SENDER, Link
+from verl.rollout.weight_sync.broadcast import SENDER, Broadcast
 from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.workers.generating import Generating
 from verl.workers.process import patience, prepare
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
     from verl.data.proto import DataProto
     from verl.models.weight_source import SourceLogProbs
-    from verl.rollout.vllm.settings import ModelFacts
+    from verl.rollout.model_info import ModelInfo
 
 
 @dataclass
@@ -71,7 +72,7 @@ class RankWorker(RPCServer):
         self._store: Any = None
         self._group: RankGroup | None = None
         self._checkpoints: CheckpointManager | None = None
-        self._link: Link | None = None
+        self._broadcast: Broadcast | None = None
 
     @property
     def group(self) -> RankGroup:
@@ -175,8 +176,8 @@ class RankWorker(RPCServer):
 
     # -- weights for processes that only generate ---------------------------------------------------------------
 
-    def do_model_facts(self) -> ModelFacts:
-        return self.group.model_facts()
+    def do_model_info(self) -> ModelInfo:
+        return self.group.model_info()
 
     def do_adapter(self) -> Any:
         return self.group.adapter()
@@ -185,20 +186,19 @@ class RankWorker(RPCServer):
         """Rank 0 sends to all of them; the others only help it gather."""
         if self.rank == 0:
             watchdog_s = self.group.cfg.trainer.watchdog_s
-            self._link = Link(self._store, SENDER, size, self.group.device, patience(watchdog_s))
+            self._broadcast = Broadcast(self._store, SENDER, size, self.group.device, patience(watchdog_s))
 
     def do_sync_weights(self, version: int) -> Manifest | None:
         """What was sent, on the rank that sends."""
         self.group.policy_version = version
         sent = Manifest()
         with self.group.outgoing() as parts:
-            for pairs in parts:
-                if self._link is not None:
-                    sent.update(self._link.send(pairs))
+            for tensors in parts:
+                if self._broadcast is not None:
+                    sent.update(self._broadcast.send(tensors))
                 else:
-                    for _ in pairs:
-                        pass
-        return sent if self._link is not None else None
+                    deque(tensors, maxlen=0)
+        return sent if self._broadcast is not None else None
 
     def do_probe(
         self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]

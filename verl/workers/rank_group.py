@@ -20,9 +20,8 @@ import torch
 from verl.config.pools import EXTERNAL_ENGINES, engine_size, rollout_pool
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.rollout import build_rollout
-from verl.rollout.vllm.settings import ModelFacts, read_model
+from verl.rollout.model_info import ModelInfo, model_info
 from verl.rollout.weight_sync.tp_followers import RemoteEngine, TPFollower
-from verl.rollout.weight_sync.weights import Pairs
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
@@ -143,26 +142,27 @@ class RankGroup(LocalGroup):
         merged = arr.rollout.name == "sglang" or (arr.rollout.name == "native" and arr.rollout.dtype == "fp8")
         return arr.model.lora_rank > 0 and not merged
 
-    def model_facts(self) -> ModelFacts:
+    def model_info(self) -> ModelInfo:
         """What such a process has to know of the model."""
-        facts = read_model(self.actor_engine.weights(), None)
-        return facts if self._adapters_apart else replace(facts, lora_rank=0)
+        info = model_info(self.actor_engine.weights(), None)
+        return info if self._adapters_apart else replace(info, lora_rank=0)
 
     def adapter(self) -> Any:
         """peft's description of the adapter such a process gets; None where it gets whole weights."""
         return self.actor_engine.info.lora_config if self._adapters_apart else None
 
     @contextmanager
-    def outgoing(self) -> Iterator[list[Pairs]]:
-        """Every weight, gathered one at a time: all ranks go through them in step. With adapters apart, what they sit
-        on (nothing, once it has been sent: it never changes), and then the adapter. Engines of other makers know the
-        names of the model's files, our own those of the module."""
+    def outgoing(self) -> Iterator[list[NamedTensors]]:
+        """Every weight, gathered one at a time by all ranks together. With adapters apart, the base weights (once: they
+        never change) and then the adapter. External engines know the names of the model's files, our own those of the
+        module."""
         weights = self.actor_engine.weights()
         names: Names = "hf" if self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES else "module"
         with self._resident("actor", optimizer=False):
             adapter = weights.adapter() if self._adapters_apart else None
             if adapter is not None:
-                yield [() if self._base_sent else weights.base_tensors(names), adapter.named_tensors]
+                base = [] if self._base_sent else [weights.base_tensors(names)]
+                yield [*base, adapter.named_tensors]
                 self._base_sent = True
             else:
                 yield [weights.named_tensors(names)]

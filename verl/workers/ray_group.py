@@ -141,7 +141,7 @@ class RayGroup(WorkerGroup):
         return reduce_metrics(found)
 
     def sync_weights(self) -> None:
-        self.rollout.engine.update_weights(None, self.policy_version)
+        self.rollout.engine.update_weights(None, self.policy_version)  # type: ignore[arg-type]
 
     def _publish(self, version: int) -> None:
         if self.pool is None:

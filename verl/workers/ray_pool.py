@@ -21,7 +21,7 @@ from verl.workers.ray_rollout import GeneratingActor
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
-    from verl.rollout.weight_sync.received import Arrival
+    from verl.rollout.weight_sync.receive import SyncReport
     from verl.workers.rank import RankSetup
     from verl.workers.rpc_server import RPCServer
 
@@ -61,10 +61,10 @@ class RolloutPool:
 
     def build(self, trainer: RankCalls, setup: RankSetup) -> None:
         """Start the engines (the trainer's ranks have been built with `setup`) and connect both sides."""
-        facts, adapter = trainer.all("model_facts")[0], trainer.all("adapter")[0]
+        info, adapter = trainer.all("model_info")[0], trainer.all("adapter")[0]
         own = copy.copy(setup)
         own.threads = None if setup.threads is None else self.cluster.threads()
-        self.calls.all("build", ray.put(own), facts, adapter)
+        self.calls.all("build", ray.put(own), info, adapter)
         self._trainer = trainer
         self._everyone = RankCalls.together(trainer, self.calls)
         self._everyone.all("link", 1 + len(self.calls))
@@ -82,7 +82,7 @@ class RolloutPool:
     def sync_weights(self, version: int) -> None:
         """The trainer's weights to all of them, as policy `version`; compared by fingerprint and by log-probs."""
         sent, *found = self._everyone.all("sync_weights", version)
-        arrivals: list[Arrival] = found[len(self._trainer) - 1 :]
+        arrivals: list[SyncReport] = found[len(self._trainer) - 1 :]
         for name, arrival in zip(self.calls.names, arrivals, strict=True):
             compare(sent, arrival.received, version, name, _ADVICE)
         prompt, answers = arrivals[0].prompt, list({arrival.tokens for arrival in arrivals})

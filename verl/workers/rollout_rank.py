@@ -15,13 +15,14 @@ import torch.distributed as dist
 from verl.config.pools import EXTERNAL_ENGINES
 from verl.errors import ModelError
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm
-from verl.models.lora import add_lora
+from verl.models.lora import add_lora, plain_name
+from verl.models.weight_source import WeightSource
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, Response, RolloutEngine
-from verl.rollout.weight_sync.adapters import take_adapter
-from verl.rollout.weight_sync.broadcast import Link
-from verl.rollout.weight_sync.received import Arrival, ReceivedWeights, probe
-from verl.rollout.weight_sync.receiving import load_into
+from verl.rollout.source import as_source
+from verl.rollout.weight_sync.broadcast import Broadcast
+from verl.rollout.weight_sync.fingerprint import Manifest
+from verl.rollout.weight_sync.receive import ReceivedWeights, SyncReport, load_into, report
 from verl.workers.generating import Generating
 from verl.workers.local import choose_device
 from verl.workers.process import patience, prepare
@@ -31,7 +32,7 @@ from verl.workers.rpc_server import RPCServer
 if TYPE_CHECKING:
     from torch import nn
 
-    from verl.rollout.vllm.settings import ModelFacts
+    from verl.rollout.model_info import ModelInfo
 
 ROLE = "rollout rank"
 
@@ -45,35 +46,38 @@ class RolloutRank(RPCServer):
         self._version = 0
         self._engine: RolloutEngine | None = None
         self._module: nn.Module | None = None
-        self._arriving: ReceivedWeights | None = None
-        self._link: Link | None = None
+        self._source: WeightSource | None = None
+        self._broadcast: Broadcast | None = None
+        self._base_loaded = False
 
     @property
     def engine(self) -> RolloutEngine:
         assert self._engine is not None
         return self._engine
 
-    def do_build(self, setup: RankSetup, facts: ModelFacts, adapter: Any) -> None:
+    def do_build(self, setup: RankSetup, info: ModelInfo, adapter: Any) -> None:
         """Start the engine; its weights come by the first hand-over. `adapter` is peft's description of the LoRA
         adapter where that comes apart from them."""
         from verl.runtime import seed_everything
 
         prepare(setup, self._address)
         seed_everything(setup.cfg.trainer.seed)
-        self._setup, self._facts, self._adapter = setup, facts, adapter
+        self._setup, self._info, self._adapter = setup, info, adapter
         rollout = setup.cfg.actor_rollout_ref.rollout
         # The GPUs this process sees are its own: a server it starts has no others to look for, and nobody else wants
         # their memory while the trainer trains.
         rollout.n_gpus_per_node = rollout.nnodes = 0
         rollout.free_cache_engine = False
         self._device = choose_device(setup.cfg.trainer.device)
-        source: Any
         if rollout.name in EXTERNAL_ENGINES:
-            source = self._arriving = ReceivedWeights(facts, adapter)
+            self._source = ReceivedWeights(info, adapter)
         else:
-            source = self._module = self._with_adapter(self._load())
+            self._module = self._with_adapter(self._load())
+            self._source = as_source(self._module)
         watchdog_s = setup.cfg.trainer.watchdog_s
-        self._engine = build_rollout(rollout.name, source, setup.tokenizer, rollout, watchdog_s=watchdog_s)
+        self._engine = build_rollout(
+            rollout.name, self._source, setup.tokenizer, rollout, watchdog_s=watchdog_s
+        )
 
     def _load(self) -> nn.Module:
         """The module to generate from, in the rollout's type."""
@@ -81,7 +85,7 @@ class RolloutRank(RPCServer):
             self._setup.cfg.actor_rollout_ref.model,
             self._setup.cfg.actor_rollout_ref.rollout.dtype,
         )
-        dtype = getattr(torch, self._facts.dtype if wanted in ("auto", "fp8") else wanted)
+        dtype = getattr(torch, self._info.dtype if wanted in ("auto", "fp8") else wanted)
         given = self._setup.model
         if given is not None:
             given = given.get_base_model() if hasattr(given, "get_base_model") else given  # type: ignore[operator]
@@ -114,35 +118,45 @@ class RolloutRank(RPCServer):
         assert self._setup.store is not None
         wait_s = patience(self._setup.cfg.trainer.watchdog_s)
         store = dist.TCPStore(*self._setup.store, None, is_master=False)
-        self._link = Link(store, 1 + self.rank, size, self._device, wait_s)
-        if self._arriving is not None:
-            self._arriving.link = self._link
+        self._broadcast = Broadcast(store, 1 + self.rank, size, self._device, wait_s)
+        if isinstance(self._source, ReceivedWeights):
+            self._source.broadcast = self._broadcast
 
-    def do_sync_weights(self, version: int) -> Arrival:
-        """Take the weights the trainer sends now, and show what is computed with them."""
-        assert self._link is not None
+    def do_sync_weights(self, version: int) -> SyncReport:
+        """Take the weights the trainer sends now, and report what is computed with them."""
+        assert self._source is not None
         rollout = self._setup.cfg.actor_rollout_ref.rollout
-        if self._module is not None:
-            apart = self._adapter is not None
-            received = (
-                take_adapter(self._module, self._link)
-                if apart
-                else load_into(self._module, self._link.receive())
-            )
-            self.engine.update_weights(self._module, version)
+        if isinstance(self._source, ReceivedWeights):
+            self._source.expect(version)
+            self.engine.update_weights(self._source, version)
+            received = self._source.received
         else:
-            assert self._arriving is not None
-            self._arriving.version = version
-            self.engine.update_weights(self._arriving, version)
-            received = self._arriving.received
+            received = self._load_received()
+            self.engine.update_weights(self._source, version)
         self._version = version
-        return probe(
+        return report(
             self.engine,
             received,
-            vocab_size=self._facts.vocab_size,
+            vocab_size=self._info.vocab_size,
             max_length=rollout.max_model_len,
-            precision=self._facts.dtype if rollout.dtype == "auto" else rollout.dtype,
+            precision=self._info.dtype if rollout.dtype == "auto" else rollout.dtype,
         )
+
+    def _load_received(self) -> Manifest:
+        """Into the module; with an adapter apart its base weights come the first time only."""
+        assert self._module is not None and self._broadcast is not None
+        if self._adapter is None:
+            return load_into(self._module, self._broadcast.receive())
+        received = Manifest()
+        if not self._base_loaded:
+            received.update(
+                load_into(self._module, self._broadcast.receive(), lambda name: plain_name(name) is not None)
+            )
+            self._base_loaded = True
+        received.update(
+            load_into(self._module, self._broadcast.receive(), lambda name: plain_name(name) is None)
+        )
+        return received
 
     def do_generate(self, requests: list[Request], number: int) -> Iterator[list[Response]]:
         return self.generating.run(self.engine, requests, number, self._version)

@@ -1,25 +1,27 @@
-"""vLLM behind the rollout contract: in the trainer's process, or as a server of its own (`rollout.mode=server`).
+"""vLLM as a rollout engine: in the trainer's process, or as a server (`rollout.mode=server`).
 
-`settings` turns our keys into vLLM's, `worker` is the part that runs inside vLLM's workers, `engine` drives vLLM's
-engine in this process, `server` drives vLLM's HTTP server. Only these files import vllm.
-
-What always holds: token ids in, token ids out; every hand-over of weights is checked on both sides
-(`verl.rollout.weight_sync`); the prefix cache never outlives the weights it was computed with.
+`settings` maps our config keys to vLLM's, `worker` runs inside vLLM's workers, `engine` drives vLLM's engine from this
+process and `server` its HTTP server; `base` is what both share. Only these files import vllm.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.rollout import WATCHDOG_S
+from verl.models.weight_source import WeightSource
 from verl.rollout.base import RolloutEngine
 from verl.rollout.vllm.version import require_vllm
 
+if TYPE_CHECKING:
+    from verl.config.schema import RolloutConfig
 
-def build(source: Any, tokenizer: Any, config: Any, watchdog_s: float = WATCHDOG_S) -> RolloutEngine:
+
+def build(
+    source: WeightSource, tokenizer: Any | None, config: RolloutConfig, watchdog_s: float
+) -> RolloutEngine:
     """The engine `rollout.name=vllm` asks for, by `rollout.mode`."""
     require_vllm()
-    if getattr(config, "mode", "inprocess") == "server":
+    if config.mode == "server":
         from verl.rollout.vllm.server import VLLMServerRollout
 
         return VLLMServerRollout(source, tokenizer, config, watchdog_s=watchdog_s)

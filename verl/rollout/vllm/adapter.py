@@ -1,45 +1,61 @@
-"""LoRA adapters as adapters: written as a PEFT folder, loaded by vLLM beside the base weights it keeps.
-
-What always holds: one adapter is loaded at a time; the one in use is the newest taken; what stands in the folder that
-vLLM reads is what was taken, by fingerprint.
-"""
+"""A LoRA adapter written as a PEFT folder, for vLLM to load beside its base weights."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
-from verl.models.weight_source import WeightSource
-from verl.rollout.weight_sync.adapters import read_adapter, write_adapter
-from verl.rollout.weight_sync.fingerprint import Manifest, compare
+from verl.models.lora import ADAPTER
+from verl.models.weight_source import Adapter
+from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
 from verl.rollout.weight_sync.stale_files import new_path
 
+_FILE = "adapter_model.safetensors"
 
-class Adapters:
-    """The trainer's adapter in an engine. `load` gets name, number and folder and returns what requests carry."""
 
-    def __init__(self, load: Callable[[str, int, str], Any], unload: Callable[[Any], None]) -> None:
-        self._load, self._unload = load, unload
+class AdapterFolder:
+    """Holds the newest adapter, each under a new number: vLLM does not reload a number it knows."""
+
+    def __init__(self) -> None:
         self._folder = new_path("adapter")
         self._folder.mkdir(mode=0o700)
-        self._count = 0
-        self.current: Any = None
+        self.number = 0
 
-    def take(self, source: WeightSource, version: int) -> None:
-        """Load the source's adapter (that of policy `version`) under a new number in place of the old one."""
-        old_folder = self._folder / str(self._count)
-        self._count += 1
-        folder = self._folder / str(self._count)
+    def write(self, adapter: Adapter, version: int) -> Path:
+        """The folder of this adapter; checked by fingerprint."""
         sent = Manifest()
-        adapter = source.adapter()
-        assert adapter is not None
-        write_adapter(sent.watch(adapter.named_tensors), adapter.config, folder)
+        folder = self._folder / str(self.number + 1)
+        write_adapter(Adapter(adapter.config, sent.watch(adapter.named_tensors)), folder)
         compare(sent, read_adapter(folder, sent), version, "vllm")
-        if self.current is not None:
-            self._unload(self.current)
-        self.current = self._load(f"policy-{self._count}", self._count, str(folder))
-        shutil.rmtree(old_folder, ignore_errors=True)
+        self.number += 1
+        return folder
+
+    def remove_old(self) -> None:
+        shutil.rmtree(self._folder / str(self.number - 1), ignore_errors=True)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def write_adapter(adapter: Adapter, folder: Path) -> None:
+    """As `peft.PeftModel.from_pretrained` and vLLM open it."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {_in_file(name): t.detach().cpu().contiguous().clone() for name, t in adapter.named_tensors}
+    save_file(weights, folder / _FILE, metadata={"format": "pt"})
+    adapter.config.save_pretrained(folder)
+
+
+def read_adapter(folder: Path, sent: Manifest) -> Manifest:
+    """Fingerprints of what a written adapter holds, under the names it was `sent` with."""
+    from safetensors.torch import load_file
+
+    names = {_in_file(name): name for name in sent}
+    return Manifest(
+        {names.get(key, key): fingerprint(tensor) for key, tensor in load_file(folder / _FILE).items()}
+    )
+
+
+def _in_file(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"

@@ -1,8 +1,8 @@
-"""Where vLLM keeps each of the trainer's tensors, and whether what stands there is what arrived.
+"""Where vLLM keeps each of the trainer's tensors, and whether it holds there what arrived.
 
-vLLM joins tensors (query, key and value; gate and up), pads the vocabulary and keeps this worker's part of what is
-spread over several. Such a part is compared bit for bit. What vLLM keeps in another form (packed for a CPU's kernels,
-quantised, the experts of a mixture) cannot be: its loader says that it was reached, and log-probs that it is used.
+vLLM fuses tensors (query, key and value; gate and up), pads the vocabulary and keeps this worker's shard. A shard is
+compared bit for bit. What vLLM keeps in another form (packed for a CPU's kernels, quantised, experts) cannot be: its
+loader reports that it was loaded, and log-probs show that it is used.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.models.weight_source import NamedTensors
 from verl.rollout.weight_sync.fingerprint import Manifest, fingerprint, same_values
-from verl.rollout.weight_sync.weights import Pairs
 
 EXACT, REORDERED, OTHER = "exact", "reordered", "other"
 """Forms in which a tensor is held: as it came, with its values in another order, in a form of vLLM's own."""
@@ -147,15 +147,15 @@ def _packed_beside(module: nn.Module) -> bool:
 
 
 class Arriving:
-    """Pairs on their way into vLLM's loader, fingerprinted whole and as this worker should hold them."""
+    """Tensors on their way into vLLM's loader, fingerprinted whole and as this worker should hold them."""
 
-    def __init__(self, pairs: Pairs, weights: HeldPlaces) -> None:
-        self._pairs, self._weights = pairs, weights
+    def __init__(self, tensors: NamedTensors, weights: HeldPlaces) -> None:
+        self._tensors, self._weights = tensors, weights
         self.received = Manifest()
         self.places: dict[str, tuple[Place, str] | None] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self.received.watch(self._pairs):
+        for name, tensor in self.received.watch(self._tensors):
             place = self._weights.find(name, tensor)
             part = tensor if place is None else place.part_of(tensor)
             print_of_part = self.received[name] if part is tensor else fingerprint(part)

@@ -1,97 +1,65 @@
-"""vLLM's own HTTP server as a child process (`rollout.mode=server`), on a socket file only this user can open.
+"""vLLM's HTTP server as a child process (`rollout.mode=server`), on a unix socket only this user can open.
 
-Samples go through its completions endpoint, token ids in and out; weights go to its workers in buckets through
-shared memory, announced by its `/collective_rpc`; adapters by its `/v1/load_lora_adapter`.
+Samples go through its completions endpoint, token ids in and out; weights to its workers through shared memory, started
+by `/collective_rpc`; adapters by `/v1/load_lora_adapter`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
-from verl.rollout import WATCHDOG_S
+from verl.errors import RolloutError
+from verl.models.weight_source import WeightSource
 from verl.rollout.external_engine import Sample
-from verl.rollout.http_server import Chunk, Client, ServerProcess, ServerRollout
-from verl.rollout.vllm.adapter import Adapters
-from verl.rollout.vllm.parent_watch import host_of_children
-from verl.rollout.vllm.process import SOCKET_FOLDER
-from verl.rollout.vllm.sending import by_buckets, reader_patience, sync_weights
-from verl.rollout.vllm.settings import (
-    SERVER_ENVIRONMENT,
-    engine_arguments,
-    max_length,
-    own_devices,
-    per_request_seed,
-    precision,
-    read_model,
-    sampling_arguments,
-)
-from verl.rollout.weight_sync.processes import members
-from verl.rollout.weight_sync.stale_files import remember_segments, remove
+from verl.rollout.http_server import Chunk, Client, ServerRollout
+from verl.rollout.vllm.base import VLLMBase
+from verl.rollout.vllm.process import SOCKET_FOLDER, host_environment
+from verl.rollout.vllm.settings import SERVER_ENVIRONMENT, sampling_arguments, server_devices
+from verl.rollout.weight_sync.processes import group_members
+from verl.rollout.weight_sync.stale_files import remember_segments
+
+if TYPE_CHECKING:
+    from verl.config.schema import RolloutConfig
 
 _MODEL = "policy"
 
 
-class VLLMServerRollout(ServerRollout):
-    """Generates with a vLLM server from a copy of the trainer's weights."""
-
-    name = "vllm"
+class VLLMServerRollout(VLLMBase, ServerRollout):
+    """Generates with vLLM's OpenAI-compatible server."""
 
     def __init__(
-        self,
-        source: Any,
-        tokenizer: Any | None,
-        config: Any | None = None,
-        *,
-        watchdog_s: float = WATCHDOG_S,
+        self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig, *, watchdog_s: float
     ) -> None:
-        self.facts = read_model(source, tokenizer)
-        super().__init__(
-            source,
-            tokenizer,
-            vocab_size=self.facts.vocab_size,
-            eos_ids=self.facts.eos_ids,
-            max_length=max_length(config, self.facts),
-            precision=precision(config, self.facts),
-        )
-        arguments = engine_arguments(config, self.facts)
-        self.workers = int(arguments["tensor_parallel_size"])
-        self.connections = int(arguments["max_num_seqs"])
-        self._can_sleep = bool(arguments.get("enable_sleep_mode"))
-        self._seeds = per_request_seed(config)
-        address = str(self.facts.folder / "socket")
-        # The module and not the `vllm` command: the builds for CPU have another package name, which that looks up.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(arguments)]
-        # A line for every sample would drown the last lines that matter.
+        super().__init__(source, tokenizer, config)
+        address = str(self.folder / "socket")
+        # The module and not the `vllm` command, which looks up a package name that the CPU builds do not have.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(self.arguments)]
+        # The end of the log should hold errors, not a line for every sample.
         command += ["--served-model-name", _MODEL, "--uds", address, "--disable-uvicorn-access-log"]
-        self.client = Client(address, self.name)
-        environment = {
+        env = {
             **SERVER_ENVIRONMENT,
-            SOCKET_FOLDER: str(self.facts.folder),
-            **host_of_children(),
-            **own_devices(config, self.facts),
+            SOCKET_FOLDER: str(self.folder),
+            **host_environment(),
+            **server_devices(config, self.info),
         }
-        self.facts.write()
-        self.process = ServerProcess(command, self.facts.folder / "server.txt", self.name, environment)
-        self.adapters: Adapters | None = None
+        self._create_folder()
         try:
-            self.open(watchdog_s)
-            remember_segments(self.facts.folder, [process.pid for process in members(self.process.pid)])
-            if self.facts.lora_rank:
-                sync_weights(self.source.base_tensors(), self.facts.tied, 0, self._deliver)
-                self.adapters = Adapters(self._load_adapter, self._unload_adapter)
-            self.take_first_weights(source)
+            self.launch(command, env, Client(address, self.name), config.max_num_seqs, watchdog_s)
+            remember_segments(self.folder, [process.pid for process in group_members(self.process.pid)])
+            if not source.remote:
+                self.update_weights(source, 0)
         except BaseException:
             self.close()
             raise
 
-    def _stream(self, sample: Sample) -> Iterator[Chunk]:
-        seed = sample.seed if self._seeds else None
-        body = sampling_arguments(sample.request.sampling, self.eos_ids, seed, len(sample.resumed))
+    def _stream(self, sample: Sample) -> Generator[Chunk, None, None]:
+        seed = sample.seed if self.config.per_request_seed else None
+        body = sampling_arguments(sample.request.sampling, self.info.eos_ids, seed, len(sample.resumed))
         body.update(
-            model=self.adapters.current if self.adapters else _MODEL,
+            model=self.adapter or _MODEL,
             prompt=sample.prompt,
             stream=True,
             return_token_ids=True,
@@ -103,27 +71,21 @@ class VLLMServerRollout(ServerRollout):
                 log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
                 yield choice.get("token_ids") or [], log_probs, choice.get("finish_reason")
 
-    # -- weights ------------------------------------------------------------------------------------------------
-
-    def _take_weights(self, new_source: bool) -> None:
-        if "weights" in self.asleep:
-            self.make_room()
-            self.client.call("POST", "/wake_up?tags=weights")
-            self.asleep.discard("weights")
-        if self.adapters is not None:
-            self.adapters.take(self.source, self.version)
-        elif new_source:
-            sync_weights(self.source.named_tensors(), self.facts.tied, self.version, self._deliver)
-
-    def _deliver(self, pairs: Any) -> list[str]:
-        return by_buckets(pairs, self.workers, self._receive_buckets, self.guard)
-
-    def _receive_buckets(self, folder: str) -> list[str]:
-        body = {"method": "verl_receive_buckets", "args": [folder, str(reader_patience(self.guard))]}
+    def _call_workers(self, method: str, *args: str) -> list[str]:
+        body = {"method": method, "args": list(args)}
         return list(self.client.call("POST", "/collective_rpc", body)["results"])
 
-    def _forget_prefixes(self) -> None:
-        self.client.call("POST", "/reset_prefix_cache")
+    def _reset_prefix_cache(self) -> None:
+        # Refused while blocks are in use: then running requests are preempted and computed anew.
+        preempt = "/reset_prefix_cache?reset_running_requests=true"
+        for path in [preempt] if self._outstanding else ["/reset_prefix_cache", preempt]:
+            answer = self.client.call("POST", path)
+            if not isinstance(answer, dict) or answer.get("success", True):
+                return
+        raise RolloutError(
+            f"vLLM's server did not empty its prefix cache for policy version {self.version}. Set "
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_prefix_caching=False"
+        )
 
     def _load_adapter(self, name: str, number: int, folder: str) -> str:
         self.client.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
@@ -132,24 +94,12 @@ class VLLMServerRollout(ServerRollout):
     def _unload_adapter(self, adapter: str) -> None:
         self.client.call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter})
 
-    # -- memory -------------------------------------------------------------------------------------------------
+    def _sleep(self) -> None:
+        self.client.call("POST", "/sleep?level=1")
 
-    def sleep(self) -> None:
-        if self._can_sleep and not self.asleep:
-            self.client.call("POST", "/sleep?level=1")
-            self.asleep = {"weights", "kv_cache"}
-
-    def wake(self) -> None:
-        self.make_room()
-        for tag in sorted(self.asleep, reverse=True):
+    def _wake(self, tags: list[str]) -> None:
+        for tag in tags:
             self.client.call("POST", f"/wake_up?tags={tag}")
-        super().wake()
-
-    def close(self) -> None:
-        super().close()
-        if self.adapters is not None:
-            self.adapters.close()
-        remove(self.facts.folder)
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:

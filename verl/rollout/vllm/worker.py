@@ -1,6 +1,6 @@
-"""The part that runs inside vLLM's workers (`worker_extension_cls`): takes weights and says what it took.
+"""The part that runs inside vLLM's workers (`worker_extension_cls`): loads weights and reports what it loaded.
 
-The answer names every tensor received with its fingerprint, every parameter that no tensor reached, every tensor that
+A report names every tensor received with its fingerprint, every parameter that no tensor reached, every tensor that
 is held otherwise than it arrived, and every parameter that moved away from where captured graphs read it.
 """
 
@@ -11,15 +11,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from verl.models.weight_source import NamedTensors
 from verl.rollout.vllm.loaded_weights import EXACT, Arriving, HeldCheck, HeldPlaces, without_lora_layers
-from verl.rollout.vllm.parent_watch import end_with_host
-from verl.rollout.weight_sync.buckets import read_buckets
-from verl.rollout.weight_sync.weights import Pairs
+from verl.rollout.vllm.process import end_with_host
+from verl.rollout.weight_sync.shared_memory import receive_tensors
 
-# vLLM imports this file in each of its workers before anything else of ours runs there.
+# vLLM imports this file in each of its workers before it calls anything of ours.
 end_with_host()
 
 
@@ -32,18 +31,18 @@ class WeightReceiver:
     reload_weights: Any
 
     def verl_processes(self) -> list[int]:
-        """This worker and whoever started it: with one worker the engine core itself, and its host."""
+        """This worker and its parent: with one worker the engine core and its host."""
         return [os.getpid(), os.getppid()]
 
-    def verl_receive(self, pairs: Pairs) -> str:
+    def verl_receive(self, tensors: NamedTensors) -> str:
         """Weights of the same process, by reference."""
-        return self._verl_load(pairs)
+        return self._verl_load(tensors)
 
-    def verl_receive_buckets(self, folder: str, timeout_s: str) -> str:
-        """Weights of another process, through shared memory (text arguments, as an HTTP server takes them)."""
-        return self._verl_load(read_buckets(Path(folder), self.rank, float(timeout_s)))
+    def verl_receive_shared(self, address: str, timeout_s: str) -> str:
+        """Weights of another process, through shared memory (arguments are text: they may come over HTTP)."""
+        return self._verl_load(receive_tensors(address, float(timeout_s)))
 
-    def _verl_load(self, pairs: Pairs) -> str:
+    def _verl_load(self, tensors: NamedTensors) -> str:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         model = self.model_runner.get_model()
@@ -53,13 +52,13 @@ class WeightReceiver:
             weights = HeldPlaces(
                 model, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             )
-            arriving = Arriving(pairs, weights)
+            arriving = Arriving(tensors, weights)
             held.remember_addresses(model)
             with _watched_loading(model) as loading:
                 self.reload_weights(weights_iterator=iter(arriving))
             report = {
                 "received": arriving.received,
-                # A loader that does not say what it loaded cannot be checked this way; the log-probs still are.
+                # A loader that does not return what it loaded is checked by log-probs only.
                 "missing": sorted(loading.expected - loading.loaded) if loading.loaded else [],
                 "wrong": held.wrong(arriving),
                 "moved": held.moved(model) if self._verl_has_graphs() else [],

@@ -1,7 +1,7 @@
 """Fingerprints of tensors: integer arithmetic over their bits, equal on every device and in every process.
 
-A fingerprint is taken of what is sent, of what arrived, and of what the engine then holds, where it holds it in the
-form it came in (`verl.rollout.vllm.loaded_weights`). Other forms (repacked, quantised) are checked by log-probs.
+Taken of what is sent, of what arrived, and of what the engine then holds, where it holds it in the form it came in
+(`verl.rollout.vllm.loaded_weights`). Other forms (repacked, quantised) are checked by log-probs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from verl.errors import TrainingHalted
-from verl.rollout.weight_sync.weights import Pairs
+from verl.models.weight_source import NamedTensors
 
 _SAMPLES = 4096
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -19,17 +19,17 @@ _SHOWN = 3
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Type, shape, the sum of all bit patterns, and a sum over strided samples weighted by their place.
+    """Dtype, shape, the sum of all bit patterns, and a sum over strided samples weighted by their index.
 
-    The plain sum sees any single changed value, the weighted one values that changed places."""
+    The plain sum sees any single changed value, the weighted one values that were exchanged."""
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return f"{tensor.dtype}:{tuple(tensor.shape)}"
     bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    some = bits[:: max(bits.numel() // _SAMPLES, 1)].to(torch.int64)
-    places = torch.arange(1, 2 * some.numel(), 2, device=some.device)
-    whole, placed = torch.stack([bits.sum(dtype=torch.int64), (some * places).sum()]).tolist()
-    return f"{str(tensor.dtype).removeprefix('torch.')}:{tuple(tensor.shape)}:{whole:x}:{placed:x}"
+    samples = bits[:: max(bits.numel() // _SAMPLES, 1)].to(torch.int64)
+    factors = torch.arange(1, 2 * samples.numel(), 2, device=samples.device)
+    total, weighted = torch.stack([bits.sum(dtype=torch.int64), (samples * factors).sum()]).tolist()
+    return f"{str(tensor.dtype).removeprefix('torch.')}:{tuple(tensor.shape)}:{total:x}:{weighted:x}"
 
 
 def same_values(one: str, other: str) -> bool:
@@ -38,10 +38,11 @@ def same_values(one: str, other: str) -> bool:
 
 
 class Manifest(dict[str, str]):
-    """Fingerprints by name, filled while the weights pass through `watch`."""
+    """Fingerprints by name."""
 
-    def watch(self, pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in pairs:
+    def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same tensors, recorded as they pass."""
+        for name, tensor in tensors:
             self[name] = fingerprint(tensor)
             yield name, tensor
 
@@ -65,5 +66,5 @@ def compare(
     raise TrainingHalted(
         f"the weights {engine} received for policy version {version} are not those the trainer sent: "
         f"{len(different) + len(extra)} of {len(sent)} tensors differ.\n  " + "\n  ".join(lines) + "\n"
-        f"Going on would train on responses of another policy. Restart from the last checkpoint; {advice}"
+        f"Restart from the last checkpoint; {advice}"
     )

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 PROMPT_TOKENS = 16
 RESPONSE_TOKENS = 8
 SAMPLES = 4
+PROBE_ID = "verl-probe"
 _STRIDE = 7919
 
 FLOAT32_GAP = 2e-3
@@ -70,7 +71,7 @@ def probe_request(vocab_size: int, max_length: int | None) -> Request:
     tokens = min(RESPONSE_TOKENS, (max_length or RESPONSE_TOKENS + 1) - 1)
     prompt = [(_STRIDE * (place + 1)) % vocab_size for place in range(PROMPT_TOKENS)]
     prompt = prompt[: max_length - tokens] if max_length else prompt
-    return Request("verl-probe", prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), n=SAMPLES)
+    return Request(PROBE_ID, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), n=SAMPLES)
 
 
 def _flat(rows: Rows) -> torch.Tensor:
@@ -175,7 +176,7 @@ class ProbeCheck:
         return (
             f"{self.name} does not compute with the trainer's weights of policy version {version}: log-probs of a "
             f"fixed prompt differ by {new.gap:.4g} on average, {self._figures(new)} ({self.name}/trainer: {shown}). "
-            f"Going on would train on responses of another policy; restart from the last checkpoint, and {self.advice}"
+            f"Restart from the last checkpoint, and {self.advice}"
         )
 
 

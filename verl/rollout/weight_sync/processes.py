@@ -1,106 +1,95 @@
-"""Processes as Linux shows them: when they began, who belongs to a group, what each does right now.
-
-What always holds: nothing here waits or signals; elsewhere than on Linux nobody is found.
-"""
+"""Find and watch processes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import select
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-_PROC = Path("/proc")
-_STATES = {
-    "R": "runs",
-    "S": "waits",
-    "D": "waits for a device",
-    "T": "is stopped",
-    "t": "is stopped by a debugger",
-}
-_GONE = ("Z", "X")
-SEGMENT = re.compile(r"psm_[0-9a-f]+|vllm_dist_[^/ ]+")
+import psutil
+
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-@dataclass(frozen=True)
-class Process:
-    """One look at a process."""
-
-    pid: int
-    state: str
-    parent: int
-    group: int
-    started: int
-    """In the system's ticks since it began: with the number it names a process for ever."""
-
-    @property
-    def gone(self) -> bool:
-        return self.state in _GONE
-
-    def describe(self) -> str:
-        return f"process {self.pid} ({_title(self.pid)}) {_STATES.get(self.state, 'is gone')}"
+def group_members(pgid: int) -> list[psutil.Process]:
+    """Live processes of a process group."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getpgid(process.pid) == pgid and _running(process):
+                found.append(process)
+    return found
 
 
-def look(pid: int) -> Process | None:
+def ancestors_up_to(pid: int) -> list[psutil.Process]:
+    """The processes between this one and its ancestor `pid`, nearest first. Where `pid` is no ancestor (any more): the
+    parent, if it runs the same program and so is not merely a process that adopts orphans."""
     try:
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        own, line = psutil.Process(), psutil.Process().parents()
+        pids = [process.pid for process in line]
+        if pid in pids:
+            return line[: pids.index(pid)]
+        return [parent for parent in line[:1] if parent.pid != 1 and parent.exe() == own.exe()]
+    except psutil.Error:
+        return []
+
+
+def start_time(pid: int) -> int:
+    """When a process started, in clock ticks since boot: with the pid it names a process. 0 where it is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
-        return None
-    return Process(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
+        return 0
 
 
-def between(host: int) -> list[Process]:
-    """Who stands between this process and `host`, which started the first of them. Where `host` is gone from the line:
-    the parent, unless that is somebody who only takes in orphans."""
-    line: list[Process] = []
-    process = look(os.getppid())
-    while process is not None and process.pid != host:
-        line.append(process)
-        process = look(process.parent)
-    if process is not None:
-        return line
-    return [
-        parent for parent in line[:1] if parent.pid != 1 and _program(parent.pid) == _program(os.getpid())
-    ]
+def is_alive(pid: int, started: int | None = None) -> bool:
+    """Whether a process runs; with `started` (see `start_time`), whether it is that very process."""
+    with contextlib.suppress(psutil.Error):
+        return _running(psutil.Process(pid)) and started in (None, start_time(pid))
+    return False
 
 
-def members(group: int) -> list[Process]:
-    """Living processes of a group."""
-    numbers = [int(name) for name in os.listdir(_PROC) if name.isdigit()] if _PROC.is_dir() else []
-    found = [process for pid in numbers if (process := look(pid)) is not None]
-    return [process for process in found if process.group == group and not process.gone]
+def describe(pid: int) -> str:
+    """'process 12 (python) sleeping', for messages."""
+    try:
+        process = psutil.Process(pid)
+        words = process.cmdline() or [process.name()]
+        title = words[words.index("-m") + 1] if "-m" in words[:-1] else words[0]
+        return f"process {pid} ({title}) {process.status()}"
+    except psutil.Error:
+        return f"process {pid} has ended"
 
 
-def is_alive(pid: int, started: int) -> bool:
-    """Whether the process of this number that began then still runs."""
-    process = look(pid)
-    return process is not None and process.started == started and not process.gone
-
-
-def segments(pids: Iterable[int]) -> list[str]:
-    """Names of the shared memory that these processes use, of Python's making or of vLLM's."""
+def mapped_shared_memory(pids: Iterable[int], pattern: re.Pattern[str]) -> list[str]:
+    """Names of the files in /dev/shm that processes have mapped and that match."""
     found: set[str] = set()
     for pid in pids:
-        try:
-            lines = (_PROC / str(pid) / "maps").read_text().splitlines()
-        except OSError:
-            continue
-        names = [name for line in lines if (name := line.rpartition(" /dev/shm/")[2]) != line]
-        found |= {name for name in names if SEGMENT.fullmatch(name)}
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, separator, name = line.rpartition(" /dev/shm/")
+                if separator and pattern.fullmatch(name):
+                    found.add(name)
     return sorted(found)
 
 
-def _program(pid: int) -> str:
+def wait_gone(pid: int, started: int, timeout_s: float | None = None) -> bool:
+    """Wait until a process, not necessarily a child, has ended; False at the timeout."""
     try:
-        return os.readlink(_PROC / str(pid) / "exe")
-    except OSError:
-        return ""
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return start_time(pid) != started or bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+    finally:
+        os.close(descriptor)
 
 
-def _title(pid: int) -> str:
-    try:
-        words = (_PROC / str(pid) / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return "?"
-    return words[words.index("-m") + 1] if "-m" in words[:-1] else words[0]
+def _running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() not in _ENDED
+    return False

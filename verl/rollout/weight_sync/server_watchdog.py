@@ -1,8 +1,7 @@
-"""Waiting for an engine that lives in other processes, for as long as it gives signs of life.
+"""Waiting for an engine in other processes for as long as it makes progress.
 
-What always holds: whoever waits is released as soon as the engine is gone, or when nothing has come from it for
-`watchdog_s` seconds: no answer, no token, no bucket of weights taken. How long a generation takes does not matter. A
-silent engine is killed with everything it started, so that nobody stays behind and nobody answers late.
+Whoever waits is released when the engine has died, or when nothing has come from it for `watchdog_s` seconds: no
+answer, no token, no bucket of weights taken. A hung engine is killed with everything it started.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from verl.errors import RESUME, EngineLost, RolloutError
@@ -21,70 +19,58 @@ from verl.observe import life
 
 POLL_S = 0.25
 DYING_S = 10.0
-"""How long an engine may take to end after it said that it cannot go on."""
+"""How long an engine may take to end after it failed."""
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
-Errands = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-class Guarded(Protocol):
+class WatchedProcesses(Protocol):
     """An engine's processes."""
 
     name: str
-    """What messages call them."""
 
     def check(self) -> None:
-        """EngineLost when they, or one of them, have ended."""
+        """EngineLost when one of them has ended."""
 
     def describe(self) -> str:
-        """What each of them does right now."""
+        """What each of them does now."""
 
-    def last_lines(self) -> str:
-        """The end of their log, after a line that says so; empty where they have none."""
+    def log_tail(self) -> str:
+        """The end of their log after a heading; empty without a log."""
 
     def kill(self) -> None:
-        """End them at once."""
+        """Kill all of them."""
 
 
-class Guard:
-    """Watches over one engine's processes while somebody waits for them."""
+class ServerWatchdog:
+    """Watches one engine's processes while somebody waits for them."""
 
     def __init__(
-        self, processes: Guarded, watchdog_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        processes: WatchedProcesses,
+        watchdog_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.processes, self.watchdog_s, self._clock = processes, watchdog_s, clock
-        self._heard = self._clock()
-        self._waiting = self._busy_here = 0
+        self._last_beat = self._clock()
+        self._busy_here = 0
         self._lost: EngineLost | None = None
         self._lock = threading.Lock()
-        self._errands: Errands | None = None
+        self._calls: Calls | None = None
 
     @property
     def lost(self) -> bool:
-        """Whether it is known that the engine answers no more."""
         return self._lost is not None
 
-    def sign(self) -> None:
-        """The engine has done something for us."""
-        self._heard = self._clock()
+    def beat(self) -> None:
+        """The engine made progress."""
+        self._last_beat = self._clock()
         life.beat()
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around waiting; silence counts from here on."""
-        with self._lock:
-            if not self._waiting:
-                self._heard = self._clock()
-            self._waiting += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waiting -= 1
-
     def while_taken(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Items the engine waits for in its turn: making one is our time, that the next is wanted is its sign."""
+        """Items the engine waits for: producing one is our time, asking for the next is its progress."""
         iterator = iter(items)
         while True:
             self._busy_here += 1
@@ -94,11 +80,11 @@ class Guard:
                 return
             finally:
                 self._busy_here -= 1
-                self.sign()
+                self.beat()
             yield item
 
     def check(self, what: str) -> None:
-        """Raise EngineLost when the engine is gone, or has been silent for too long in `what`."""
+        """EngineLost when the engine has died, or made no progress for too long in `what`."""
         with self._lock:
             if self._lost is not None:
                 raise self._lost
@@ -107,59 +93,57 @@ class Guard:
             except EngineLost as error:
                 self._lost = error
                 raise
-            if self._busy_here or self._clock() - self._heard <= self.watchdog_s:
+            if self._busy_here or self._clock() - self._last_beat <= self.watchdog_s:
                 return
             self._lost = EngineLost(
-                f"{self.processes.name} gave no sign of life for {self.watchdog_s:g} s (trainer.watchdog_s) while the "
-                f"trainer (process {os.getpid()}) waited for it in {what}: {self.processes.describe()}. It was killed. "
-                f"The run ends here; {RESUME}. If the work really takes longer, raise trainer.watchdog_s."
-                f"{self.processes.last_lines()}"
+                f"{self.processes.name} made no progress for {self.watchdog_s:g} s (trainer.watchdog_s) while the "
+                f"trainer (process {os.getpid()}) waited for it in {what}: {self.processes.describe()}. It was killed; "
+                f"{RESUME}. If the work takes longer, raise trainer.watchdog_s.{self.processes.log_tail()}"
             )
             life.beat()  # whoever watches this process hears of it now
             self.processes.kill()
             raise self._lost
 
-    def ask(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
-        """`function(*args)` in a thread beside, which may never come back; one at a time."""
+    def call(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
+        """`function(*args)` in a thread, which may never return; one at a time."""
         answer: Future[Result] = Future()
         with self._lock:
-            if self._errands is None:
-                self._errands = queue.SimpleQueue()
-                threading.Thread(target=_run, args=(self._errands,), name="verl-guard", daemon=True).start()
-        self._errands.put((answer, lambda: function(*args)))
-        with self.waiting():
-            while not wait([answer], POLL_S).done:
-                self.check(what)
-        self.sign()
+            if self._calls is None:
+                self._calls = queue.SimpleQueue()
+                threading.Thread(target=_serve, args=(self._calls,), name="verl-engine", daemon=True).start()
+        self._last_beat = self._clock()
+        self._calls.put((answer, lambda: function(*args)))
+        while not wait([answer], POLL_S).done:
+            self.check(what)
+        self.beat()
         return answer.result()
 
     def explain(self, error: RolloutError, is_well: Callable[[], bool]) -> None:
-        """After an error: raise EngineLost if the engine is dying, which may take it a moment; else nothing."""
+        """After an error: raise EngineLost if the engine is dying, which may take it a moment."""
         deadline = time.monotonic() + DYING_S
         while not is_well():
             self.check("its last answer")
             if time.monotonic() > deadline:
                 self._lost = EngineLost(
-                    f"{self.processes.name} does not work any more: {error}. The run ends here; {RESUME}."
-                    f"{self.processes.last_lines()}"
+                    f"{self.processes.name} does not work any more: {error}; {RESUME}.{self.processes.log_tail()}"
                 )
                 self.processes.kill()
                 raise self._lost from error
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """Let the thread go."""
+        """End the thread."""
         with self._lock:
-            if self._errands is not None:
-                self._errands.put(None)
-                self._errands = None
+            if self._calls is not None:
+                self._calls.put(None)
+                self._calls = None
 
 
-def _run(errands: Errands) -> None:
-    while (errand := errands.get()) is not None:
-        answer, call = errand
+def _serve(calls: Calls) -> None:
+    while (call := calls.get()) is not None:
+        answer, function = call
         try:
-            answer.set_result(call())
-        except BaseException as error:  # it belongs to whoever asked
+            answer.set_result(function())
+        except BaseException as error:  # for whoever asked
             answer.set_exception(error)
-        del errand, answer, call
+        del call, answer, function
