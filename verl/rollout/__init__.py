@@ -52,9 +52,16 @@ def _native(source: WeightSource, tokenizer: Any, config: Any) -> RolloutEngine:
 
 @register_rollout("vllm")
 def _vllm(source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float) -> RolloutEngine:
-    from verl.rollout.vllm import build
+    from verl.rollout.vllm.version import require_vllm
 
-    return build(source, tokenizer, config, watchdog_s)
+    require_vllm()
+    if config.mode == "server":
+        from verl.rollout.vllm.server import VLLMServerRollout
+
+        return VLLMServerRollout(source, tokenizer, config, watchdog_s=watchdog_s)
+    from verl.rollout.vllm.engine import VLLMRollout
+
+    return VLLMRollout(source, tokenizer, config, watchdog_s=watchdog_s)
 
 
 @register_rollout("sglang")

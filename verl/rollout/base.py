@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl.errors import RolloutError
 
@@ -143,11 +143,14 @@ class RolloutEngine(ABC):
                 "submit() and poll()"
             )
         self.submit(requests)
-        return self._responses_to(requests)
+        responses = self._responses_to(requests)
+        next(responses)  # up to its first yield, so that closing it before anything is read aborts, too
+        return responses
 
-    def _responses_to(self, requests: list[Request]) -> Iterator[Response]:
+    def _responses_to(self, requests: list[Request]) -> Iterator[Any]:
         missing = sum(request.n for request in requests)
         try:
+            yield None
             while missing:
                 responses = self.poll()
                 if not responses:
@@ -202,8 +205,9 @@ class BatchEngine(RolloutEngine):
     def stats(self) -> RolloutStats:
         return RolloutStats(running=self._unanswered if self._batch is not None else 0)
 
-    def _responses_to(self, requests: list[Request]) -> Iterator[Response]:
+    def _responses_to(self, requests: list[Request]) -> Iterator[Any]:
         try:
+            yield None
             while responses := self.poll():
                 yield from responses
         finally:

@@ -150,32 +150,25 @@ class ProbeCheck:
         noise = {} if last.noise is None else {"rollout/probe_noise": last.noise}
         return {"rollout/probe_gap": last.gap, **noise}
 
-    def _figures(self, new: Probe) -> str:
+    def _context(self, new: Probe) -> str:
         if self.precision not in ROUNDING:
             return f"{FLOAT32_GAP:g} is what {self.precision} explains"
         earlier = ", ".join(f"{probe.gap:.3g}" for probe in self.history[-BASELINE:]) or "none"
-        noise = (
-            "cannot be computed in float32"
-            if new.noise is None
-            else f"differ from float32 by {new.noise:.2g}"
-        )
-        return (
-            f"the trainer's own {noise}, those of different tokens differ by {new.spread:.2g}; earlier gaps of this "
-            f"run: {earlier}"
-        )
+        noise = "unknown" if new.noise is None else f"{new.noise:.2g}"
+        return f"rounding noise {noise}, between different tokens {new.spread:.2g}, earlier gaps {earlier}"
 
     def _stands_out(self, version: int, new: Probe) -> str:
         return (
             f"{self.name}: log-probs of a fixed prompt under policy version {version} differ from the trainer's by "
-            f"{new.gap:.3g} on average ({self._figures(new)}). The run goes on; {IN_A_ROW} versions like this in a "
-            "row end it. Watch training/rollout_probs_diff_mean"
+            f"{new.gap:.3g} on average ({self._context(new)}). {IN_A_ROW} versions like this in a row end the run. "
+            "Watch training/rollout_probs_diff_mean"
         )
 
     def _wrong(self, version: int, new: Probe, engine: Rows, trainer: SourceLogProbs) -> str:
         shown = "  ".join(f"{a:.4f}/{b:.4f}" for a, b in zip(engine[0], trainer.log_probs[0], strict=True))
         return (
             f"{self.name} does not compute with the trainer's weights of policy version {version}: log-probs of a "
-            f"fixed prompt differ by {new.gap:.4g} on average, {self._figures(new)} ({self.name}/trainer: {shown}). "
+            f"fixed prompt differ by {new.gap:.4g} on average, {self._context(new)} ({self.name}/trainer: {shown}). "
             f"Restart from the last checkpoint, and {self.advice}"
         )
 
