@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RolloutError
@@ -44,8 +44,11 @@ class TPFollower(ExternalRollout):
         self.lora_apart = name == "vllm" and self.info.lora_rank > 0
         self.update_weights(source, 0)
 
-    def _start(self, samples: Sequence[Sample]) -> None:
+    def submit(self, requests: Iterable[Request]) -> None:
         raise RolloutError(f"this rank follows the one that hosts {self.name}; requests go to that one")
+
+    def _start(self, samples: Sequence[Sample]) -> None:
+        pass
 
     def _advance(self, timeout_s: float | None) -> list[Response]:
         return []
