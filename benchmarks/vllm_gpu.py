@@ -6,6 +6,7 @@ Every case is one run of the command, on prompts of GSM8K with a reward that eve
 that the weights move at every step. For each it prints one line of JSON: the exit status, the steps done, times, how
 many tensors were compared bit for bit where vLLM holds them, and the gap and noise of the log-prob probe at every step.
 Exits 1 unless every case ran through. The folders default to $VERL_SMOLLM2 and $VERL_SHARED/data/gsm8k.
+`--server` has vLLM in other processes, which take the weights by CUDA IPC instead of by reference.
 Cases that share the GPU with each other, each started on its own, need `--shared-gpu`. `--cpu` rehearses on a CPU.
 """
 
@@ -77,6 +78,7 @@ def command(case: str, task: Path, run: Path, options: argparse.Namespace) -> li
         f"{rollout}.name": "vllm",
         f"{rollout}.n": options.n,
         f"{rollout}.enforce_eager": mode == "eager",
+        f"{rollout}.mode": "server" if options.server else "inprocess",
         f"{rollout}.max_num_seqs": options.prompts * options.n,
         f"{rollout}.gpu_memory_utilization": options.memory,
         f"{rollout}.free_cache_engine": True,
@@ -150,6 +152,9 @@ def main() -> int:
     parser.add_argument("--memory", type=float, default=0.15, help="rollout.gpu_memory_utilization")
     parser.add_argument("--cache-gib", type=int, default=2, help="GiB of vLLM's KV cache")
     parser.add_argument("--shared-gpu", action="store_true", help="other runs use the GPU at the same time")
+    parser.add_argument(
+        "--server", action="store_true", help="rollout.mode=server: weights cross by CUDA IPC"
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds for one case")
     parser.add_argument("--logs", type=Path, help="folder for the output of every run")
     parser.add_argument("--cpu", action="store_true")
