@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
+from verl import processes
 from verl.errors import EngineLost
 from verl.models.weight_source import NamedTensors, Names
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.external_engine import Sample
 from verl.rollout.source import ModuleWeights
-from verl.rollout.weight_sync import processes, stale_files
+from verl.rollout.weight_sync import stale_files
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=25), pytest.mark.timeout(900)]

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from verl import processes
 from verl.config.schema import RolloutConfig
 from verl.errors import EngineLost, RolloutError
 from verl.observe import life
 from verl.rollout import build_rollout, register_rollout
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.weight_sync import processes, stale_files
+from verl.rollout.weight_sync import stale_files
 from verl.rollout.weight_sync.receive import ReceivedWeights
 from verl.rollout.weight_sync.server_watchdog import ServerWatchdog
 
@@ -312,7 +313,7 @@ def test_where_temporary_files_have_a_long_way_a_socket_still_has_room(
 
 LINE = """
 import subprocess, sys
-from processes import ancestors_up_to
+from verl.processes import ancestors_up_to
 host, generation = int(sys.argv[1]), int(sys.argv[2])
 if generation:
     command = [sys.executable, sys.argv[0], str(host), str(generation - 1)]
@@ -324,8 +325,7 @@ print(*(process.pid for process in ancestors_up_to(host)), flush=True)
 def test_who_stands_between_a_worker_and_its_host(tmp_path: Path) -> None:
     script = tmp_path / "line.py"
     script.write_text(LINE)
-    # The module alone: its package would import torch in each of the processes.
-    environment = {**os.environ, "PYTHONPATH": str(Path(processes.__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(processes.__file__).parents[2])}
 
     def line(host: int) -> tuple[int, list[int]]:
         command = [sys.executable, str(script), str(host), "2"]

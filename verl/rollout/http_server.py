@@ -24,9 +24,9 @@ from typing import Any
 import httpx
 
 from verl.errors import RESUME, EngineLost, RolloutError
+from verl.processes import describe, group_members
 from verl.rollout.base import FinishReason, Response
 from verl.rollout.external_engine import ExternalRollout, Sample
-from verl.rollout.weight_sync.processes import describe, group_members
 from verl.rollout.weight_sync.server_watchdog import POLL_S, ServerWatchdog
 from verl.rollout.weight_sync.stale_files import remove
 

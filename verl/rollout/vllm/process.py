@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from verl.errors import RESUME, EngineLost
-from verl.rollout.weight_sync.processes import ancestors_up_to, describe, is_alive, start_time, wait_gone
+from verl.processes import ancestors_up_to, describe, is_alive, start_time, wait_gone
 
 HOST = "VERL_ENGINE_HOST"
 SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"

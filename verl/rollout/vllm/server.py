@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import RolloutError
 from verl.models.weight_source import WeightSource
+from verl.processes import group_members
 from verl.rollout.external_engine import Sample
 from verl.rollout.http_server import Chunk, Client, ServerRollout
 from verl.rollout.vllm.base import VLLMBase
 from verl.rollout.vllm.process import SOCKET_FOLDER, host_environment
 from verl.rollout.vllm.settings import SERVER_ENVIRONMENT, sampling_arguments, server_devices
-from verl.rollout.weight_sync.processes import group_members
 from verl.rollout.weight_sync.stale_files import remember_segments
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from verl.rollout.weight_sync.processes import is_alive, mapped_shared_memory, start_time
+from verl.processes import is_alive, mapped_shared_memory, start_time
 
 log = logging.getLogger(__name__)
 
