@@ -60,6 +60,10 @@ class TrainingHalted(VerlError):
     exit_code = 3
 
 
+class WorkersLost(TrainingHalted):
+    """Ranks died or hang: with `trainer.max_restarts` the run starts again from the last checkpoint."""
+
+
 def missing_package(package: str, extra: str, needed_for: str) -> MissingPackage:
     from verl.requirements import install_command
 

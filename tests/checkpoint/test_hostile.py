@@ -20,7 +20,7 @@ from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.files import record_of
 from verl.checkpoint.manifest import MANIFEST, _crc
 from verl.errors import CheckpointError
-from verl.workers.ray_checkpoints import RayCheckpoints
+from verl.workers.placement import RayCheckpoints
 
 ONLY_STATE = {"actor": PartSettings(["model", "optimizer", "extra"])}
 DEEP = "[" * 100_000 + "]" * 100_000

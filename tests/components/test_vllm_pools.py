@@ -91,10 +91,10 @@ def test_vllm_in_a_process_of_its_own(model_dir: Path, digits_data: Path, tmp_pa
 COUNTING = """
 from pathlib import Path
 from verl.models.lora import plain_name
-from verl.workers.rank import RankWorker
+from verl.workers.rank import TrainRank
 from verl.rollout.weight_sync import broadcast
 
-_pack, _sync_weights, crossed = broadcast.pack, RankWorker.do_sync_weights, 0
+_pack, _sync_weights, crossed = broadcast.pack, TrainRank.do_sync_weights, 0
 
 def pack(bucket, buffer):
     global crossed
@@ -112,7 +112,7 @@ def sync_weights(self, version):
         file.write(f"{{crossed}} {{adapter}} {{everything}}\\n")
     return sent
 
-broadcast.pack, RankWorker.do_sync_weights = pack, sync_weights
+broadcast.pack, TrainRank.do_sync_weights = pack, sync_weights
 """
 
 
@@ -203,7 +203,7 @@ def test_two_ranks_share_one_engine_and_it_goes_with_its_host(
         workers.clear()
         workers.update(pid for pid, title in names.items() if "VLLM::Worker" in title)
         ranks.clear()
-        ranks.update(pid for pid, title in names.items() if "RankActor" in title)
+        ranks.update(pid for pid, title in names.items() if "RankProcess" in title)
         hosts[:] = [rank for rank in ranks if workers <= family(rank)]
         return len(workers) == len(ranks) == 2 and len(hosts) == 1
 

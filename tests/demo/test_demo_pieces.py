@@ -209,7 +209,7 @@ def test_a_stage_stopped_by_hand_ends_the_demo(tmp_path, monkeypatch):
     import signal
 
     from verl import cli as verl_cli
-    from verl.trainer.sft_trainer import SFTLoop
+    from verl.trainer.sft_loop import SFTLoop
 
     whole_step = SFTLoop.step
 

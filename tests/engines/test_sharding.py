@@ -140,5 +140,5 @@ def test_a_killed_rank_is_named_by_the_others(together):
     if world == 3:
         for rank in (0, 1):
             message = (folder / f"halted{rank}.txt").read_text()
-            assert message.startswith(f"rank {rank} stops because rank 2 (process ")
+            assert message.startswith(f"rank {rank} stops because rank 2 on ")
             assert "resume_mode" in message

@@ -22,8 +22,8 @@ from verl.demo.data import demonstrate
 from verl.demo.model import build_model_folder
 from verl.errors import ConfigError
 from verl.trainer import sft_trainer
-from verl.trainer.sft_launch import launched, refuse_conflicts, with_sizes
-from verl.workers.sft.channel import Job, pack, unpack
+from verl.trainer.sft_trainer import refuse_conflicts, with_sizes
+from verl.workers.torchrun import Job
 
 PATIENCE_S = 600.0
 """For processes that import torch on a machine with other work to do; the limit of a test comes after it."""
@@ -33,25 +33,25 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.
 PLUGIN = """
 import os, signal, time
 from pathlib import Path
-from verl.workers.sft.rank import SFTRankWorker
+from verl.workers.sft import SFTRole
 
-train, seen = SFTRankWorker.do_train, 0
+train, seen = SFTRole.train, 0
 
-def planned(self, part, meta):
+def planned(self, batch):
     global seen
     seen += 1
     if self.rank == 1 and seen == 4 and not Path({once!r}).exists():
         Path({once!r}).touch()
         {action}
-    return train(self, part, meta)
+    return train(self, batch)
 
-SFTRankWorker.do_train = planned
+SFTRole.train = planned
 """
 WATCH = """
-from verl.workers.sft.torchrun import TorchrunCalls
+from verl.workers.torchrun import RankMonitor
 
-look = TorchrunCalls._look_for_signs
-TorchrunCalls._look_for_signs = lambda *args: look(*args) if Path({once!r}).exists() else None
+check = RankMonitor._check_others
+RankMonitor._check_others = lambda self: check(self) if Path({once!r}).exists() else None
 """
 """On a busy machine the start alone may take longer than a short limit: the watch begins with the fault."""
 ACTIONS = {
@@ -186,7 +186,7 @@ def test_killed_rank_is_named_and_a_restart_by_torchrun_goes_on_exactly(together
     log = tmp_path / "log.txt"
     code, text = finish(start(words, log, tmp_path, "--max-restarts=1"), log)
     assert code == 0, text[-3000:]
-    assert "error: rank 0 on " in text and "because rank 1 (process " in text, text[-3000:]
+    assert "error: rank 0 stops because rank 1 on " in text, text[-3000:]
     assert "trainer.resume_mode=auto" in text
     assert "died or stopped answering" in (tmp_path / "run" / "crash.previous.txt").read_text()
     assert metrics(tmp_path / "run") == metrics(together[0])
@@ -206,7 +206,7 @@ def test_failing_rank_is_heard(action, model, data, tmp_path):
         assert "in train: KeyError: 'the reason'" in text and "fault.py" in text
         assert text.index("error: rank 1 on ") < text.index("Traceback (most recent call last)")
     else:
-        assert "no sign of life for 12 s (trainer.watchdog_s) in train." in text, text[-3000:]
+        assert "no progress for 12 s (trainer.watchdog_s) in train." in text, text[-3000:]
         assert "time.sleep(100_000)" in text and "waits for rank 1" in text
 
 
@@ -241,14 +241,11 @@ def test_sigterm_saves_and_leaves_nobody(alone, model, data, tmp_path):
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
-def test_job_is_read_from_the_environment_only_where_it_is_whole(monkeypatch):
+def test_job_is_read_from_the_environment_only_where_it_is_complete():
     job = Job.from_environment({**TWO, "LOCAL_WORLD_SIZE": "1"})
     assert job == Job(1, 2, 1, 1, "127.0.0.1", 29500) and not job.one_host
     assert Job.from_environment({name: value for name, value in TWO.items() if name != "LOCAL_RANK"}) is None
-    for name, value in {**TWO, "WORLD_SIZE": "1", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with launched() as alone:
-        assert alone is None
+    assert Job.from_environment({**TWO, "WORLD_SIZE": "1", "RANK": "0"}) is None
 
 
 def test_sizes_are_torchruns_where_the_user_gave_none(model, data, tmp_path):
@@ -256,7 +253,6 @@ def test_sizes_are_torchruns_where_the_user_gave_none(model, data, tmp_path):
     words = arguments(model, data, tmp_path, "data.train_batch_size=12")
     trainer = load_sft_config(with_sizes(words, job)).trainer
     assert (trainer.n_gpus_per_node, trainer.nnodes) == (3, 2)
-    assert with_sizes(words, None) == words
     (tmp_path / "run.yaml").write_text("trainer:\n  n_gpus_per_node: 4\n  nnode: 1\n")
     cfg = load_sft_config(with_sizes([f"--config-path={tmp_path}/run.yaml", *words], job))
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=6 .*n_gpus_per_node=4 x trainer.nnodes=1 asks for 4"):
@@ -270,47 +266,6 @@ def test_what_only_ray_can_do_is_not_promised(model, data, tmp_path, caplog):
     assert "'ray_kwargs.timeline_json_file' has no effect: a run started by torchrun" in caplog.text
     with pytest.raises(ConfigError, match="trainer.max_restarts=2.*torchrun --max-restarts=2"):
         refuse_conflicts(load_sft_config(with_sizes([*words, "trainer.max_restarts=2"], job)), job)
-
-
-def test_messages_are_plain_values_and_arrays_and_come_back_equal():
-    tree = {
-        "call": "train",
-        "args": [{"ids": torch.arange(6).view(2, 3), "none": torch.zeros(0, 3)}, None, 1.5],
-    }
-    back = unpack(pack(tree))
-    assert back["call"] == "train" and back["args"][1:] == [None, 1.5]
-    assert torch.equal(back["args"][0]["ids"], tree["args"][0]["ids"])
-    assert back["args"][0]["none"].shape == (0, 3)
-    assert unpack(pack({})) == {}
-
-
-def test_messages_larger_than_the_store_takes_arrive_once_and_leave_nothing():
-    from torch.distributed import TCPStore
-
-    from verl.workers.outcome import Failure, Line, Outcome
-    from verl.workers.sft.channel import Channel
-
-    server = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    jobs = [Job(rank, 2, rank, 2, "127.0.0.1", server.port) for rank in (0, 1)]
-    for job in jobs:
-        job.__dict__["store"] = server
-    first, second = (Channel(job) for job in jobs)
-    before = server.num_keys()
-    many = torch.randint(-(2**62), 2**62, (3_000_000,))  # random bits: 24 MB that nothing compresses
-    first.send("train", [(), (many, {"dp_size": 2})])
-    call, (found, meta) = second.next_call()
-    assert call == "train" and torch.equal(found, many) and meta == {"dp_size": 2}
-    assert first.answer_of(1) is None
-    outcome = Outcome(
-        2.5, Failure(1, "here", 7, "train", "KeyError", "why", "Traceback"), [Line("a", 30, "b")]
-    )
-    second.answer(outcome)
-    while (heard := first.answer_of(1)) is None:  # the store does not say when it has a value
-        time.sleep(0.01)
-    assert heard == outcome
-    assert server.num_keys() == before
-    first.end()
-    assert second.next_call() is None
 
 
 def test_a_restart_does_not_read_what_the_start_before_left(monkeypatch):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.tiny_run import read_metrics, tiny_run
 
 for _name, _value in {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -58,23 +59,8 @@ def joined(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def overrides(tiny_model_dir: Path, digits_data: Path, tmp_path: Path) -> Callable[..., list[str]]:
     def make(*extra: str, folder: str = "run") -> list[str]:
-        return [
-            f"data.train_files={digits_data}/train.jsonl",
-            "data.train_batch_size=10",
-            "data.max_prompt_length=16",
-            "data.max_response_length=4",
-            f"actor_rollout_ref.model.path={tiny_model_dir}",
-            "actor_rollout_ref.actor.optim.lr=3e-3",
-            "actor_rollout_ref.rollout.n=4",
-            "algorithm.adv_estimator=grpo",
-            f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
-            "reward.in_process=True",
-            "trainer.device=cpu",
-            "trainer.logger=[]",
-            "trainer.total_training_steps=5",
-            f"trainer.default_local_dir={tmp_path}/{folder}",
-            *extra,
-        ]
+        usual = ("data.train_batch_size=10", "trainer.total_training_steps=5")
+        return tiny_run(tiny_model_dir, digits_data, *usual, *extra, folder=tmp_path / folder)
 
     return make
 
@@ -87,7 +73,6 @@ def train(overrides: Callable[..., list[str]]) -> Callable[..., tuple[list[dict[
 
     def go(*extra: str, folder: str = "run") -> tuple[list[dict[str, Any]], Path]:
         result = run(load_ppo_config(overrides(*extra, folder=folder)))
-        rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
-        return rows, result.folder
+        return read_metrics(result.folder), result.folder
 
     return go

@@ -38,10 +38,10 @@ def due():
 """
 
 ON_A_RANK = """
-from verl.workers.rank import RankWorker
+from verl.workers.rank import TrainRank
 
 def _install(call, rank, nth):
-    original = getattr(RankWorker, "do_" + call)
+    original = getattr(TrainRank, "do_" + call)
     seen = 0
     def planned(self, *args, **kwargs):
         nonlocal seen
@@ -49,7 +49,7 @@ def _install(call, rank, nth):
         if rank in (None, self.rank) and nth in (None, seen) and due():
             {action}
         return original(self, *args, **kwargs)
-    setattr(RankWorker, "do_" + call, planned)
+    setattr(TrainRank, "do_" + call, planned)
 
 _install({phase!r}, {rank}, {nth})
 """
@@ -130,7 +130,7 @@ def rank_processes(session: str) -> list[int]:
             except OSError:
                 continue
             # Ray writes the actor's class into the process title and its output into the session's folder.
-            if b"RankActor" in title and log.startswith(session):
+            if b"RankProcess" in title and log.startswith(session):
                 found.append(int(entry.name))
     return found
 

@@ -11,40 +11,37 @@ import pytest
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
 from verl.errors import EngineLost, RolloutError
-from verl.observe import life
-from verl.workers.outcome import Failure
+from verl.watchdog import StackWatchdog, beat
 from verl.workers.restarts import with_restarts
-from verl.workers.watchdog import StackWatchdog
+from verl.workers.rpc_server import Failure
 
 
 def test_a_rank_that_waits_moves_with_what_it_waits_for() -> None:
-    pulse, served = StackWatchdog(0), threading.Event()
+    watchdog, served = StackWatchdog(0), threading.Event()
 
     def serve() -> None:
-        with pulse.serving("generate"):
+        with watchdog.serving("generate"):
             served.wait()
 
     rank = threading.Thread(target=serve)
     rank.start()
     try:
-        while pulse.sign().still_s < 0.6:
+        while watchdog.status().still_s < 0.6:
             time.sleep(0.05)
-        still = pulse.sign().still_s
-        life.beat()
-        assert pulse.sign().still_s < still
+        still = watchdog.status().still_s
+        beat()
+        assert watchdog.status().still_s < still
     finally:
         served.set()
         rank.join()
 
 
 def test_the_loss_crosses_processes_as_what_it_is() -> None:
-    failure = Failure.of(
-        EngineLost("vllm's server ended"), rank=1, host="a", pid=7, call="generate", role="rank"
-    )
-    error = failure.as_error()
-    assert type(error) is EngineLost and str(error).startswith(
-        "rank 1 on a (process 7), in generate: vllm's server"
-    )
+    watchdog = StackWatchdog(1)
+    watchdog.host, watchdog.call = "a", "generate"
+    error = Failure.of(EngineLost("vllm's server ended"), watchdog).as_error()
+    assert type(error) is EngineLost and str(error).startswith("rank 1 on a (process ")
+    assert str(error).endswith("in generate: vllm's server ended")
     assert error.exit_code == 3
 
 

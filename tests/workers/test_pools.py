@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from verl.errors import TrainingHalted
-from verl.workers.outcome import WorkersLost
+from verl.errors import TrainingHalted, WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
 
@@ -98,7 +97,7 @@ def processes() -> list[int]:
         above = pid
         while above not in (0, 1, os.getpid()):
             above = parents.get(above, 0)
-        if above == os.getpid() and (b"RankActor" in title or b"RolloutActor" in title):
+        if above == os.getpid() and b"RankProcess" in title:
             found.append(pid)
     return found
 
@@ -176,15 +175,15 @@ def test_a_killed_rollout_rank_is_named_and_the_run_goes_on_after_it(call, nth, 
 def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, faulty, happened, monkeypatch):
     from verl.workers.ray_calls import RankCalls
 
-    look, hang = RankCalls._look_for_signs, faulty(call, "hang", rank=0, nth=2)
+    look, hang = RankCalls._check_progress, faulty(call, "hang", rank=0, nth=2)
     # On a busy machine the start alone may take longer than this short limit: the watch begins with the fault.
     monkeypatch.setattr(
-        RankCalls, "_look_for_signs", lambda *args: look(*args) if happened.exists() else None
+        RankCalls, "_check_progress", lambda *args: look(*args) if happened.exists() else None
     )
     with pytest.raises(WorkersLost) as caught:
         train(*FEW, *placed(2, 1), "trainer.watchdog_s=6", hang)
     message = str(caught.value)
-    assert f"no sign of life for 6 s (trainer.watchdog_s) in {call}" in message, message
+    assert f"no progress for 6 s (trainer.watchdog_s) in {call}" in message, message
     at = message.index("rollout rank 0 on")
     assert "stands still" in message[at : at + 300] and "time.sleep(100_000)" in message
     if call == "sync_weights":
@@ -195,11 +194,11 @@ def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, f
 TRAINER_RANK_GONE = """
 import os, signal, time
 from pathlib import Path
-from verl.workers.rank import RankWorker
+from verl.workers.rank import TrainRank
 from verl.workers.rollout_rank import RolloutRank
 
 note = Path({note!r})
-_link = RankWorker.do_link
+_link = TrainRank.do_link
 
 def link(self, size):
     if self.rank == 1:
@@ -210,7 +209,7 @@ def generate(self, *args):
     os.kill(int(note.read_text()), signal.SIGKILL)
     time.sleep(100_000)
 
-RankWorker.do_link, RolloutRank.do_generate = link, generate
+TrainRank.do_link, RolloutRank.do_generate = link, generate
 """
 
 
@@ -232,13 +231,13 @@ def test_a_restart_leaves_room_for_those_who_generate(overrides, joined, monkeyp
         cluster = Cluster(load_ppo_config(overrides(*placed(trainer, rollout))))
         cluster.connect()
         try:
-            return cluster.room()
+            return cluster.capacity()
         finally:
             cluster.close()
 
     assert room(2, 2) == (1, 2)
     assert room(3, 2) == (1, 2)
-    monkeypatch.setattr("verl.workers.ray_cluster.ROOM_S", 1.0)
+    monkeypatch.setattr("verl.workers.ray_cluster.CAPACITY_S", 1.0)
     with pytest.raises(ClusterError, match=r"actor_rollout_ref\.rollout\.nnodes=1 nodes with 9 CPU each"):
         room(1, 9)
 

@@ -31,7 +31,7 @@ from verl.rollout.weight_sync.broadcast import Broadcast
 from verl.rollout.weight_sync.fingerprint import Manifest, compare
 from verl.rollout.weight_sync.probe import ProbeCheck
 from verl.rollout.weight_sync.receive import ReceivedWeights
-from verl.workers.rank import RankSetup, RankWorker
+from verl.workers.rank import RankSetup, TrainRank
 from verl.workers.rollout_rank import RolloutRank
 
 pytest.importorskip("peft", reason="needs the package peft")
@@ -83,7 +83,7 @@ class Pair:
             pack(bucket, buffer)
 
         monkeypatch.setattr(broadcast, "pack", counting)
-        self.trainer, self.rollout = RankWorker(0, 1), RolloutRank(0)
+        self.trainer, self.rollout = TrainRank(0, 1), RolloutRank(0)
         setup = RankSetup(cfg, tokenizer, training_steps=3, run_folder=folder)
         setup.store = self.trainer.do_open_store("127.0.0.1")
         self.trainer.do_build(setup)

@@ -1,4 +1,4 @@
-"""Calling generation off over several processes, and leaving it early: on ranks that train, and in a pool of its own.
+"""Aborting generation over several processes, and leaving it early: on ranks that train, and in a pool of its own.
 
 The ranks' engines wait at a gate after their first steps, so that what is called off is surely still running."""
 
@@ -87,7 +87,7 @@ def test_called_off_left_early_and_gone_on_with(engine: tuple[Any, Any, Path]) -
     stream = spread.generate(asked)
     for response in stream:
         if not parts:
-            with pytest.raises(RolloutError, match="generating already"):
+            with pytest.raises(RolloutError, match="needs an idle engine"):
                 spread.generate(asked)
             spread.abort()
             gate.touch()
@@ -136,7 +136,7 @@ def test_called_off_left_early_and_gone_on_with(engine: tuple[Any, Any, Path]) -
     closing.start()
     gate.touch()
     closing.join()
-    assert not spread._busy
+    assert (spread.stats().running, spread.stats().waiting) == (0, 0)
     from verl.data.proto import DataProto
     from verl.workers.rollout import GenerationSettings
 
@@ -153,5 +153,15 @@ def test_called_off_left_early_and_gone_on_with(engine: tuple[Any, Any, Path]) -
     assert {key: response.token_ids for key, response in again.items()} == {
         key: response.token_ids for key, response in whole.items()
     }
+    # Submitted while others run.
+    spread.submit(asked[:3])
+    parts = spread.poll()
+    spread.submit(asked[3:])
+    while more := spread.poll():
+        parts += more
+    assert {key: r.token_ids for key, r in by_sample(parts).items()} == {
+        key: r.token_ids for key, r in whole.items()
+    }
+    assert spread.poll(0) == []
     group.sync_weights()
     assert {response.policy_version for response in spread.generate(asked)} == {group.policy_version}

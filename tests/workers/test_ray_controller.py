@@ -18,7 +18,16 @@ _spec.loader.exec_module(faults)
 PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
 OWN = ["testing", "reward", "adv"]
 """Phases in which the controller works itself; in the others a rank kills it, in the middle of a call."""
-CALLS = ["generate", "log_probs", "ref_log_probs", "values", "train_critic", "train_actor", "publish", "save"]
+CALLS = [
+    "generate",
+    "log_probs",
+    "ref_log_probs",
+    "values",
+    "train_critic",
+    "train_actor",
+    "update_weights",
+    "save",
+]
 MARK = "VERL_TEST_RUN"
 """What a controller starts by itself carries this in its environment."""
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.errors import TrainingHalted
-from verl.workers.outcome import WorkersLost
+from verl.errors import TrainingHalted, WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
@@ -34,7 +33,7 @@ PHASES = [
     "values",
     "train_critic",
     "train_actor",
-    "publish",
+    "update_weights",
     "save",
 ]
 
@@ -94,14 +93,14 @@ def test_a_hang_is_noticed_and_says_who_waits_for_whom(
 ):
     from verl.workers.ray_calls import RankCalls
 
-    hung, look = tmp_path / "hung", RankCalls._look_for_signs
+    hung, look = tmp_path / "hung", RankCalls._check_progress
     # On a busy machine the start alone may take longer than this short limit: the watch begins with the fault.
-    monkeypatch.setattr(RankCalls, "_look_for_signs", lambda *args: look(*args) if hung.exists() else None)
+    monkeypatch.setattr(RankCalls, "_check_progress", lambda *args: look(*args) if hung.exists() else None)
     with pytest.raises(WorkersLost) as caught:
         train(*PPO, *SMALL, "trainer.watchdog_s=4", *faulty(phase, "hang", once=hung))
     message = str(caught.value)
     call = "generate" if phase == "testing" else phase
-    assert f"no sign of life for 4 s (trainer.watchdog_s) in {call}" in message, message
+    assert f"no progress for 4 s (trainer.watchdog_s) in {call}" in message, message
     assert "(process " in message and "time.sleep(100_000)" in message, message
     assert re.search(r"rank 1 on \S+ \(process \d+\) stands still at ", message), message
     assert not re.search(r"rank 0 on \S+ \(process \d+\) stands still", message), message

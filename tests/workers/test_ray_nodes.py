@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.workers.outcome import WorkersLost
+from verl.errors import WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
@@ -20,7 +20,16 @@ _spec.loader.exec_module(faults)
 
 PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
 TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.save_freq=1", "trainer.watchdog_s=180"]
-CALLS = ["generate", "log_probs", "ref_log_probs", "values", "train_critic", "train_actor", "publish", "save"]
+CALLS = [
+    "generate",
+    "log_probs",
+    "ref_log_probs",
+    "values",
+    "train_critic",
+    "train_actor",
+    "update_weights",
+    "save",
+]
 MISSED_IN = {"testing": "open_generation", "reward": "log_probs", "adv": "train_critic"}
 """Phases in which the controller works itself, and the call in which it misses the rank of a node that died then."""
 
@@ -63,7 +72,7 @@ def test_two_nodes_give_the_numbers_of_one_process(train, second_node, tmp_path)
         for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
             assert mine[name] == pytest.approx(one[name], rel=2e-3, abs=2e-5), name
     text = timeline.read_text()
-    assert text.startswith("[") and "RankActor.serve" in text
+    assert text.startswith("[") and "RankProcess.serve" in text
 
 
 def test_a_lost_node_ends_the_run_and_the_rest_goes_on(train, node_dies, session_folder, tmp_path):

@@ -16,30 +16,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from verl.data.proto import DataProto
-from verl.workers.outcome import WorkersLost
+from verl.errors import WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
-
-ROWS = (7, 2, 1, 5, 3)
-"""Of each batch: also fewer than there are ranks."""
 
 PLUGIN = """
 import os, signal, time
 from pathlib import Path
-from verl.workers.sft.rank import SFTRankWorker
+from verl.workers.sft import SFTRole
 
-train, seen = SFTRankWorker.do_train, 0
+train, seen = SFTRole.train, 0
 
-def planned(self, part, meta):
+def planned(self, batch):
     global seen
     seen += 1
     if self.rank == 1 and seen == 3 and not Path({once!r}).exists():
         Path({once!r}).touch()
         {action}
-    return train(self, part, meta)
+    return train(self, batch)
 
-SFTRankWorker.do_train = planned
+SFTRole.train = planned
 """
 ACTIONS = {"kill": "os.kill(os.getpid(), signal.SIGKILL)", "hang": "time.sleep(100_000)"}
 
@@ -75,40 +71,8 @@ def words(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., list[str]]:
     return make
 
 
-def batches() -> list[DataProto]:
-    """Right-padded rows of ragged lengths, each with a prompt and a response."""
-    draw = torch.Generator().manual_seed(0)
-    found = []
-    for count in ROWS:
-        lengths = torch.randint(4, 24, (count,), generator=draw)
-        ids = torch.randint(3, 16, (count, int(lengths.max())), generator=draw)
-        column = torch.arange(ids.shape[1])[None]
-        attended = (column < lengths[:, None]).long()
-        learnt = attended * (column >= 2 + lengths[:, None] // 3)
-        tensors = {"input_ids": ids * attended, "attention_mask": attended, "response_mask": learnt}
-        found.append(DataProto.from_dict(tensors=tensors))
-    return found
-
-
-def five_steps(group: Any, folder: Path) -> tuple[list[dict[str, float]], list[float]]:
-    """Metrics and the log-probs of every batch before its step, with a checkpoint after the third and the last."""
-    rows, before = [], []
-    for number, batch in enumerate(batches(), 1):
-        before.append(group.response_log_prob(batch))
-        rows.append(group.train(batch))
-        if number in (3, 5):
-            assert group.checkpoints.save(number, group.checkpoint_parts(), {"step": number}) is not None
-    return rows, before
-
-
-def last_two_steps(group: Any) -> list[dict[str, float]]:
-    state = group.checkpoints.resume(group.checkpoint_parts())
-    assert state["step"] == 3
-    return [group.train(batch) for batch in batches()[3:]]
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "global_step_5/actor/huggingface/model.safetensors")
+    return load_file(folder / "global_step_4/actor/huggingface/model.safetensors")
 
 
 def alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
@@ -120,33 +84,26 @@ def alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
 
 @pytest.mark.parametrize("more", [[], ["model.lora_rank=4"]], ids=["full", "lora"])
 def test_one_two_and_three_ranks_agree_and_load_each_others_checkpoints(more, words, joined, tmp_path):
+    """Batches of seven rows do not divide by the ranks; the last validation batch has fewer rows than three ranks."""
     from verl.config.load import load_sft_config
-    from verl.workers.sft.group import build_sft_group
+    from verl.trainer.sft_trainer import run
 
-    def group(world: int, folder: Path, *options: str) -> Any:
-        sizes = f"trainer.n_gpus_per_node={world}", *options
-        cfg = load_sft_config(words(*sizes, *more, folder=folder.name))
-        folder.mkdir(exist_ok=True)
-        return build_sft_group(cfg, None, training_steps=5, run_folder=folder)
+    def run_on(world: int, folder: str, *options: str) -> list[dict[str, float]]:
+        sizes = f"trainer.n_gpus_per_node={world}", "data.train_batch_size=7"
+        return metrics(run(load_sft_config(words(*sizes, *more, *options, folder=folder))).folder)
 
     worlds = (1, 2) if more else (1, 2, 3)
-    found = {}
-    for world in worlds:
-        at_work = group(world, tmp_path / f"world{world}")
-        found[world] = five_steps(at_work, tmp_path / f"world{world}")
-        at_work.close()
+    found = {world: run_on(world, f"world{world}") for world in worlds}
     for world in worlds[1:]:
-        alike(found[world][0], found[1][0])
-        assert found[world][1] == pytest.approx(found[1][1], rel=1e-5)
+        alike(found[world], found[1])
         for name, tensor in weights(tmp_path / "world1").items():
             torch.testing.assert_close(
                 weights(tmp_path / f"world{world}")[name], tensor, rtol=1e-3, atol=1e-5
             )
     for saved, loaded in ((2, 1),) if more else ((2, 1), (1, 3), (3, 2)):
-        given = f"trainer.resume_from_path={tmp_path}/world{saved}/global_step_3"
-        at_work = group(loaded, tmp_path / f"from{saved}to{loaded}", given)
-        alike(last_two_steps(at_work), found[1][0][3:])
-        at_work.close()
+        given = f"trainer.resume_from_path={tmp_path}/world{saved}/global_step_2"
+        # The line of step 2 comes with the checkpoint.
+        alike(run_on(loaded, f"from{saved}to{loaded}", given), found[1][1:])
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -185,15 +142,15 @@ def test_hung_rank_is_named(words, joined, tmp_path, plugin, monkeypatch):
     from verl.trainer.sft_trainer import run
     from verl.workers.ray_calls import RankCalls
 
-    hung, look = tmp_path / "hang", RankCalls._look_for_signs
+    hung, look = tmp_path / "hang", RankCalls._check_progress
     # On a busy machine the start alone may take longer than this short limit: the watch begins with the fault.
-    monkeypatch.setattr(RankCalls, "_look_for_signs", lambda *args: look(*args) if hung.exists() else None)
+    monkeypatch.setattr(RankCalls, "_check_progress", lambda *args: look(*args) if hung.exists() else None)
     with pytest.raises(WorkersLost) as caught:
         run(load_sft_config(words("trainer.n_gpus_per_node=2", "trainer.watchdog_s=12", plugin("hang"))))
     message = str(caught.value)
-    assert "no sign of life for 12 s (trainer.watchdog_s) in train." in message, message
+    assert "no progress for 12 s (trainer.watchdog_s) in fit." in message, message
     assert "time.sleep(100_000)" in message and "waits for rank 1" in message
-    assert "no sign of life" in (tmp_path / "run" / "crash.txt").read_text()
+    assert "no progress" in (tmp_path / "run" / "crash.txt").read_text()
     assert nobody_left(joined)
 
 
@@ -214,7 +171,7 @@ def sft_ranks(cluster: Any) -> list[int]:
                 title, log = (entry / "cmdline").read_bytes(), os.readlink(entry / "fd" / "2")
             except OSError:
                 continue
-            if b"SFTRankActor" in title and log.startswith(session):
+            if b"RankProcess" in title and log.startswith(session):
                 found.append(int(entry.name))
     return found
 

@@ -34,7 +34,7 @@ assert _spec and _spec.loader
 small_models = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(small_models)
 
-TITLE = b"RewardModelActor"
+TITLE = b"RankProcess"
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def score(manager: Any, given: list[RewardSample]) -> list[float]:
 
 
 def test_scores_are_those_of_one_process_until_one_of_the_pool_is_killed(run, build, monkeypatch):
-    from verl.workers.outcome import WorkersLost
+    from verl.errors import WorkersLost
 
     given = samples(40)
     in_process = small_models.config(run.reward.reward_model.model_path)
@@ -162,7 +162,7 @@ def test_scores_are_those_of_one_process_until_one_of_the_pool_is_killed(run, bu
 
 
 def test_a_process_that_hangs_is_named_after_the_watchdogs_time(run, build, monkeypatch):
-    from verl.workers.outcome import WorkersLost
+    from verl.errors import WorkersLost
     from verl.workers.reward_model_pool import ModelPool
 
     load = ModelPool._build
@@ -180,7 +180,7 @@ def test_a_process_that_hangs_is_named_after_the_watchdogs_time(run, build, monk
     os.kill(victim, signal.SIGSTOP)
     with pytest.raises(WorkersLost) as caught:
         score(manager, samples(4))
-    assert "no sign of life for 3 s (trainer.watchdog_s) in score" in str(caught.value)
+    assert "no progress for 3 s (trainer.watchdog_s) in score" in str(caught.value)
     assert f"reward model rank 0 on {os.uname().nodename} (process {victim}) does not answer" in str(
         caught.value
     )

@@ -22,8 +22,9 @@ PolicyLoss = Callable[..., "tuple[Tensor, dict[str, Any]]"]
 """(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
 -> (loss, metrics)."""
 Prepare = Callable[..., "dict[str, Tensor]"]
-"""(old_log_prob, log_prob, advantages, response_mask, config, generator) of a whole mini-batch -> named [B, T]
-tensors. A loss registered with one gets the rows of its micro-batch back as the keyword `prepared`."""
+"""(old_log_prob, log_prob, advantages, response_mask, config, generator) of a whole mini-batch, and where it has a
+parameter `batch` the mini-batch itself (`ref_log_prob`, `uid`, ...) -> named [B, T] tensors. A loss registered with one
+gets the rows of its micro-batch back as the keyword `prepared`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -1,29 +1,19 @@
 """This process among the ranks that train together: counting, agreeing, and noticing that one has died.
 
-What always holds: with one process nothing here touches torch.distributed; a rank that waits for a dead one stops
-with a message that names the dead one, a few seconds after its connection breaks.
+With one process nothing here touches torch.distributed.
 """
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl import distributed
-from verl.engines.watchdog import Heartbeat
-from verl.errors import ConfigError, TrainingHalted
-
-log = logging.getLogger(__name__)
-
-_TRANSPORT = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|gloo|nccl|socket|timed out|timeout|recv|store",
-    re.IGNORECASE,
-)
+from verl.errors import ConfigError
+from verl.watchdog import Heartbeat
 
 
 class Ranks(distributed.Ranks):
@@ -54,26 +44,5 @@ class Ranks(distributed.Ranks):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Turn a broken connection to a dead rank into a message that names it."""
-        if self._heartbeat is None:
+        with nullcontext() if self._heartbeat is None else self._heartbeat.naming_dead_peers():
             yield
-            return
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not _TRANSPORT.search(str(error)):
-                raise
-            raise TrainingHalted(self._who_is_missing(self._heartbeat, error)) from error
-
-    def _who_is_missing(self, heartbeat: Heartbeat, error: RuntimeError) -> str:
-        cause = str(error).strip().split("\n")[0][:200]
-        try:
-            missing = heartbeat.missing()
-        except (RuntimeError, OSError):
-            missing = [0]  # the store lives with rank 0 and does not answer
-        if not missing:
-            return f"rank {self.rank}: communication failed although every rank still answers: {cause}"
-        names = ", ".join(heartbeat.describe(rank) for rank in missing)
-        return (
-            f"rank {self.rank} stops because {names} died or stopped answering; look at its log for the reason, "
-            f"then resume from the last checkpoint (trainer.resume_mode=auto). First sign: {cause}"
-        )

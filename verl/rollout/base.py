@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -158,7 +159,8 @@ class RolloutEngine(ABC):
                 missing -= len(responses)
                 yield from responses
         except GeneratorExit:
-            self.abort(request.request_id for request in requests)
+            with suppress(NotImplementedError):  # then they run to their end
+                self.abort(request.request_id for request in requests)
             while self.poll():
                 pass
             raise

@@ -22,7 +22,7 @@ from verl.trainer import advantage
 from verl.trainer.experience import DynamicSampling, SyncExperience
 from verl.trainer.setup import resume_note, whole_number
 from verl.trainer.validate import sample_rows, validate
-from verl.workers.needs import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
+from verl.workers.group import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
 
 if TYPE_CHECKING:
     from verl.checkpoint import CheckpointManager

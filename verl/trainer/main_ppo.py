@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.runtime import exits_as_errors, run_command
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
-    from verl.trainer.loop import RLLoop
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +88,14 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
         return RunResult(parts.folder.path, metrics, loop.step_number)
 
 
+class Stoppable(Protocol):
+    """A loop that can end early."""
+
+    def request_stop(self) -> None: ...
+
+
 @contextmanager
-def stop_on_signal(loop: RLLoop) -> Iterator[None]:
+def stop_on_signal(loop: Stoppable) -> Iterator[None]:
     """The first SIGTERM or Ctrl-C stops after the current step, with a checkpoint; the second at once."""
     asked = False
 

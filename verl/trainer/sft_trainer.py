@@ -1,107 +1,175 @@
 """`python -m verl.trainer.sft_trainer`: supervised fine-tuning, on the engine and the run folder of RL.
 
-What always holds: the loop reaches the model only through its group (`verl.workers.sft.group`), in this process or on
-many; a resumed run goes on exactly where the checkpoint was made; everything that can be wrong with config, tokenizer,
-rows and run folder is found before the model is loaded.
+Every rank runs the same `SFTLoop` on its shard of each batch: in this process, on the processes of torchrun, or on Ray.
+Rank 0 (on Ray, the driver) writes metrics and the run folder. A resumed run continues exactly.
 """
 
 from __future__ import annotations
 
 import logging
-import math
+import os
 import sys
+import time
+from collections.abc import Iterable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from verl.errors import CheckpointError
+from verl.errors import ConfigError
 from verl.runtime import exits_as_errors, run_command
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
-    from verl.data.loader import Loader
-    from verl.data.proto import DataProto
     from verl.observe.run_folder import RunFolder
     from verl.observe.trackers import FanOut
     from verl.trainer.main_ppo import RunResult
-    from verl.workers.sft.channel import Job
-    from verl.workers.sft.group import SFTGroup
+    from verl.trainer.sft_loop import RayLoop, SFTLoop, Update
+    from verl.workers.torchrun import Job, RankMonitor
 
 logger = logging.getLogger(__name__)
 
+_REPORT_S = 5.0
+"""For rank 0 to report an error that every rank has, before another rank does."""
+
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: config from the arguments, then `run`. Under torchrun the ranks above 0 only follow."""
-    from verl.trainer.sft_launch import launched, leave
-
+    """The command: config from the arguments, then `run`; under torchrun on every rank."""
     arguments = sys.argv[1:] if argv is None else argv
-    with launched() as job:
-        if job is not None and job.rank > 0:
-            from verl.workers.sft.torchrun import follow
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        from verl.workers.torchrun import Job
 
-            code = follow(job)
-            leave(code, job.rank)
-            return code
+        job = Job.from_environment()
+        if job is not None:
+            return _torchrun_main(arguments, job)
 
-        def body() -> int:
-            from verl.config.load import load_sft_config
-            from verl.trainer.sft_launch import refuse_conflicts, with_sizes
+    def body() -> int:
+        from verl.config.load import load_sft_config
 
+        run(load_sft_config(arguments))
+        return 0
+
+    return run_command(body)
+
+
+def _torchrun_main(arguments: list[str], job: Job) -> int:
+    from verl.trainer.preflight import preflight
+    from verl.workers.torchrun import Reported, joined
+
+    def body() -> int:
+        from verl.config.load import load_sft_config
+
+        if job.rank > 0:
+            # Rank 0 logs what all ranks would; what only this rank's engine has to say is a warning.
+            logging.getLogger("verl").setLevel(logging.ERROR)
+            logging.getLogger("verl.engines").setLevel(logging.WARNING)
+        try:
             cfg = load_sft_config(with_sizes(arguments, job))
             refuse_conflicts(cfg, job)
-            run(cfg, job=job)
-            return 0
+        except Exception:
+            if job.rank > 0:
+                time.sleep(_REPORT_S)  # torchrun ends this process when rank 0 has failed too
+            raise
+        try:
+            with joined(job, cfg.trainer.device, cfg.trainer.watchdog_s) as monitor, exits_as_errors():
+                preflight(cfg)
+                run_once(cfg, live=False, monitor=monitor)
+        except Reported:
+            return 1
+        return 0
 
-        code = run_command(body)
-    if job is not None:
-        leave(code, job.rank)
+    code = run_command(body)
+    if code:
+        # Threads may be inside the store or a collective, which Python cannot end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 
-def run(cfg: SFTConfig, *, live: bool = False, job: Job | None = None) -> RunResult:
-    """Fine-tune as `cfg` says; on the processes of `job` where there is one."""
-    from verl.trainer.preflight import preflight
+def with_sizes(arguments: list[str], job: Job) -> list[str]:
+    """The command line with the number of processes torchrun started, where the user gave none."""
+    from verl.config.sources import parse_command_line, read_yaml
 
-    preflight(cfg)
+    line = parse_command_line(arguments)
+    given = read_yaml(line.config_path, line.config_name).get("trainer") or {}
+    sizes = []
+    if "n_gpus_per_node" not in given:
+        sizes.append(f"trainer.n_gpus_per_node={job.local_world_size}")
+    if not any(name in given for name in ("nnodes", "nnode")):
+        sizes.append(f"trainer.nnodes={job.world_size // job.local_world_size}")
+    return [*sizes, *arguments]
+
+
+def refuse_conflicts(cfg: SFTConfig, job: Job) -> None:
+    """Keys that contradict torchrun."""
+    from verl.config.ranks import world_size
+
+    trainer = cfg.trainer
+    if world_size(cfg) != job.world_size:
+        raise ConfigError(
+            f"torchrun started WORLD_SIZE={job.world_size} processes, but trainer.n_gpus_per_node="
+            f"{trainer.n_gpus_per_node} x trainer.nnodes={trainer.nnodes} asks for {world_size(cfg)}; leave both keys "
+            f"out, or give torchrun --nnodes={trainer.nnodes} --nproc_per_node={trainer.n_gpus_per_node}"
+        )
+    if trainer.max_restarts > 0:
+        raise ConfigError(
+            f"trainer.max_restarts={trainer.max_restarts}, but torchrun restarts its processes itself; leave the key "
+            f"out and give torchrun --max-restarts={trainer.max_restarts}"
+        )
+    for name in sorted(key for key in cfg.user_set if key.startswith("ray_kwargs.")):
+        logger.warning("'%s' has no effect: a run started by torchrun does without Ray", name)
+
+
+def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
+    """Fine-tune as `cfg` says, in this process or on Ray."""
+    from verl.trainer.preflight import preflight
     from verl.workers.restarts import with_restarts
 
+    preflight(cfg)
     with exits_as_errors():
-        return with_restarts(cfg, lambda: run_once(cfg, live=live, job=job))
+        result = with_restarts(cfg, lambda: run_once(cfg, live=live))
+    assert result is not None
+    return result
 
 
-def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
-    """One start of a run, from its last checkpoint (or afresh) to its end."""
+def run_once(cfg: SFTConfig, *, live: bool, monitor: RankMonitor | None = None) -> RunResult | None:
+    """One start of a run, from its last checkpoint (or afresh) to its end; None on ranks above 0 of torchrun."""
     from verl.config.batch_math import batch_plan, render
     from verl.config.load import to_dict
-    from verl.config.model_folder import vocabulary_size
-    from verl.data.chat import load_tokenizer, warn_of_vocabulary
-    from verl.data.sft_dataset import sft_loader
+    from verl.config.ranks import world_size
     from verl.observe.trackers import build_trackers
-    from verl.runtime import quiet_transformers, seed_everything
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import (
-        fit_to,
         leave_report,
         open_run_folder,
         prometheus_address,
         record_config,
         require_saved,
     )
-    from verl.workers.sft.group import build_sft_group
+    from verl.trainer.sft_loop import RayLoop, build_loop, load_data
 
-    seed_everything(cfg.trainer.seed)
-    quiet_transformers()
-    model, trainer = cfg.model, cfg.trainer
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, key="model.path")
-    warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
-    train_loader = sft_loader(cfg.data, tokenizer, fit=fit_to(cfg))
-    val_loader = sft_loader(cfg.data, tokenizer, training=False)
-    assert train_loader is not None
-    total = trainer.total_training_steps or len(train_loader) * trainer.total_epochs
+    data = load_data(cfg)
+    trainer = cfg.trainer
+    if monitor is not None and monitor.job.rank > 0:
+        with (
+            closing(build_loop(cfg, data, run_path(cfg), monitor.watchdog)) as follower,
+            stop_on_signal(follower),
+        ):
+            for _ in follower.run():
+                pass
+        return None
     with open_run_folder(trainer) as folder:
         record_config(cfg, folder)
-        require_disk(cfg, folder.path, total)
-        logger.info("%s", render(batch_plan(cfg, total_steps=total)))
+        require_disk(cfg, folder.path, data.total_steps)
+        logger.info("%s", render(batch_plan(cfg, total_steps=data.total_steps)))
+
+        def lost(error: Exception) -> None:
+            folder.write_crash(error, likely_cure(cfg, error))
+            leave_report(folder)
+
+        if monitor is not None:
+            monitor.on_lost = lost
         try:
             with (
                 exits_as_errors(),
@@ -113,169 +181,58 @@ def run_once(cfg: SFTConfig, *, live: bool, job: Job | None) -> RunResult:
                         to_dict(cfg),
                         folder,
                         trainer.wandb_proxy,
-                        total_steps=total,
+                        total_steps=data.total_steps,
                         live=live,
                         prometheus=prometheus_address(trainer),
                     )
                 ) as tracker,
-                closing(
-                    build_sft_group(cfg, tokenizer, training_steps=total, run_folder=folder.path, job=job)
-                ) as group,
             ):
-                loop = SFTLoop(
-                    cfg,
-                    group=group,
-                    tokenizer=tokenizer,
-                    train_loader=train_loader,
-                    val_loader=val_loader,
-                    run_folder=folder,
-                    tracker=tracker,
-                    total_steps=total,
-                )
-                with stop_on_signal(loop):  # type: ignore[arg-type]
-                    metrics = loop.fit()
-                if metrics:
-                    require_saved(folder, loop.step_number, loop.saved_step)
+                loop: SFTLoop | RayLoop
+                if monitor is None and world_size(cfg) > 1:
+                    loop = RayLoop(cfg, data, folder.path)
+                else:
+                    loop = build_loop(
+                        cfg, data, folder.path, monitor.watchdog if monitor is not None else None
+                    )
+                with closing(loop), stop_on_signal(loop):
+                    last = record(loop.run(), folder, tracker, data.total_steps)
+                if last.metrics:
+                    require_saved(folder, last.step, last.saved_step)
         except Exception as error:
+            error = error if monitor is None else monitor.explain(error)
             folder.write_crash(error, likely_cure(cfg, error))
-            raise
+            raise error
         finally:
             leave_report(folder)
-        return RunResult(folder.path, metrics, loop.step_number)
+        return RunResult(folder.path, last.metrics, last.step)
 
 
-class SFTLoop:
-    """Read a batch, learn its responses, and again."""
+def run_path(cfg: SFTConfig) -> Path:
+    from verl.observe.run_folder import default_run_path
 
-    def __init__(
-        self,
-        cfg: SFTConfig,
-        *,
-        group: SFTGroup,
-        tokenizer: Any,
-        train_loader: Loader,
-        val_loader: Loader | None,
-        run_folder: RunFolder,
-        tracker: FanOut,
-        total_steps: int,
-    ) -> None:
-        self.cfg = cfg
-        self.group = group
-        self.tokenizer = tokenizer
-        self.train_loader = train_loader
-        self.val_loader = val_loader
-        self.run_folder = run_folder
-        self.tracker = tracker
-        self.checkpoints = group.checkpoints
-        self.total_steps = total_steps
-        self.step_number = 0
-        self.saved_step = 0
-        self.stop_requested = False
+    trainer = cfg.trainer
+    path = trainer.default_local_dir or default_run_path(trainer.project_name, trainer.experiment_name)
+    return Path(path).absolute()
 
-    def fit(self) -> dict[str, float]:
-        """Run to the end (or to `request_stop`) and return the last metrics."""
-        trainer = self.cfg.trainer
-        self.resume()
-        last: dict[str, float] = {}
-        ending = self.stop_requested or self.step_number >= self.total_steps
-        while not ending:
-            for batch in self.train_loader:
-                self.step_number += 1
-                last = self.step(batch)
-                ending = self.step_number == self.total_steps or self.stop_requested
-                if self.due(trainer.test_freq) or ending:
-                    last |= self.validate()
-                if self.due(trainer.save_freq) or ending:
-                    last |= self.save(last)
-                self.tracker.log(self.step_number, last)
-                if ending:
-                    break
-        if self.checkpoints.wait() is not None:
-            self.saved_step = self.step_number
-        return last
 
-    def step(self, batch: DataProto) -> dict[str, float]:
-        """One optimiser step on one batch of rows."""
-        from verl.config.ranks import world_size
-        from verl.observe.timing import Timer
+def record(updates: Iterable[Update], folder: RunFolder, tracker: FanOut, total_steps: int) -> Update:
+    """Write a loop's updates to the run folder and the trackers; returns the last one."""
+    from verl.trainer.setup import resume_note
 
-        timer = Timer()
-        with timer("step"):
-            metrics = self.group.train(batch)
-        tokens = float(batch.batch["attention_mask"].sum())
-        return {
-            **metrics,
-            **timer.metrics(),
-            "perf/total_num_tokens": tokens,
-            "perf/throughput": tokens / timer.seconds["step"] / world_size(self.cfg),
-            "training/global_step": self.step_number,
-            "training/epoch": self.train_loader.epoch,
-        }
-
-    def validate(self) -> dict[str, float]:
-        """The loss per response token over all validation rows."""
-        if self.val_loader is None:
-            return {}
-        from verl.observe.timing import Timer
-
-        timer = Timer()
-        total, tokens = 0.0, 0.0
-        with timer("testing"):
-            for batch in self.val_loader:
-                total -= self.group.response_log_prob(batch)
-                tokens += float(batch.batch["response_mask"].sum())
-        loss = total / tokens
-        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), **timer.metrics()}
-
-    def due(self, frequency: int) -> bool:
-        return frequency > 0 and self.step_number % frequency == 0
-
-    def save(self, metrics: dict[str, float]) -> dict[str, float]:
-        from verl.observe.timing import Timer
-
-        timer = Timer()
-        with timer("save_checkpoint"):
-            state = {
-                "step": self.step_number,
-                "loader": self.train_loader.state_dict(),
-                "metrics": metrics,
-            }
-            saved = self.checkpoints.save(
-                self.step_number,
-                self.group.checkpoint_parts(),
-                state,
-                tokenizer=self.tokenizer,
-                metrics=metrics,
-            )
-        if saved is not None:
-            self.saved_step = self.step_number
-        return timer.metrics()
-
-    def resume(self) -> None:
-        from verl.trainer.setup import resume_note
-
-        state = self.checkpoints.resume(self.group.checkpoint_parts(), self.load_state_dict)
-        if state is None:
-            self.run_folder.restart()
-        else:
-            if not self.run_folder.rewind(self.step_number) and "metrics" in state:
+    last: Update | None = None
+    for update in updates:
+        if update.kind == "start":
+            folder.restart()
+        elif update.kind == "resumed":
+            if not folder.rewind(update.step) and update.metrics:
                 # The run ended between the checkpoint and its line in the metrics.
-                self.tracker.log(self.step_number, state["metrics"])
-            self.tracker.note(resume_note(self.step_number, self.total_steps))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; where it cannot be used, nothing changes."""
-        from verl.trainer.setup import whole_number
-
-        step = whole_number(state, "step")
-        if not isinstance(state.get("metrics", {}), dict):
-            raise CheckpointError("its metrics are no mapping")
-        self.train_loader.load_state_dict(state["loader"])
-        self.step_number = step
-
-    def request_stop(self) -> None:
-        """End after the step that is running, with a checkpoint."""
-        self.stop_requested = True
+                tracker.log(update.step, update.metrics)
+            tracker.note(resume_note(update.step, total_steps))
+        elif update.kind == "step":
+            tracker.log(update.step, update.metrics)
+        last = update
+    assert last is not None
+    return last
 
 
 def likely_cure(cfg: SFTConfig, error: BaseException) -> str:

@@ -17,7 +17,7 @@ from verl.data.proto import DataProto, object_column
 from verl.errors import ConfigError, RewardError
 from verl.rollout import build_rollout
 from verl.workers.actor import ActorRole
-from verl.workers.mini_batches import mini_batches
+from verl.workers.group import mini_batches
 from verl.workers.placement import build_reward_model
 from verl.workers.rollout import RolloutRole, training_settings
 

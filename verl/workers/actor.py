@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from verl.engines.base import ModelOutput, TrainEngine
 
 
+_PREPARED = "prepared."
+
+
 class LossConfig:
-    """The actor's settings plus the denominators of the mini-batch at hand, as losses expect to see them."""
+    """The actor's settings plus the denominators of the mini-batch, as policy losses expect them."""
 
     def __init__(self, section: Any, global_batch_info: dict[str, Any]) -> None:
         self._section = section
@@ -83,9 +87,13 @@ class ActorRole:
         out = self.engine.reference_log_probs(batch, temperature=batch.meta_info["temperature"])
         return DataProto.from_dict(tensors={"ref_log_prob": out})
 
-    def train_mini_batch(self, mini: DataProto) -> dict[str, Metric]:
+    def train_mini_batch(
+        self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Metric]:
         """One optimiser step. `mini` is this rank's share; its meta_info holds the whole mini-batch's counts."""
         temperature = mini.meta_info["temperature"]
+        # In the batch, so that they are cut into the same micro-batches.
+        mini.batch.update({f"{_PREPARED}{name}": value for name, value in (prepared or {}).items()})
         self._gap.reset()
         metrics = self.engine.forward_backward(
             mini, self._micro_batch_loss, temperature=temperature, with_entropy=True
@@ -103,7 +111,7 @@ class ActorRole:
         old_log_prob = tensors.get("old_log_probs", log_prob.detach())
         if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
             self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask)
-        prepared = {k.removeprefix("prepared."): v for k, v in tensors.items() if k.startswith("prepared.")}
+        prepared = {k.removeprefix(_PREPARED): v for k, v in tensors.items() if k.startswith(_PREPARED)}
         with loss_denominators(info):
             loss, found = self._loss(
                 old_log_prob=old_log_prob,

@@ -1,6 +1,5 @@
 """An engine that only generates, without a trainer: in this process, or one in each of several on Ray.
-
-What always holds: the tokens do not depend on how many there are, because every draw is keyed by its request.
+The tokens do not depend on how many there are, because every draw is keyed by its request.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from verl.models.adapter import merge_adapter
 from verl.models.dtypes import parameter_dtype
 from verl.models.loading import load_causal_lm
 from verl.rollout import build_rollout
+from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import choose_device
 from verl.workers.placement import require_ray
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
     from verl.config.schema import GenerationConfig
     from verl.rollout.base import RolloutEngine
+    from verl.workers.rank import RankSetup
 
 logger = logging.getLogger(__name__)
 
 
 def rollout_section(cfg: GenerationConfig) -> RolloutConfig:
-    """The rollout section as engines know it. Nobody trains here, so nobody wants the cache's memory back."""
+    """The rollout section as engines know it; without training, the KV cache keeps its memory."""
     own = {field.name: getattr(cfg.rollout, field.name) for field in fields(cfg.rollout)}
     return RolloutConfig(**own, free_cache_engine=False)
 
@@ -44,10 +45,10 @@ def open_engine(
     """The engine the config asks for, with the weights of `path`; closed at the end of the block."""
     if engines(cfg) > 1:
         require_ray(cfg)
-        from verl.workers.ray_generation import spread_engine
+        from verl.workers.ray_generation import ray_engine
 
-        with spread_engine(cfg, path, adapter, tokenizer) as spread:
-            yield spread
+        with ray_engine(cfg, path, adapter, tokenizer) as pool:
+            yield pool
         return
     engine = load_engine(cfg, path, adapter, tokenizer)
     try:
@@ -78,3 +79,25 @@ def _load(cfg: GenerationConfig, path: str, adapter: Path | None) -> nn.Module:
     if adapter is not None:
         logger.info("adapter %s: %d weights changed", adapter, merge_adapter(model, adapter))
     return model.requires_grad_(False)
+
+
+class GenerationRank(RolloutServer):
+    """One engine with weights of its own."""
+
+    role = "generation rank"
+    _engine: RolloutEngine | None = None
+
+    def do_build(self, setup: RankSetup[GenerationConfig], path: str, adapter: Path | None) -> None:
+        from verl.workers.rank import prepare_process
+
+        prepare_process(setup, self.address)
+        self._engine = load_engine(setup.cfg, path, adapter, setup.tokenizer)
+
+    def rollout_engine(self) -> RolloutEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def do_close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None

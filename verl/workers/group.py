@@ -1,21 +1,23 @@
-"""What the loop sees of the workers: batches in, batches or metrics out, wherever the roles run.
+"""What the training loop sees of the roles: batches in, batches or metrics out, wherever the roles run.
 
-An update is cut into mini-batches here, once, for every placement; a placement (in process, on Ray) adds only
-how one call reaches the ranks.
+Updates are cut into mini-batches here, so that these do not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from verl.algorithms.aggregation import batch_counts
 from verl.algorithms.registry import Prepare, get_policy_loss_prepare
+from verl.config.known import CRITIC_ESTIMATORS, ESTIMATORS
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric, average_metrics
-from verl.workers.mini_batches import mini_batches
 from verl.workers.rollout import GenerationSettings, OnFinish
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class WorkerGroup(ABC):
     def generate(
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
     ) -> DataProto:
-        """`settings.n` responses for each prompt from the current policy; `on_finish` hears of each as it ends."""
+        """`settings.n` responses for each prompt from the current policy; `on_finish` is called as each finishes."""
 
     @abstractmethod
     def log_probs(
@@ -50,8 +52,11 @@ class WorkerGroup(ABC):
         """`values`."""
 
     @abstractmethod
-    def train_mini_batch(self, role: str, mini: DataProto) -> dict[str, Metric]:
-        """One optimiser step of `role` (actor or critic) on one mini-batch, over all ranks."""
+    def train_mini_batch(
+        self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Metric]:
+        """One optimiser step of `role` (actor or critic) on one mini-batch, over all ranks. `prepared`: what the policy
+        loss's `prepare` computed from the mini-batch, a row for each of its rows."""
 
     @abstractmethod
     def sync_weights(self) -> None:
@@ -91,25 +96,66 @@ class WorkerGroup(ABC):
         for number, mini in enumerate(mini_batches(batch, size, epochs, seed=seed)):
             if mini.meta_info["batch_num_tokens"] == 0:
                 continue
-            if prepare is not None:
-                self._add_prepared(mini, prepare, number)
-            parts.append(self.train_mini_batch(role, mini))
+            prepared = self._prepared(mini, prepare, number) if prepare is not None else None
+            parts.append(self.train_mini_batch(role, mini, prepared))
         return average_metrics(parts)
 
-    def _add_prepared(self, mini: DataProto, prepare: Prepare, number: int) -> None:
-        """What a loss chooses by comparing tokens across the mini-batch is chosen here, where all of it is at hand:
-        no micro-batch and no rank could do it alone."""
+    def _prepared(self, mini: DataProto, prepare: Prepare, number: int) -> dict[str, torch.Tensor]:
+        """What a loss chooses by comparing tokens across the mini-batch, which no micro-batch and no rank has whole."""
         actor = self.cfg.actor_rollout_ref.actor
         log_prob = self.log_probs(mini, with_entropy=False).batch["old_log_probs"]
         # A seed per mini-batch instead of a generator's state: a resumed run draws the same tokens.
-        drawn = [actor.policy_loss.seed, self.policy_version, number]
-        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(drawn).generate_state(1)[0]))
-        prepared = prepare(
-            old_log_prob=mini.batch.get("old_log_probs", log_prob),
-            log_prob=log_prob,
-            advantages=mini.batch["advantages"],
-            response_mask=mini.batch["response_mask"],
-            config=actor,
-            generator=generator,
+        key = [actor.policy_loss.seed, self.policy_version, number]
+        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+        parameters = inspect.signature(prepare).parameters.values()
+        takes_batch = any(p.name == "batch" or p.kind is p.VAR_KEYWORD for p in parameters)
+        return dict(
+            prepare(
+                old_log_prob=mini.batch.get("old_log_probs", log_prob),
+                log_prob=log_prob,
+                advantages=mini.batch["advantages"],
+                response_mask=mini.batch["response_mask"],
+                config=actor,
+                generator=generator,
+                **({"batch": mini} if takes_batch else {}),
+            )
         )
-        mini.batch.update({f"prepared.{name}": value for name, value in prepared.items()})
+
+
+def mini_batches(batch: DataProto, size: int, epochs: int, *, seed: int) -> Iterator[DataProto]:
+    """`epochs` passes over `batch` in mini-batches of `size` sequences, each with its own denominators.
+
+    The first pass keeps the order (groups stay together); later ones are shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    for epoch in range(epochs):
+        order = torch.randperm(len(batch), generator=generator) if epoch else torch.arange(len(batch))
+        for start in range(0, len(batch), size):
+            mini = batch[order[start : start + size]]
+            mini.meta_info = {**batch.meta_info, **batch_counts(mini.batch["response_mask"])}
+            yield mini
+
+
+def needs_critic(cfg: PPOConfig) -> bool:
+    if cfg.critic.enable is not None:
+        return cfg.critic.enable
+    return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS
+
+
+def needs_reference(cfg: PPOConfig) -> bool:
+    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+
+
+def corrects_rollout(cfg: PPOConfig) -> bool:
+    """In bypass mode there is nothing to correct: the update's own ratio is taken to the rollout policy."""
+    correction = cfg.algorithm.rollout_correction
+    return not correction.bypass_mode and bool(correction.rollout_is or correction.rollout_rs)
+
+
+def needs_old_log_probs(cfg: PPOConfig, sequences: int) -> bool:
+    """False when a batch is one optimiser step and nothing before it asks for log-probs: the update's own forward pass
+    gives them. A user's own estimator may ask for them and gets them."""
+    actor, estimator = cfg.actor_rollout_ref.actor, cfg.algorithm.adv_estimator
+    per_update = actor.ppo_mini_batch_size * cfg.actor_rollout_ref.rollout.n
+    one_update = actor.ppo_epochs == 1 and per_update >= sequences
+    by_estimator = estimator == "optimal_token_baseline" or estimator not in ESTIMATORS
+    return not one_update or by_estimator or cfg.algorithm.use_kl_in_reward or corrects_rollout(cfg)

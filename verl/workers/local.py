@@ -1,12 +1,9 @@
-"""All roles in this process, on one device. No process groups, no copies of the policy.
-
-What always holds: the rollout engine generates from the actor's own tensors, so there is no stale policy.
-"""
+"""All roles in this process, on one device; the rollout engine generates from the actor's own tensors."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +18,7 @@ from verl.observe.metrics import Metric
 from verl.rollout import build_rollout
 from verl.workers.actor import ActorRole
 from verl.workers.critic import CriticRole
-from verl.workers.group import WorkerGroup
-from verl.workers.needs import needs_critic, needs_reference
+from verl.workers.group import WorkerGroup, needs_critic, needs_reference
 from verl.workers.rollout import GenerationSettings, OnFinish, RolloutRole
 
 if TYPE_CHECKING:
@@ -43,7 +39,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 class LocalGroup(WorkerGroup):
-    """The roles of a run on the device at hand."""
+    """The roles of a run on one device."""
 
     def __init__(
         self,
@@ -143,11 +139,14 @@ class LocalGroup(WorkerGroup):
         with self._resident("critic", optimizer=False):
             return self.critic.values(batch)
 
-    def train_mini_batch(self, role: str, mini: DataProto) -> dict[str, Metric]:
-        worker = self.actor if role == "actor" else self.critic
-        assert worker is not None
+    def train_mini_batch(
+        self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Metric]:
         with self._resident(role, optimizer=True):
-            return worker.train_mini_batch(mini)
+            if role == "actor":
+                return self.actor.train_mini_batch(mini, prepared)
+            assert self.critic is not None
+            return self.critic.train_mini_batch(mini)
 
     def sync_weights(self) -> None:
         self.rollout.engine.update_weights(self.actor_engine.weights(), self.policy_version)

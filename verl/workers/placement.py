@@ -1,16 +1,18 @@
-"""Where the roles of a run live: in this process, or on Ray when the config asks for several."""
+"""Where the roles of a run are: in this process, or on Ray when the config asks for several."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint import CheckpointManager, rng
+from verl.checkpoint.resume import Found, resume_newest
 from verl.config.pools import rollout_pool
 from verl.config.ranks import world_size
-from verl.errors import missing_package
+from verl.errors import CheckpointError, missing_package
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 
     from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
     from verl.reward.base import Backend
+    from verl.workers.ray_calls import RankCalls
     from verl.workers.ray_group import RayGroup
+
+_DRIVER_RANDOM = "controller_random"
 
 
 def build_group(
@@ -56,14 +61,9 @@ def build_reward_model(cfg: PPOConfig) -> Backend:
 
 
 def require_ray(cfg: PPOConfig | SFTConfig | GenerationConfig) -> None:
-    """Before Ray is imported: it is there, and says only what we want to hear from it."""
+    """Before Ray is imported: it is installed, and does not print its own reports of dead ranks."""
     if importlib.util.find_spec("ray") is None:
-        raise missing_package(
-            "ray",
-            "ray",
-            _several(cfg),
-        )
-    # Our own message names the rank that died; Ray's would stand beside it in its own words.
+        raise missing_package("ray", "ray", _several(cfg))
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|has been marked dead")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -83,6 +83,52 @@ def build_checkpoints(cfg: PPOConfig, group: LocalGroup | RayGroup, folder: Path
     """What the loop saves to and resumes from, for that group."""
     if isinstance(group, LocalGroup):
         return CheckpointManager.from_config(cfg, folder)
-    from verl.workers.ray_checkpoints import RayCheckpoints
-
     return RayCheckpoints(group.calls)
+
+
+class RayCheckpoints:
+    """As the loop uses `CheckpointManager`: every rank saves and loads its shards in a folder all nodes see."""
+
+    def __init__(self, calls: RankCalls) -> None:
+        self._calls = calls
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        trainer_state: Mapping[str, Any],
+        *,
+        tokenizer: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> Path | None:
+        """As `CheckpointManager.save`; `parts` and `tokenizer` are those of the ranks."""
+        state = {**trainer_state, _DRIVER_RANDOM: rng.capture()}
+        return self._calls.all("save", step, state, dict(metrics or {}))[0]
+
+    def wait(self) -> Path | None:
+        return self._calls.all("wait_for_save")[0]
+
+    def resume(
+        self, parts: Mapping[str, Any], take: Callable[[dict[str, Any]], None] = lambda state: None
+    ) -> dict[str, Any] | None:
+        """As `CheckpointManager.resume`; `take` is called in this process, which has its own random states."""
+
+        def take_all(state: dict[str, Any]) -> None:
+            # A checkpoint of one process has none: its random state is rank 0's.
+            if _DRIVER_RANDOM in state:
+                rng.check(state[_DRIVER_RANDOM])
+            take(state)
+
+        state = resume_newest(self._find, lambda: all(self._calls.all("load_found")), take_all)
+        if state is not None and _DRIVER_RANDOM in state:
+            rng.restore(state.pop(_DRIVER_RANDOM))
+        return state
+
+    def _find(self, below: int | None) -> Found | None:
+        found, *steps = self._calls.all("find_checkpoint", below)
+        if any(step != (None if found is None else found[0]) for step in steps):
+            raise CheckpointError(
+                "the ranks do not see the same checkpoints: trainer.default_local_dir must be a folder that every "
+                "node shares"
+            )
+        return found  # type: ignore[no-any-return]

@@ -1,32 +1,31 @@
-"""One rank of a run on several processes: its part of every engine, and the calls the controller sends it.
+"""One training rank on several processes: its shard of every engine, and the calls the driver sends it.
 
-Plain Python: nothing here knows how calls arrive (Ray, or a test that starts processes by hand).
-
-What always holds: every rank gets the same calls in the same order, because sharded weights are gathered in step;
-only generation between `open_generation` and `close_generation` goes at each rank's own pace, on weights that are
-whole for that long.
+Every rank gets the same calls in the same order, because sharded weights are gathered by collectives; only generation
+between `open_generation` and `close_generation` runs at each rank's own pace, on gathered weights.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import struct
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import numpy as np
+import torch
 import torch.distributed as dist
 
 from verl.checkpoint import CheckpointManager
 from verl.observe.metrics import Metric
-from verl.rollout.base import Request, Response
 from verl.rollout.weight_sync.broadcast import SENDER, Broadcast
 from verl.rollout.weight_sync.fingerprint import Manifest
-from verl.workers.generating import Generating
-from verl.workers.process import patience, prepare
+from verl.workers.generation_stream import RolloutServer
 from verl.workers.rank_group import RankGroup
 from verl.workers.rpc_server import RPCServer
 from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
@@ -35,54 +34,93 @@ if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
-    from verl.data.proto import DataProto
     from verl.models.weight_source import SourceLogProbs
+    from verl.rollout.base import RolloutEngine
     from verl.rollout.model_info import ModelInfo
+
+Config = TypeVar("Config")
+_SIOCGIFADDR = 0x8915  # Linux
 
 
 @dataclass
-class RankSetup:
-    """What every rank is built from."""
+class RankSetup(Generic[Config]):
+    """What every rank is built from; `Config` is that of the command (PPOConfig, SFTConfig, GenerationConfig)."""
 
-    cfg: PPOConfig
+    cfg: Config
     tokenizer: Any
     training_steps: int
     run_folder: Path
     store: tuple[str, int] | None = None
-    """Where rank 0 keeps the store the ranks meet at; None: alone."""
+    """Address of rank 0's store; None: a single rank."""
     threads: int | None = None
-    """For a CPU rank; None: as torch finds it."""
+    """Of a CPU rank; None: torch's default."""
     one_host: bool = True
     search_path: tuple[str, ...] = ()
-    """Where the controller finds modules; plugins are found there too, if the folder is on this node."""
+    """The driver's `sys.path`, for plugins."""
     folder: str = ""
-    """Where the controller was started: paths in the config mean the same here, if the folder is on this node."""
+    """The driver's working directory, for relative paths in the config."""
     model: nn.Module | None = None
     devices: tuple[str, ...] = ()
     """The GPU each rank sees, by rank."""
 
 
-class RankWorker(RPCServer):
-    """One rank of the trainer."""
+def prepare_process(setup: RankSetup[Any], address: str) -> None:
+    """Before a model is loaded: module paths, plugins, threads, and gloo's network interface for `address`."""
+    from verl.config.load import import_plugins
+    from verl.runtime import quiet_transformers
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(rank)
-        self.world_size = world_size
-        self.generating = Generating()
-        self._store: Any = None
-        self._group: RankGroup | None = None
-        self._checkpoints: CheckpointManager | None = None
-        self._broadcast: Broadcast | None = None
+    quiet_transformers()
+    sys.path += [folder for folder in setup.search_path if folder not in sys.path]
+    if os.path.isdir(setup.folder):
+        os.chdir(setup.folder)
+    import_plugins(setup.cfg)
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    use_interface_of("127.0.0.1" if setup.one_host else address)
 
-    @property
-    def group(self) -> RankGroup:
-        assert self._group is not None
-        return self._group
 
-    # -- coming together ----------------------------------------------------------------------------------------
+def use_interface_of(address: str) -> None:
+    """By default gloo takes the address of the host's name, which others often cannot reach."""
+    interface = interface_of(address)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def collective_timeout_s(watchdog_s: float) -> float:
+    """Longer than the watchdog, which reports who waits for whom; this is for when the watchdog itself is gone."""
+    return 2 * watchdog_s + 60
+
+
+def join_process_group(store: Any, rank: int, world_size: int, *, device: str, watchdog_s: float) -> None:
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=collective_timeout_s(watchdog_s)),
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that carries an IPv4 address; None where it cannot be found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+class JoinedRank(RPCServer):
+    """A rank that joins the others in a process group."""
+
+    _store: Any = None
 
     def do_open_store(self, address: str) -> tuple[str, int]:
-        """On rank 0: the meeting point, on a port the system picks, reachable by this address only."""
+        """On rank 0: the store, on a free port of this address only."""
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(
@@ -95,55 +133,72 @@ class RankWorker(RPCServer):
         )
         return address, port
 
-    def do_build(self, setup: RankSetup) -> None:
-        """Join the process group and load this rank's part of the models."""
+    def join(self, setup: RankSetup[Any]) -> None:
+        """Prepare this process and join the process group."""
         from verl.runtime import seed_everything
 
-        prepare(setup, self._address)
+        prepare_process(setup, self.address)
+        trainer = setup.cfg.trainer
         if self.world_size > 1:
-            self._join(setup)
-        seed_everything(setup.cfg.trainer.seed)
-        self._group = self.build_group(setup)
+            if self._store is None:
+                assert setup.store is not None
+                self._store = dist.TCPStore(*setup.store, self.world_size, is_master=False)
+            join_process_group(
+                self._store,
+                self.rank,
+                self.world_size,
+                device=trainer.device,
+                watchdog_s=trainer.watchdog_s,
+            )
+        seed_everything(trainer.seed)
+
+
+class TrainRank(JoinedRank, RolloutServer):
+    """One rank of reinforcement learning: all roles, and a rollout engine where there is one."""
+
+    _group: RankGroup | None = None
+    _checkpoints: CheckpointManager | None = None
+    _broadcast: Broadcast | None = None
+
+    @property
+    def group(self) -> RankGroup:
+        assert self._group is not None
+        return self._group
+
+    def do_build(self, setup: RankSetup[PPOConfig]) -> None:
+        """Join the process group and load this rank's shard of the models."""
+        self.join(setup)
+        self._group = RankGroup(setup, self.rank)
         self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
         self._tokenizer = setup.tokenizer
 
-    def build_group(self, setup: RankSetup) -> Any:
-        """What this rank trains with, once it has joined the others."""
-        return RankGroup(setup, self.rank)
+    def rollout_engine(self) -> RolloutEngine:
+        return self.group.rollout.engine
 
-    def _join(self, setup: RankSetup) -> None:
-        assert setup.store is not None
-        cuda = setup.cfg.trainer.device == "cuda"
-        if self._store is None:
-            self._store = dist.TCPStore(*setup.store, self.world_size, is_master=False)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=self._store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=patience(setup.cfg.trainer.watchdog_s)),
-        )
+    def weights_version(self) -> int:
+        return self.group.policy_version
 
-    # -- passes and updates -------------------------------------------------------------------------------------
+    # -- forward passes and updates -----------------------------------------------------------------------------
 
     def do_log_probs(self, part: Arrays, meta: Mapping[str, Any], *, with_entropy: bool, otb: bool) -> Arrays:
         batch = from_arrays(part, meta)
-        return _arrays(self.group.log_probs(batch, with_entropy=with_entropy, with_sum_pi_squared=otb))
+        found = self.group.log_probs(batch, with_entropy=with_entropy, with_sum_pi_squared=otb)
+        return to_arrays(found.batch)
 
     def do_ref_log_probs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return _arrays(self.group.ref_log_probs(from_arrays(part, meta)))
+        return to_arrays(self.group.ref_log_probs(from_arrays(part, meta)).batch)
 
     def do_values(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return _arrays(self.group.values(from_arrays(part, meta)))
+        return to_arrays(self.group.values(from_arrays(part, meta)).batch)
 
-    def do_train_actor(self, part: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
-        return self._train("actor", part, meta)
+    def do_train_actor(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
+        return self._train("actor", part, prepared, meta)
 
-    def do_train_critic(self, part: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
-        return self._train("critic", part, meta)
+    def do_train_critic(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
+        return self._train("critic", part, prepared, meta)
 
-    def _train(self, role: str, part: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
-        metrics = self.group.train_mini_batch(role, from_arrays(part, meta))
+    def _train(self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
+        metrics = self.group.train_mini_batch(role, from_arrays(part, meta), from_arrays(prepared).batch)
         plain = {
             name: Metric(float(metric.value), metric.reduce, float(metric.weight))
             for name, metric in metrics.items()
@@ -154,7 +209,7 @@ class RankWorker(RPCServer):
                 plain.pop(f"{role}/{name}", None)
         return plain
 
-    def do_publish(self, version: int) -> dict[str, float]:
+    def do_update_weights(self, version: int) -> dict[str, float]:
         self.group.policy_version = version
         self.group.sync_weights()
         return self.group.rollout_metrics()
@@ -170,10 +225,6 @@ class RankWorker(RPCServer):
     def do_close_generation(self) -> None:
         self.group.close_generation()
 
-    def do_generate(self, requests: list[Request], number: int) -> Iterator[list[Response]]:
-        group = self.group
-        return self.generating.run(group.rollout.engine, requests, number, group.policy_version)
-
     # -- weights for processes that only generate ---------------------------------------------------------------
 
     def do_model_info(self) -> ModelInfo:
@@ -183,13 +234,15 @@ class RankWorker(RPCServer):
         return self.group.adapter()
 
     def do_link(self, size: int) -> None:
-        """Rank 0 sends to all of them; the others only help it gather."""
+        """Rank 0 sends to the rollout processes; the others only take part in gathering."""
         if self.rank == 0:
             watchdog_s = self.group.cfg.trainer.watchdog_s
-            self._broadcast = Broadcast(self._store, SENDER, size, self.group.device, patience(watchdog_s))
+            self._broadcast = Broadcast(
+                self._store, SENDER, size, self.group.device, collective_timeout_s(watchdog_s)
+            )
 
     def do_sync_weights(self, version: int) -> Manifest | None:
-        """What was sent, on the rank that sends."""
+        """Returns what was sent, on the rank that sends."""
         self.group.policy_version = version
         sent = Manifest()
         with self.group.outgoing() as parts:
@@ -230,7 +283,3 @@ class RankWorker(RPCServer):
         if self._group is not None:
             self._group.close()
             self._group = None
-
-
-def _arrays(batch: DataProto) -> dict[str, np.ndarray]:
-    return to_arrays(batch.batch)

@@ -4,7 +4,7 @@ Where a rank's engine is depends on the config: on every rank (the trainer's own
 engine with a copy), on the first of each group of ranks that share one (`rollout.tensor_model_parallel_size`), or in
 processes that only generate (`rollout.n_gpus_per_node`).
 
-What always holds: every rank makes the same collective calls in the same order, with or without an engine of its own.
+Every rank makes the same collective calls in the same order, with or without an engine of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from verl.workers.local import LocalGroup
 if TYPE_CHECKING:
     from torch import nn
 
+    from verl.config.schema import PPOConfig
     from verl.rollout.base import RolloutEngine
     from verl.workers.rank import RankSetup
 
@@ -74,7 +75,7 @@ class GatheredWeights(WeightSource):
 class RankGroup(LocalGroup):
     """All roles of this rank. The engines shard themselves over the process group."""
 
-    def __init__(self, setup: RankSetup, rank: int) -> None:
+    def __init__(self, setup: RankSetup[PPOConfig], rank: int) -> None:
         self._rank, self._devices = rank, setup.devices
         super().__init__(
             setup.cfg,

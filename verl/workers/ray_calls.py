@@ -1,8 +1,7 @@
-"""Calls to the ranks and the waiting for them: nobody waits without a watch, and whoever fails is named.
+"""Calls to rank processes on Ray: returns every rank's answer, or raises one error that names the rank at fault.
 
-What always holds: a call returns every rank's answer or raises one `VerlError` that begins with the rank at fault;
-a rank that died is noticed by its connection, one that hangs by `trainer.watchdog_s` without a sign of life on any
-rank that is waited for. After an error nothing more is sent to the ranks but the end.
+A dead rank is noticed by its connection, a hung one when no awaited rank has moved for `trainer.watchdog_s`. After an
+error nothing more is sent to the ranks.
 """
 
 from __future__ import annotations
@@ -10,31 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from verl.errors import TrainingHalted, VerlError
-from verl.workers.hang_report import RESUME, label, who_waits_for_whom
-from verl.workers.outcome import Failure, Outcome, WorkersLost
-from verl.workers.watchdog import Sign
-
-logger = logging.getLogger(__name__)
+from verl.errors import RESUME, TrainingHalted, VerlError, WorkersLost
+from verl.watchdog import RankStatus, format_hang_report, short_name
+from verl.workers.rpc_server import Failure, Outcome
 
 POLL_S = 1.0
-GRACE_S = 10.0
-"""After a rank says that another is gone: how long to wait for the news of that other one."""
-AFTERTHOUGHT_S = 1.0
-"""After an exception: whether a death elsewhere explains it."""
-SIGN_S = 5.0
-"""How long a healthy rank takes at most to answer beside its work."""
-LAST_WORDS = 12
+STATUS_S = 5.0
+"""How long a healthy rank takes at most to answer a control call."""
+LOG_TAIL_LINES = 12
+
+Problem: TypeAlias = "RayError | Failure"
 
 
 class RankCalls:
-    """The ranks of one run, or the processes of another role, by their actor handles."""
+    """The rank processes of one role, by their actor handles."""
 
     def __init__(self, actors: Sequence[Any], watchdog_s: float, role: str = "rank") -> None:
         self.actors = list(actors)
@@ -46,14 +40,16 @@ class RankCalls:
         self.devices: list[str] = []
         self.broken = False
         self.peers: list[RankCalls] = []
-        """Processes of other roles that are idle while these work, and looked after meanwhile."""
-        self._unanswered: dict[int, float] = {}
-        self._asked_for_life: dict[Any, int] = {}
-        self._looked_after = 0.0
+        """Processes of other roles, checked while these work."""
+        self._asked = 0.0
+        self._no_status: dict[int, float] = {}
+        """Since when ranks have not answered, of those awaited since `_asked`."""
+        self._status_refs: dict[Any, int] = {}
+        self._checked_peers = 0.0
 
     @classmethod
     def together(cls, *parts: RankCalls) -> RankCalls:
-        """For calls that processes of several roles serve together, in this order; each keeps its name."""
+        """For calls that processes of several roles serve together, in this order."""
         calls = cls([actor for part in parts for actor in part.actors], parts[0].watchdog_s)
         calls.names = [name for part in parts for name in part.names]
         calls.logs = [log for part in parts for log in part.logs]
@@ -62,10 +58,10 @@ class RankCalls:
     def __len__(self) -> int:
         return len(self.actors)
 
-    def handshake(self, patience_s: float) -> None:
-        """Learn who the ranks are, so that a later message can name them. Processes may take long to come up."""
-        watchdog_s, self.watchdog_s = self.watchdog_s, max(self.watchdog_s, patience_s)
-        found = self.all("who")
+    def handshake(self, timeout_s: float) -> None:
+        """Learn hosts, process ids and logs, so that a later message can name them."""
+        watchdog_s, self.watchdog_s = self.watchdog_s, max(self.watchdog_s, timeout_s)
+        found = self.all("handshake")
         self.watchdog_s = watchdog_s
         for rank, who in enumerate(found):
             self.names[rank] = f"{self.role} {rank} on {who['host']} (process {who['pid']})"
@@ -92,6 +88,32 @@ class RankCalls:
     def one(self, rank: int, call: str, *args: Any) -> Any:
         return self._collect(call, {self.actors[rank].serve.remote(call, *args): rank})[0]
 
+    def open_stream(self, rank: int, call: str, *args: Any) -> Any:
+        """A call that answers several times; read it with `read_stream`."""
+        return self.actors[rank].stream.options(num_returns="streaming").remote(call, *args)
+
+    def read_stream(self, call: str, stream: Any, pending: dict[Any, int]) -> list[Any]:
+        """The next value of a stream that is `ready`, in a list; empty at its end, when it leaves `pending`."""
+        rank = pending[stream]
+        try:
+            outcome = ray.get(next(stream))
+        except StopIteration:
+            del pending[stream]
+            return []
+        except RayError as error:
+            self.fail(call, rank, error, pending)
+        return [self._value(call, rank, outcome, pending)]
+
+    def stream_all(self, call: str, *args: Any) -> Iterator[tuple[int, Any]]:
+        """The values of a streaming call to every rank, with the rank, as they come."""
+        pending = {self.open_stream(rank, call, *args): rank for rank in range(len(self))}
+        since = time.monotonic()
+        while pending:
+            for stream in self.ready(call, pending, since=since):
+                since, rank = time.monotonic(), pending[stream]
+                for value in self.read_stream(call, stream, pending):
+                    yield rank, value
+
     def _collect(self, call: str, refs: dict[Any, int]) -> list[Any]:
         values: dict[int, Any] = {}
         pending = dict(refs)
@@ -102,127 +124,157 @@ class RankCalls:
                     outcome = ray.get(ref)
                 except RayError as error:
                     self.fail(call, rank, error, pending)
-                values[rank] = self.value_of(call, rank, outcome, pending)
+                values[rank] = self._value(call, rank, outcome, pending)
         return [values[rank] for rank in sorted(values)]
 
-    def value_of(self, call: str, rank: int, outcome: Outcome, pending: Mapping[Any, int]) -> Any:
-        """The value of an answer, its log lines said; a failure is raised."""
-        for line in outcome.lines:
-            text = line.text if label(self.names[rank]) == "rank 0" else f"{self.names[rank]}: {line.text}"
-            logging.getLogger(line.logger).log(line.level, "%s", text)
+    def _value(self, call: str, rank: int, outcome: Outcome, pending: Mapping[Any, int]) -> Any:
+        for record in outcome.logs:
+            text = record.text
+            if short_name(self.names[rank]) != "rank 0":
+                text = f"{self.names[rank]}: {text}"
+            logging.getLogger(record.logger).log(record.level, "%s", text)
         if outcome.failure is not None:
             self.fail(call, rank, outcome.failure, pending)
         return outcome.value
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def ready(self, call: str, pending: Mapping[Any, int]) -> list[Any]:
-        """Those of the awaited answers (or streams) that can be read now; at least one."""
-        asked = time.monotonic()
-        self._unanswered.clear()
+    def ready(
+        self,
+        call: str,
+        pending: Mapping[Any, int],
+        timeout_s: float | None = None,
+        since: float | None = None,
+    ) -> list[Any]:
+        """Those of the awaited answers (or streams) that can be read now; at least one, unless `timeout_s` is over.
+        `since`: from when on silence counts (now, unless given)."""
+        started = time.monotonic()
+        asked = started if since is None else since
+        if asked != self._asked:
+            self._asked = asked
+            self._no_status.clear()
         pause = min(POLL_S, self.watchdog_s / 4)
         while True:
-            self._look_after_fellows(call)
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=pause, fetch_local=False)
+            self._check_peers(call)
+            left = pause if timeout_s is None else min(pause, max(started + timeout_s - time.monotonic(), 0))
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=left, fetch_local=False)
             if done:
                 return list(done)
             if time.monotonic() - asked > self.watchdog_s / 2:
-                self._look_for_signs(call, sorted(set(pending.values())), asked)
+                self._check_progress(call, sorted(set(pending.values())), asked)
+            if timeout_s is not None and time.monotonic() - started >= timeout_s:
+                return []
 
-    def _look_after_fellows(self, call: str) -> None:
-        """A process that is not asked for anything can die too; its turn may be far off."""
-        if self.peers and time.monotonic() - self._looked_after > POLL_S:
-            self._looked_after = time.monotonic()
-            for fellow in self.peers:
-                fellow.check_alive(call)
+    def _check_peers(self, call: str) -> None:
+        """A process that is asked for nothing can die too; its next call may be far off."""
+        if self.peers and time.monotonic() - self._checked_peers > POLL_S:
+            self._checked_peers = time.monotonic()
+            for peer in self.peers:
+                peer.check_alive(call)
 
     def check_alive(self, call: str) -> None:
-        """Raise when one of these is known to be gone, while others serve `call`; waits for nobody."""
-        asked = set(self._asked_for_life.values())
+        """Raise when one of these is known to be dead, while others serve `call`; does not wait."""
+        asked = set(self._status_refs.values())
         for rank, actor in enumerate(self.actors):
             if rank not in asked:
-                self._asked_for_life[actor.sign.remote()] = rank
-        refs = list(self._asked_for_life)
+                self._status_refs[actor.control.remote("status")] = rank
+        refs = list(self._status_refs)
         answered, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in answered:
-            rank = self._asked_for_life.pop(ref)
+            rank = self._status_refs.pop(ref)
             try:
                 ray.get(ref)
             except RayError as error:
                 self.fail(call, rank, error, {})
 
-    def _look_for_signs(self, call: str, ranks: list[int], asked: float) -> None:
+    def _check_progress(self, call: str, ranks: list[int], asked: float) -> None:
         """Raise when no awaited rank has moved for `watchdog_s`."""
-        signs = self._signs(ranks)
+        statuses, _ = self._statuses(ranks)
         now = time.monotonic()
         for rank in ranks:
-            if rank in signs:
-                self._unanswered.pop(rank, None)
+            if rank in statuses:
+                self._no_status.pop(rank, None)
             else:
-                self._unanswered.setdefault(rank, now - SIGN_S)
-        quiet = [signs[r].still_s if r in signs else now - self._unanswered[r] for r in ranks]
+                self._no_status.setdefault(rank, now - STATUS_S)
+        quiet = [statuses[r].still_s if r in statuses else now - self._no_status[r] for r in ranks]
         # A rank that was idle for long has not hung: only the time since it was asked counts.
         if min(*quiet, now - asked) > self.watchdog_s:
             self.broken = True
-            everyone = self._signs(range(len(self.actors)))
-            raise WorkersLost(who_waits_for_whom(call, self.watchdog_s, self.names, ranks, everyone))
+            everyone, _ = self._statuses(range(len(self.actors)))
+            raise WorkersLost(format_hang_report(call, self.watchdog_s, self.names, ranks, everyone))
 
-    def _signs(self, ranks: Sequence[int]) -> dict[int, Sign]:
-        asked = {self.actors[rank].sign.remote(): rank for rank in ranks}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SIGN_S)
-        found = {}
+    def _statuses(self, ranks: Sequence[int]) -> tuple[dict[int, RankStatus], dict[int, Problem]]:
+        """Statuses of the ranks that answer in time, and errors of those known to be dead."""
+        asked = {self.actors[rank].control.remote("status"): rank for rank in ranks}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=STATUS_S) if asked else ([], [])
+        found: dict[int, RankStatus] = {}
+        dead: dict[int, Problem] = {}
         for ref in answered:
             try:
                 found[asked[ref]] = ray.get(ref)
-            except RayError:
-                continue  # dead: the awaited answer will say so
-        return found
+            except RayError as error:
+                dead[asked[ref]] = error
+        return found, dead
 
     # -- failing ------------------------------------------------------------------------------------------------
 
-    def fail(self, call: str, rank: int, problem: RayError | Failure, pending: Mapping[Any, int]) -> NoReturn:
-        """Hear what the others have to say for a moment, find the cause among it, raise it."""
+    def fail(self, call: str, rank: int, problem: Problem, pending: Mapping[Any, int]) -> NoReturn:
+        """Raise the cause of `problem`, which may be another rank's death or exception."""
         self.broken = True
-        problems: dict[int, RayError | Failure] = {rank: problem}
+        problems = {rank: problem}
         if isinstance(problem, Failure):
-            problems |= self._hear(pending, GRACE_S if problem.caused_by_another else AFTERTHOUGHT_S)
-        cause = min(problems, key=lambda r: (self._severity(problems[r]), r))
+            problems |= self._other_problems(rank, problem, pending)
+        cause = min(problems, key=lambda r: (_severity(problems[r]), r))
         raise self._error(call, cause, problems[cause], [r for r in sorted(problems) if r != cause])
 
-    @staticmethod
-    def _severity(problem: RayError | Failure) -> int:
-        """A death explains exceptions elsewhere; an exception explains broken connections elsewhere."""
-        if not isinstance(problem, Failure):
-            return 0
-        return 2 if problem.caused_by_another else 1
-
-    def _hear(self, pending: Mapping[Any, int], seconds: float) -> dict[int, RayError | Failure]:
-        heard: dict[int, RayError | Failure] = {}
-        waiting = {ref: rank for ref, rank in pending.items() if isinstance(ref, ray.ObjectRef)}
-        deadline = time.monotonic() + seconds
-        while waiting and time.monotonic() < deadline:
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=0.5)
+    def _other_problems(self, rank: int, failure: Failure, pending: Mapping[Any, int]) -> dict[int, Problem]:
+        """What the other ranks report. An exception is final once the others are known to be alive; a broken
+        connection is another rank's doing, which is waited for until it is known, at most `watchdog_s`."""
+        found: dict[int, Problem] = {}
+        waiting = dict(pending)
+        others = [r for r in range(len(self)) if r != rank]
+        deadline = time.monotonic() + self.watchdog_s
+        while True:
+            alive, dead = self._statuses([r for r in others if r not in found])
+            found |= dead
+            done = (
+                ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False)[0]
+                if waiting
+                else []
+            )
             for ref in done:
-                rank = waiting.pop(ref)
                 try:
-                    outcome = ray.get(ref)
+                    outcome = ray.get(ref if isinstance(ref, ray.ObjectRef) else next(ref))
+                except StopIteration:
+                    del waiting[ref]
+                    continue
                 except RayError as error:
-                    heard[rank] = error
-                    return heard
+                    found[waiting.pop(ref)] = error
+                    continue
                 if outcome.failure is not None:
-                    heard[rank] = outcome.failure
-        return heard
+                    found[waiting.pop(ref)] = outcome.failure
+                elif isinstance(ref, ray.ObjectRef):
+                    del waiting[ref]
+            known = not failure.caused_by_another or any(_severity(p) < 2 for p in found.values())
+            if known and (dead or len(alive) + len(found) >= len(others)):
+                return found
+            idle = all(r in found or not alive[r].call for r in others if r in alive)
+            if (not waiting and idle and not known and len(alive) + len(found) >= len(others)) or (
+                time.monotonic() > deadline
+            ):
+                return found
+            time.sleep(min(0.2, self.watchdog_s / 20))
 
-    def _error(self, call: str, rank: int, problem: RayError | Failure, others: list[int]) -> VerlError:
+    def _error(self, call: str, rank: int, problem: Problem, others: list[int]) -> VerlError:
         if isinstance(problem, Failure):
             error = problem.as_error()
             return WorkersLost(str(error)) if problem.caused_by_another else error
         if isinstance(problem, RayTaskError):
             return TrainingHalted(f"{self.names[rank]}, in {call}: {problem}")
-        short = ", ".join(label(self.names[other]) for other in others)
+        short = ", ".join(short_name(self.names[other]) for other in others)
         stopped = f" Because of it also stopped: {short}." if others else ""
         return WorkersLost(
-            f"{self.names[rank]} died in {call}: {_why(problem)}.{stopped} {RESUME[0].upper()}{RESUME[1:]}."
+            f"{self.names[rank]} died in {call}: {_death_cause(problem)}.{stopped} {RESUME[0].upper()}{RESUME[1:]}."
             f"{self._log_tail(rank)}"
         )
 
@@ -231,19 +283,24 @@ class RankCalls:
         if not os.path.isfile(self.logs[rank]):
             return ""
         with open(self.logs[rank], encoding="utf-8", errors="replace") as file:
-            words = [line.rstrip() for line in file if line.strip() and not line.startswith(":")]
-        return "\nIts last lines:\n" + "\n".join(words[-LAST_WORDS:]) if words else ""
-
-    # -- the end ------------------------------------------------------------------------------------------------
+            lines = [line.rstrip() for line in file if line.strip() and not line.startswith(":")]
+        return "\nIts last lines:\n" + "\n".join(lines[-LOG_TAIL_LINES:]) if lines else ""
 
     def shutdown(self, seconds: float) -> None:
-        """Let the ranks close what they opened, for as long as that may take; whatever they answer is unheard."""
+        """Let the ranks close what they opened, for at most `seconds`."""
         if not self.broken:
             refs = [actor.serve.remote("close") for actor in self.actors]
             ray.wait(refs, num_returns=len(refs), timeout=seconds)
 
 
-def _why(error: RayError) -> str:
+def _severity(problem: Problem) -> int:
+    """A death explains exceptions elsewhere; an exception explains broken connections elsewhere."""
+    if not isinstance(problem, Failure):
+        return 0
+    return 2 if problem.caused_by_another else 1
+
+
+def _death_cause(error: RayError) -> str:
     """The one sentence of Ray's report that says what happened."""
     text = str(error)
     lowered = text.lower()
@@ -252,11 +309,8 @@ def _why(error: RayError) -> str:
         return "the node ran out of host memory and Ray ended it; lower the batch, or use more nodes"
     if "connection error code" in lowered:
         return "its process was killed or crashed (if the kernel did it for want of memory, `dmesg` there says so)"
-    if (
-        "node" in lowered
-        and ("dead" in lowered or "died" in lowered or "unreachable" in lowered)
-        and ("its node" in lowered or "node died" in lowered or "node was" in lowered)
-    ):
+    dead_node = "dead" in lowered or "died" in lowered or "unreachable" in lowered
+    if dead_node and ("its node" in lowered or "node died" in lowered or "node was" in lowered):
         return "its node was lost"
     for mark in ("Worker exit detail: ", "The actor is dead because ", "cause: "):
         if mark in text:

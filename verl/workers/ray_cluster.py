@@ -1,7 +1,6 @@
-"""Joining or starting a Ray cluster, and the places of the ranks in it.
+"""Joining or starting a Ray cluster, and the placement of rank processes in it.
 
-What always holds: a cluster that was there before us is there after us; one that we started ends with us, also when
-we are killed. Ray's own ways of failing at the start come out as one message with the key to change.
+A cluster that was there before the run is there after it; one that the run started ends with it, also when killed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import ipaddress
 import logging
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -34,16 +32,16 @@ from verl.config.pools import Pool, pools, rollout_pool
 from verl.config.ranks import world_size
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError, VerlError
-from verl.workers.ray_actor import RankActor, RankProcess, remote_class
+from verl.workers.rank_process import remote_rank_process
 
 logger = logging.getLogger(__name__)
 
 CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
-ROOM_S = 30.0
-"""How long a run waits for places no node of the cluster has; Ray counts a node as lost after half of it."""
+CAPACITY_S = 30.0
+"""How long to wait for resources that no node of the cluster has; Ray counts a node as lost after half of it."""
 _PROGRESS_S = 10.0
 _SIGNAL_S = 1.0
-"""Ray's wait for places takes no signals: a process that is to end does so after this time."""
+"""Ray's wait for a placement group handles no signals: wait in slices of this."""
 _REGISTER = "register worker"
 
 
@@ -56,22 +54,15 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def register_advice(cpus: int) -> str:
-    return (
-        "When Ray says 'Unable to register worker with raylet', it starts more processes than this machine lets it, "
-        f"because it counts CPUs that belong to others; set {CPUS_KEY}={cpus}"
-    )
-
-
 class Cluster:
-    """The connection to Ray and the places of one pool, the trainer's ranks unless another is named."""
+    """The connection to Ray and the placement group of one pool (by default the trainer's ranks)."""
 
     def __init__(self, cfg: PPOConfig | SFTConfig | GenerationConfig, key: str = "trainer") -> None:
         self.cfg = cfg
         self._key = key
         self._connected_here = False
         self.started_here = False
-        """Whether the cluster is ours: then it has what it has, and nobody adds nodes to it."""
+        """Then nobody adds nodes to it."""
         self._group: PlacementGroup | None = None
         self.actors: list[Any] = []
 
@@ -102,7 +93,7 @@ class Cluster:
                 f"{CPUS_KEY} is {cpus}, but {asked} processes need one each; set it to at least {needed}"
             )
         address = os.environ.get("RAY_ADDRESS", "")
-        with _said_if_killed(register_advice(usable_cpus())), _own_sigterm():
+        with _keep_sigterm_handler():
             try:
                 if address and address != "local":
                     ray.init(address=address, **_for_joining(common))
@@ -125,7 +116,7 @@ class Cluster:
                 raise
             ray.init(**_for_joining(common))
 
-    # -- places -------------------------------------------------------------------------------------------------
+    # -- placement ----------------------------------------------------------------------------------------------
 
     def on_gpus(self) -> bool:
         """`trainer.device`: with auto several processes are on GPUs, one is where the cluster has a GPU."""
@@ -136,7 +127,7 @@ class Cluster:
         return several or bool(ray.cluster_resources().get("GPU", 0))
 
     def refuse_impossible(self) -> None:
-        """A cluster started here has what it has: refuse at once what is too large for it."""
+        """Refuse at once what is too large for a cluster started here."""
         wanted = pools(self.cfg)
         asked = " and ".join(pool.asked for pool in wanted)
         several = [pool for pool in wanted if pool.nodes > 1]
@@ -156,12 +147,12 @@ class Cluster:
         """For each rank on CPUs: its share of what this process would use."""
         return max(1, torch.get_num_threads() // self.pool.per_node)
 
-    def place(self, timeout_s: float, actor: type[RankProcess] = RankActor) -> list[Any]:
-        """One actor per process, the same number on each of `nnodes` nodes, process by process and node by node."""
+    def place(self, timeout_s: float, server: str) -> list[Any]:
+        """Start rank processes with `server` (module:Class), the same number on each of `nnodes` nodes."""
         pool = self.pool
-        group = self._wait_for_room(timeout_s)
+        group = self._wait_for_capacity(timeout_s)
         gpus = self.on_gpus()
-        actor_class = remote_class(actor)
+        actor_class = remote_rank_process()
         threads = None if gpus else self.threads()
         self.actors = [
             actor_class.options(
@@ -170,7 +161,7 @@ class Cluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=rank * pool.places // pool.per_node
                 ),
-            ).remote(rank, pool.processes, threads)
+            ).remote(server, rank, pool.processes, threads)
             for rank in range(pool.processes)
         ]
         return self.actors
@@ -181,27 +172,26 @@ class Cluster:
         return {"CPU": per_node, **({"GPU": per_node} if self.on_gpus() else {})}
 
     def _reserve(self, timeout_s: float) -> bool:
-        """All nodes' places or none."""
+        """Reserve the resources of all nodes, or none."""
         if self._group is None:
             bundles: list[dict[str, float]] = [dict(self._bundle()) for _ in range(self.pool.nodes)]
             self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         return bool(self._group.wait(timeout_s))
 
-    def _wait_for_room(self, timeout_s: float) -> PlacementGroup:
-        """Reserve; others may take `timeout_s` to leave, missing nodes are waited for no longer than ROOM_S."""
+    def _wait_for_capacity(self, timeout_s: float) -> PlacementGroup:
+        """Reserve; waits `timeout_s` for other jobs to end, at most CAPACITY_S for nodes the cluster does not have."""
         pool, began, said = self.pool, time.monotonic(), 0.0
         while not self._reserve(min(_SIGNAL_S, timeout_s)):
             waited = time.monotonic() - began
             fitting = sum(count >= pool.per_node for count in self._ranks_by_node())
-            limit = timeout_s if fitting >= pool.nodes else min(ROOM_S, timeout_s)
+            limit = timeout_s if fitting >= pool.nodes else min(CAPACITY_S, timeout_s)
             if waited + 0.1 >= limit:
-                raise ClusterError(self._no_room())
+                raise ClusterError(self._too_small())
             if waited - said < _PROGRESS_S and said:
                 continue
             said = waited
             logger.info(
-                "waiting for a place in the Ray cluster: %s, and %d nodes have room for that when idle (%.0f of at "
-                "most %.0f s)",
+                "waiting for the Ray cluster: %s; %d nodes are large enough (%.0f of at most %.0f s)",
                 pool.asked,
                 fitting,
                 waited,
@@ -210,22 +200,21 @@ class Cluster:
         assert self._group is not None
         return self._group
 
-    def room(self) -> tuple[int, int]:
-        """Nodes and ranks per node that can be had now: as many as the config asks for, or what is left beside the
-        other pools, which stay as they are."""
+    def capacity(self) -> tuple[int, int]:
+        """Nodes and ranks per node available now: what the config asks for, or what the other pools leave."""
         trainer = self.cfg.trainer
         others = [Cluster(self.cfg, pool.key) for pool in pools(self.cfg) if pool.key != self._key]
         try:
             for other in others:
-                if not other._reserve(ROOM_S):
-                    raise ClusterError(other._no_room())
-            return self._room_beside(others, trainer)
+                if not other._reserve(CAPACITY_S):
+                    raise ClusterError(other._too_small())
+            return self._capacity_beside(others, trainer)
         finally:
             for other in others:
                 other._release()
 
-    def _room_beside(self, others: list[Cluster], trainer: Any) -> tuple[int, int]:
-        deadline = time.monotonic() + ROOM_S
+    def _capacity_beside(self, others: list[Cluster], trainer: Any) -> tuple[int, int]:
+        deadline = time.monotonic() + CAPACITY_S
         while time.monotonic() < deadline:
             if self._reserve(1.0):
                 return trainer.nnodes, trainer.n_gpus_per_node
@@ -236,7 +225,7 @@ class Cluster:
         if whole:
             return min(whole, trainer.nnodes), trainer.n_gpus_per_node
         if not max(ranks, default=0):
-            raise ClusterError(self._no_room())
+            raise ClusterError(self._too_small())
         return 1, max(ranks)
 
     def _ranks_by_node(self, others: Sequence[Cluster] = ()) -> list[int]:
@@ -251,13 +240,13 @@ class Cluster:
         ]
 
     def _reserved(self) -> Iterator[str]:
-        """The node of every place that is reserved."""
+        """The node of every reserved rank."""
         if self._group is not None:
             for node in placement_group_table(self._group)["bundles_to_node_id"].values():
                 yield from [node] * self.pool.per_node
 
-    def _no_room(self) -> str:
-        """What was asked for and what there is, node by node."""
+    def _too_small(self) -> str:
+        """What was asked for and what each node has."""
         bundle = self._bundle()
         asked = ", ".join(f"{count} {name}" for name, count in bundle.items())
         alive = [node for node in ray.nodes() if node["Alive"]]
@@ -275,10 +264,10 @@ class Cluster:
             f"raise {CPUS_KEY}"
         )
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the ranks, give their places back, write the timeline, and leave (or end) the cluster."""
+        """End the ranks, free their resources, write the timeline, and leave (or end) the cluster."""
         if not ray.is_initialized():
             return
         for actor in self.actors:
@@ -298,7 +287,7 @@ class Cluster:
 
 
 def write_timeline(path: Path) -> None:
-    """Every call on every rank with its begin and end, as ui.perfetto.dev and chrome://tracing open it."""
+    """Begin and end of every call on every rank, for ui.perfetto.dev and chrome://tracing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ray.timeline(str(path))
     logger.info("timeline of the ranks' calls: %s (open it at https://ui.perfetto.dev)", path)
@@ -335,7 +324,9 @@ def _for_joining(common: dict[str, Any]) -> dict[str, Any]:
 def _start_error(error: Exception, address: str) -> ClusterError:
     text = str(error).strip()
     if _REGISTER in text.lower():
-        return ClusterError(register_advice(usable_cpus()))
+        return ClusterError(
+            f"{text}. Ray starts more processes than this machine allows; set {CPUS_KEY}={usable_cpus()}"
+        )
     if address:
         return ClusterError(
             f"the Ray cluster at RAY_ADDRESS={address} could not be joined: {text}. Start it (ray start --head), give "
@@ -349,23 +340,11 @@ def _start_error(error: Exception, address: str) -> ClusterError:
 
 
 @contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Connecting to Ray puts handlers of its own in place of ours, which write C++ stacks; afterwards ours are back."""
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Connecting to Ray installs handlers that write C++ stacks; restore ours."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-@contextmanager
-def _said_if_killed(message: str) -> Iterator[None]:
-    """Ray ends the whole process, past every handler, when it cannot register with its own daemon. A child that
-    waits for a line says what to do when that line never comes."""
-    script = 'read -r line || printf "error: this process ended while Ray was starting. %s\\n" "$1" >&2'
-    child = subprocess.Popen(["/bin/sh", "-c", script, "sh", message], stdin=subprocess.PIPE)
-    try:
-        yield
-    finally:
-        child.communicate(b"started\n")

@@ -1,16 +1,15 @@
-"""The roles on several ranks, one Ray actor each, behind the interface the loop knows.
+"""The roles on several rank processes on Ray. The numbers are those of one process up to rounding.
 
-What always holds: the controller sends handles, ranks fetch their own part; what a rank gets twice (the same rows
-for log-probs, reference and values) is stored once; the numbers are those of one process up to rounding.
+The driver sends object references and ranks fetch their own shard; rows that several calls use are stored once.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,28 +21,26 @@ from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
 from verl.rollout.weight_sync.probe import worst
-from verl.workers.group import WorkerGroup
+from verl.workers.group import WorkerGroup, needs_critic
 from verl.workers.local import pad_id
-from verl.workers.needs import needs_critic
 from verl.workers.rank import RankSetup
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_pool import RolloutPool
-from verl.workers.ray_rollout import GeneratingRankActor, SpreadRollout
+from verl.workers.ray_rollout import RayRollout
 from verl.workers.rollout import GenerationSettings, OnFinish, RolloutRole
-from verl.workers.shard_batch import deal, join, pad_rows, to_arrays
+from verl.workers.shard_batch import join, pad_rows, shard_rows, to_arrays
 
 if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
 
-logger = logging.getLogger(__name__)
-
 START_S = 300.0
-"""For processes to come up and a cluster to make room; loading models is watched by signs of life instead."""
+"""For processes to start and a cluster to free resources; loading models is under the watchdog instead."""
 CLOSE_S = 10.0
 
+TRAIN_RANK = "verl.workers.rank:TrainRank"
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
 _LEARNT_FROM = {
     "actor": ("old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "rollout_is_weights"),
@@ -52,7 +49,7 @@ _LEARNT_FROM = {
 
 
 class RayGroup(WorkerGroup):
-    """One actor per GPU (or CPU process), all roles on each; or rollout on others of its own."""
+    """One rank process per GPU (or CPU process) with all roles; or rollout in processes of its own."""
 
     def __init__(
         self,
@@ -66,7 +63,7 @@ class RayGroup(WorkerGroup):
         super().__init__(cfg)
         self.cluster = Cluster(cfg)
         self.pool = RolloutPool(cfg) if rollout_pool(cfg) else None
-        self._stored: _Stored | None = None
+        self._shards: _Shards | None = None
         self._size: ModelSize
         self._rollout_metrics: dict[str, float] = {}
         try:
@@ -77,7 +74,8 @@ class RayGroup(WorkerGroup):
         except BaseException:
             self._end(ask=False)
             raise
-        self.rollout = RolloutRole(self._rollout(), pad_id(tokenizer))
+        self.engine = self._rollout_engine()
+        self.rollout = RolloutRole(self.engine, pad_id(tokenizer))
 
     def _place(self) -> None:
         """The ranks and the processes that only generate: whoever needs more on one node first."""
@@ -85,19 +83,18 @@ class RayGroup(WorkerGroup):
         wider = pool is not None and pool.cluster.pool.per_node > self.cluster.pool.per_node
         if pool is not None and wider:
             pool.place(START_S)
-        self.calls = RankCalls(self.cluster.place(START_S, GeneratingRankActor), cfg.trainer.watchdog_s)
+        self.calls = RankCalls(self.cluster.place(START_S, TRAIN_RANK), cfg.trainer.watchdog_s)
         if pool is not None and not wider:
             pool.place(START_S)
 
-    def _rollout(self) -> SpreadRollout:
+    def _rollout_engine(self) -> RayRollout:
         calls = self.calls if self.pool is None else self.pool.calls
         size = engine_size(self.cfg) if self.pool is None else 1
-        return SpreadRollout(
+        return RayRollout(
             calls,
             self.cfg.actor_rollout_ref.rollout.max_num_seqs,
             hosts=range(0, len(calls), size),
-            shared=self.pool is None,
-            publish=self._publish,
+            colocated=self.pool is None,
         )
 
     def _build(self, tokenizer: Any, training_steps: int, run_folder: Path, model: nn.Module | None) -> None:
@@ -108,7 +105,8 @@ class RayGroup(WorkerGroup):
             run_folder=run_folder.absolute(),
             model=model,
         )
-        build_ranks(self.cluster, self.calls, setup, self.pool.calls.addresses if self.pool else ())
+        addresses = self.pool.calls.addresses if self.pool else ()
+        build_ranks(self.cluster, self.calls, setup, others=addresses)
         if self.pool is not None:
             self.pool.build(self.calls, setup)
             self.pool.sync_weights(self.policy_version)
@@ -132,23 +130,24 @@ class RayGroup(WorkerGroup):
     def values(self, batch: DataProto) -> DataProto:
         return self._pass("values", batch)
 
-    def train_mini_batch(self, role: str, mini: DataProto) -> dict[str, Metric]:
-        prepared = [name for name in mini.batch if name.startswith("prepared.")]
-        tensors = self._chosen(mini, [*_LEARNT_FROM[role], *prepared])
+    def train_mini_batch(
+        self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Metric]:
+        shards = self._shard(self._chosen(mini, _LEARNT_FROM[role]))
+        extra = pad_rows(prepared, len(self.calls)) if prepared else {}
         meta = {**mini.meta_info, "dp_size": len(self.calls)}
-        parts = self._deal(tensors).refs
-        found = self.calls.each(f"train_{role}", [(part, meta) for part in parts])
-        return reduce_metrics(found)
+        args = [
+            (ref, to_arrays(extra, rows), meta) for ref, rows in zip(shards.refs, shards.rows, strict=True)
+        ]
+        return reduce_metrics(self.calls.each(f"train_{role}", args))
 
     def sync_weights(self) -> None:
-        self.rollout.engine.update_weights(None, self.policy_version)  # type: ignore[arg-type]
-
-    def _publish(self, version: int) -> None:
         if self.pool is None:
-            self._rollout_metrics = worst(self.calls.all("publish", version))
+            self._rollout_metrics = worst(self.calls.all("update_weights", self.policy_version))
         else:
-            self.pool.sync_weights(version)
+            self.pool.sync_weights(self.policy_version)
             self._rollout_metrics = self.pool.metrics()
+        self.engine.weights_updated(self.policy_version)
 
     def rollout_metrics(self) -> dict[str, float]:
         return self._rollout_metrics
@@ -157,7 +156,7 @@ class RayGroup(WorkerGroup):
         return self._size
 
     def checkpoint_parts(self) -> dict[str, Any]:
-        """Names only: the engines are on the ranks, and so is their saving (`ray_checkpoints`)."""
+        """Names only: the ranks have the engines and save them (`placement.RayCheckpoints`)."""
         return {"actor": None, **({"critic": None} if needs_critic(self.cfg) else {})}
 
     def close(self) -> None:
@@ -171,37 +170,43 @@ class RayGroup(WorkerGroup):
             self.pool.close(CLOSE_S, ask=ask)
         self.cluster.close()
 
-    # -- how a batch reaches the ranks --------------------------------------------------------------------------
+    # -- sharding a batch ---------------------------------------------------------------------------------------
 
     def _pass(self, call: str, batch: DataProto, options: Mapping[str, Any] | None = None) -> DataProto:
-        dealt = self._deal(self._chosen(batch, ()))
+        shards = self._shard(self._chosen(batch, ()))
         meta = {name: batch.meta_info[name] for name in ("temperature",) if name in batch.meta_info}
-        found = self.calls.each(call, [(part, meta) for part in dealt.refs], options)
-        return join(found, dealt.rows, len(batch))
+        found = self.calls.each(call, [(ref, meta) for ref in shards.refs], options)
+        return join(found, shards.rows, len(batch))
 
     @staticmethod
     def _chosen(batch: DataProto, more: Sequence[str]) -> dict[str, torch.Tensor]:
         return {name: batch.batch[name] for name in (*_INPUTS, *more) if name in batch.batch}
 
-    def _deal(self, tensors: Mapping[str, torch.Tensor]) -> _Stored:
-        """The parts in Ray's store; those of the last batch are used again while it has not changed."""
+    def _shard(self, tensors: Mapping[str, torch.Tensor]) -> _Shards:
+        """The shards in Ray's store; those of the last batch are used again while it has not changed."""
         key = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
-        if self._stored is None or not self._stored.same(key):
+        if self._shards is None or not self._shards.made_of(key):
             padded = pad_rows(tensors, len(self.calls))
-            rows = deal(
+            rows = shard_rows(
                 padded["attention_mask"],
                 len(self.calls),
                 balance=self.cfg.trainer.balance_batch,
                 hidden_size=self._size.hidden,
             )
-            refs = [ray.put(to_arrays(padded, share)) for share in rows]
-            self._stored = _Stored(key, rows, refs)
-        return self._stored
+            self._shards = _Shards(key, rows, [ray.put(to_arrays(padded, share)) for share in rows])
+        return self._shards
 
 
-def build_ranks(cluster: Cluster, calls: RankCalls, setup: RankSetup, others: Sequence[str] = ()) -> None:
-    """Let the ranks meet and build what `setup` (its config is changed to their device) says. `others` are the
-    addresses of processes that will meet rank 0 too."""
+def build_ranks(
+    cluster: Cluster,
+    calls: RankCalls,
+    setup: RankSetup[Any],
+    *args: Any,
+    others: Sequence[str] = (),
+    joined: bool = True,
+) -> None:
+    """Build the ranks from `setup` (whose config is changed to their device) and `args`. `joined`: they meet at a store
+    on rank 0; `others` are addresses of processes that connect to it too."""
     calls.handshake(START_S)
     gpus = cluster.on_gpus()
     setup.cfg.trainer.device = "cuda" if gpus else "cpu"
@@ -210,23 +215,22 @@ def build_ranks(cluster: Cluster, calls: RankCalls, setup: RankSetup, others: Se
     setup.devices = tuple(calls.devices)
     setup.search_path = tuple(os.path.abspath(folder) for folder in sys.path)
     setup.folder = os.getcwd()
-    if len(calls) > 1 or others:
+    if joined and (len(calls) > 1 or others):
         address = "127.0.0.1" if setup.one_host else calls.addresses[0]
         setup.store = calls.one(0, "open_store", address)
-    calls.all("build", ray.put(setup))
+    calls.all("build", ray.put(setup), *args)
 
 
-class _Stored:
-    """The dealt parts of one batch, and which tensors they were made of."""
+@dataclass
+class _Shards:
+    """The shards of one batch, and the tensors they were made of."""
 
-    def __init__(
-        self, key: list[tuple[str, torch.Tensor, int]], rows: list[list[int]], refs: list[Any]
-    ) -> None:
-        self.rows, self.refs = rows, refs
-        self._key = key
+    key: list[tuple[str, torch.Tensor, int]]
+    rows: list[list[int]]
+    refs: list[Any]
 
-    def same(self, key: list[tuple[str, torch.Tensor, int]]) -> bool:
-        return len(key) == len(self._key) and all(
+    def made_of(self, key: list[tuple[str, torch.Tensor, int]]) -> bool:
+        return len(key) == len(self.key) and all(
             name == mine and tensor is held and version == seen
-            for (name, tensor, version), (mine, held, seen) in zip(key, self._key, strict=True)
+            for (name, tensor, version), (mine, held, seen) in zip(key, self.key, strict=True)
         )

@@ -1,7 +1,6 @@
-"""The processes that only generate, seen from the controller: placed, linked to the trainer, and given its weights.
+"""The processes that only generate, seen from the driver: placed, linked to the trainer, and given its weights.
 
-What always holds: after every hand-over all of them have exactly what the trainer sent and compute what it computes, or
-the run stops with both values; whoever dies or hangs in it is named, on either side.
+After every weight sync all of them have what the trainer sent and compute what it computes, or the run stops.
 """
 
 from __future__ import annotations
@@ -17,28 +16,17 @@ from verl.rollout.weight_sync.fingerprint import compare
 from verl.rollout.weight_sync.probe import ProbeCheck, worst
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
-from verl.workers.ray_rollout import GeneratingActor
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
     from verl.rollout.weight_sync.receive import SyncReport
     from verl.workers.rank import RankSetup
-    from verl.workers.rpc_server import RPCServer
 
 logger = logging.getLogger(__name__)
 
 _ADVICE = (
-    f"generate on the trainer's own GPUs ({ROLLOUT}.nnodes=0 {ROLLOUT}.n_gpus_per_node=0) if it happens again"
+    f"generate on the trainer's GPUs ({ROLLOUT}.nnodes=0 {ROLLOUT}.n_gpus_per_node=0) if it happens again"
 )
-
-
-class RolloutActor(GeneratingActor):
-    """A process that only generates."""
-
-    def server(self, rank: int, world_size: int) -> RPCServer:
-        from verl.workers.rollout_rank import RolloutRank
-
-        return RolloutRank(rank)
 
 
 class RolloutPool:
@@ -53,13 +41,12 @@ class RolloutPool:
         self._trainer: RankCalls
 
     def place(self, timeout_s: float) -> None:
-        """Start the processes and learn who they are."""
-        from verl.workers.rollout_rank import ROLE
-
-        self.calls = RankCalls(self.cluster.place(timeout_s, RolloutActor), self._watchdog_s, ROLE)
+        """Start the processes."""
+        actors = self.cluster.place(timeout_s, "verl.workers.rollout_rank:RolloutRank")
+        self.calls = RankCalls(actors, self._watchdog_s, "rollout rank")
         self.calls.handshake(timeout_s)
 
-    def build(self, trainer: RankCalls, setup: RankSetup) -> None:
+    def build(self, trainer: RankCalls, setup: RankSetup[PPOConfig]) -> None:
         """Start the engines (the trainer's ranks have been built with `setup`) and connect both sides."""
         info, adapter = trainer.all("model_info")[0], trainer.all("adapter")[0]
         own = copy.copy(setup)
@@ -71,7 +58,7 @@ class RolloutPool:
         self.calls.peers, trainer.peers = [trainer], [self.calls]
         pool = self.cluster.pool
         logger.info(
-            "rollout: %d processes of its own (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
+            "rollout: %d separate processes (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
             len(self.calls),
             ROLLOUT,
             pool.nodes,

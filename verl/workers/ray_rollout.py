@@ -1,182 +1,165 @@
-"""Generation over many processes as one rollout engine: requests are dealt out, and change hands as ranks get free.
+"""The engines of many rank processes as one `RolloutEngine`.
 
-What always holds: a rank that finishes early takes what others have not started (`dealing`); the tokens do not depend
-on which rank drew them, because every draw is keyed by request; every sample is answered once, also when it is called
-off; whoever leaves `generate` early leaves no rank that still generates.
+The tokens of a request do not depend on the rank that generates them, because every draw is keyed by the request.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from verl.errors import RolloutError
-from verl.rollout.base import BatchEngine, Request, Response
-from verl.workers.ray_actor import RankActor, RankProcess
-from verl.workers.ray_calls import RankCalls
+from verl.rollout.base import Request, Response, RolloutEngine, RolloutStats
+from verl.workers.ray_calls import STATUS_S, RankCalls
 from verl.workers.request_scheduler import RequestScheduler
 
 ABORT_S = 5.0
-"""How long a healthy rank takes at most to hear that something is called off; one that does not answer is noticed by
-whoever waits for its responses."""
+"""How long a healthy rank takes at most to answer an abort; one that does not is noticed by `poll`."""
+SUBMIT_S = 0.2
+"""How soon `poll` sends on requests that another thread submitted while it waits."""
 
 
-class GeneratingActor(RankProcess):
-    """An actor that can be told to stop while it generates."""
+class RayRollout(RolloutEngine):
+    """Sends requests to the least loaded rank and returns responses as they finish; `poll` does the sending.
 
-    @ray.method(concurrency_group="control")
-    def abort(self, number: int, request_ids: list[str] | None) -> bool:
-        worker: Any = self._worker
-        return bool(worker.generating.abort(number, request_ids))
+    `hosts` are the ranks that have an engine. `colocated`: the ranks also train, so that their weights are gathered
+    while requests are outstanding, and given back after. Weights come from `RayGroup.sync_weights`."""
 
-
-class GeneratingRankActor(GeneratingActor, RankActor):
-    """A rank of the trainer that generates too."""
-
-
-class SpreadRollout(BatchEngine):
-    """Sends requests to the ranks' engines and yields their responses as they finish.
-
-    `hosts` are the ranks that have one; `shared` says that the ranks also train, so that generation is opened and
-    closed on all of them. `publish` brings new weights to the engines."""
-
-    def __init__(
-        self,
-        calls: RankCalls,
-        max_num_seqs: int,
-        *,
-        hosts: Sequence[int],
-        shared: bool,
-        publish: Callable[[int], None],
-    ) -> None:
+    def __init__(self, calls: RankCalls, max_num_seqs: int, *, hosts: Sequence[int], colocated: bool) -> None:
         self._calls = calls
-        self._max_num_seqs = max_num_seqs
-        self._hosts, self._shared, self._publish = list(hosts), shared, publish
-        self.version = 0
+        self._hosts, self._colocated = list(hosts), colocated
+        self._scheduler = RequestScheduler(self._hosts, max_num_seqs)
+        self._streams: dict[Any, int] = {}
+        self._submits: dict[Any, tuple[int, list[Request]]] = {}
+        """Requests sent to a running stream that has not confirmed them."""
+        self._open = False
+        self._heard = 0.0
+        self._version = 0
         self.answered: Counter[int] = Counter()
-        """Of the last `generate`: responses by the rank that finished them."""
-        self._deal: RequestScheduler | None = None
-        self._busy = False
+        """Responses by the rank that generated them."""
 
-    # -- generating ---------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------
 
-    def run_batch(self, requests: list[Request]) -> Iterator[Response]:
-        self._refuse_a_second()
-        self._deal = RequestScheduler(requests, len(self._hosts), self._max_num_seqs, self.version)
-        return self._generate(self._deal)
+    def submit(self, requests: Iterable[Request]) -> None:
+        self._scheduler.submit(list(requests))
 
-    def _refuse_a_second(self) -> None:
-        if self._busy:
-            raise RolloutError("these ranks are generating already; finish or close that generate first")
-
-    def _generate(self, deal: RequestScheduler) -> Iterator[Response]:
-        self._refuse_a_second()
-        self._busy, self._deal = True, deal
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            if self._shared:
+            while True:
+                responses = self._scheduler.take_cancelled(self._version)
+                self._dispatch()
+                if not self._streams:
+                    return responses
+                left = SUBMIT_S if deadline is None else max(0.0, min(SUBMIT_S, deadline - time.monotonic()))
+                responses += self._receive(0.0 if responses else left)
+                if not self._scheduler.waiting() and not any(self._scheduler.loads().values()):
+                    while self._streams or self._submits:  # all is answered: the streams end now
+                        self._receive(SUBMIT_S)
+                    self._close_generation()
+                if responses or (deadline is not None and time.monotonic() >= deadline):
+                    return responses
+        except BaseException:
+            self._scheduler.clear()
+            self._streams, self._submits = {}, {}
+            raise
+
+    def _dispatch(self) -> None:
+        """Send what ranks can take: with a new stream, or into the one that runs."""
+        batches = self._scheduler.dispatch()
+        if batches and not self._open:
+            if self._colocated:
                 self._calls.all("open_generation")
-            yield from self._run(deal)
-        finally:
-            self._busy, self._deal = False, None
-            if self._shared and not self._broken():
-                self._calls.all("close_generation")
+            self._open, self.answered = True, Counter()
+        running = set(self._streams.values())
+        for rank, (number, requests) in batches.items():
+            self._heard = time.monotonic()
+            if rank in running:
+                sent = self._calls.actors[rank].control.remote("submit", number, requests)
+                self._submits[sent] = rank, requests
+            else:
+                self._streams[self._calls.open_stream(rank, "generate", number, requests)] = rank
 
-    def _run(self, deal: RequestScheduler) -> Iterator[Response]:
-        self.answered = Counter()
-        running: dict[Any, int] = {}
-        try:
-            self._employ(deal, running)
-            yield from deal.unwanted()
-            while running:
-                for stream in self._calls.ready("generate", running):
-                    yield from self._next_of(stream, deal, running)
-                self._employ(deal, running)
-                yield from deal.unwanted()
-        finally:
-            if running and not self._broken():
-                self._stop(deal, running)
-
-    def _next_of(self, stream: Any, deal: RequestScheduler, running: dict[Any, int]) -> list[Response]:
-        """What a rank has answered."""
-        rank = running[stream]
-        try:
-            outcome = ray.get(next(stream))
-        except StopIteration:
-            del running[stream]
-            deal.done(rank)
-            return []
-        except RayError as error:
-            self._calls.fail("generate", rank, error, running)
-        found = deal.answered(rank, self._calls.value_of("generate", rank, outcome, running))
-        self.answered[rank] += len(found)
+    def _receive(self, timeout_s: float) -> list[Response]:
+        pending = {**self._streams, **{ref: rank for ref, (rank, _) in self._submits.items()}}
+        found: list[Response] = []
+        for ref in self._calls.ready("generate", pending, timeout_s, self._heard):
+            self._heard = time.monotonic()
+            if ref in self._submits:
+                rank, requests = self._submits.pop(ref)
+                try:
+                    accepted = ray.get(ref)
+                except RayError as error:
+                    self._calls.fail("generate", rank, error, self._streams)
+                if not accepted:  # its stream had just ended
+                    self._scheduler.returned(rank, requests)
+                continue
+            rank = self._streams[ref]
+            for responses in self._calls.read_stream("generate", ref, self._streams):
+                self._scheduler.answered(rank, responses)
+                self.answered[rank] += len(responses)
+                found += responses
         return found
 
-    def _employ(self, deal: RequestScheduler, running: dict[Any, int]) -> None:
-        """Whoever is free takes what waits; when nothing does, others are asked for what they have not begun."""
-        busy = set(running.values())
-        idle = []
-        for rank in self._hosts:
-            part = None if rank in busy else deal.next_part(rank)
-            if part is not None:
-                actor, requests = self._calls.actors[rank], list(part.requests.values())
-                stream = actor.stream.options(num_returns="streaming").remote(
-                    "generate", requests, part.number
-                )
-                running[stream] = rank
-            elif rank not in busy:
-                idle.append(rank)
-        while running and (taken := deal.steal(len(idle))) is not None:
-            rank, names = taken
-            self._calls.actors[rank].abort.remote(deal.numbers()[rank], names)
+    def _close_generation(self) -> None:
+        if self._open:
+            self._open = False
+            if self._colocated and not self._broken():
+                self._calls.all("close_generation")
 
-    # -- stopping -----------------------------------------------------------------------------------------------
+    def _broken(self) -> bool:
+        """After an error nothing more is asked of the ranks, nor of those that work with them."""
+        return self._calls.broken or any(peer.broken for peer in self._calls.peers)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """Also from another thread than the one that reads the responses."""
-        deal = self._deal
-        if deal is None:
-            return
-        named = None if request_ids is None else list(request_ids)
-        deal.cancel(named)
-        if not all(self._tell(deal, named)):
+        running = self._scheduler.cancel(None if request_ids is None else list(request_ids))
+        number = self._scheduler.last_number()
+        answers = self._control({rank: ("abort", number, names) for rank, names in running.items()}, ABORT_S)
+        if not all(answers):
             raise NotImplementedError(
-                "the engine of these ranks cannot abort what it has begun; what waits is called off"
+                "the ranks' engine cannot abort what it has started; waiting requests are aborted"
             )
 
-    def _stop(self, deal: RequestScheduler, running: dict[Any, int]) -> None:
-        """Nobody wants the rest: end what runs, and hear it out until every rank is free."""
-        deal.cancel(None)
-        self._tell(deal, None)
-        while running:
-            for stream in self._calls.ready("generate", running):
-                self._next_of(stream, deal, running)
+    def release(self, prefix_ids: Iterable[str]) -> None:
+        held = self._scheduler.release(list(prefix_ids))
+        for rank, names in held.items():
+            self._calls.actors[rank].control.remote("release", names)
 
-    def _tell(self, deal: RequestScheduler, request_ids: list[str] | None) -> list[bool]:
-        """What those of the ranks at work answer that hear it in time."""
-        asked = [
-            self._calls.actors[rank].abort.remote(number, request_ids)
-            for rank, number in deal.numbers().items()
-        ]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ABORT_S) if asked else ([], [])
+    def stats(self) -> RolloutStats:
+        """Sums over the ranks that answer in time."""
+        total = RolloutStats(running=sum(self._scheduler.loads().values()), waiting=self._scheduler.waiting())
+        if self._broken():
+            return total
+        for each in self._control(dict.fromkeys(self._hosts, ("stats",)), STATUS_S):
+            total.kv_blocks_used += each.kv_blocks_used
+            total.kv_blocks += each.kv_blocks
+            total.generated_tokens += each.generated_tokens
+            total.preemptions += each.preemptions
+        return total
+
+    def _control(self, asked: dict[int, tuple[Any, ...]], timeout_s: float) -> list[Any]:
+        """The answers of ranks that give one in time; a dead rank is noticed by `poll`."""
+        refs = [self._calls.actors[rank].control.remote(*call) for rank, call in asked.items()]
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         found = []
         for ref in answered:
             try:
-                found.append(bool(ray.get(ref)))
+                found.append(ray.get(ref))
             except RayError:
-                continue  # gone: whoever waits for its responses says so
+                continue
         return found
-
-    def _broken(self) -> bool:
-        """After an error nothing more is asked of ranks, nor of those that work with them."""
-        return self._calls.broken or any(fellow.broken for fellow in self._calls.peers)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
+    def weights_updated(self, version: int) -> None:
+        """The ranks' engines have new weights (`RayGroup.sync_weights`)."""
+        self._version = version
+        self._scheduler.forget_prefixes()
+
     def update_weights(self, source: Any, version: int) -> None:
-        """The ranks' engines take the weights of the ranks' actor."""
-        self._publish(version)
-        self.version = version
+        raise RolloutError("engines on Ray take weights from their ranks; use WorkerGroup.sync_weights")

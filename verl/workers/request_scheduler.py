@@ -1,14 +1,7 @@
-"""One `generate` dealt out to several engines: who has which requests, what changes hands, what was called off.
+"""Requests over several engines: which engine runs what, which wait, which were cancelled.
 
-Everything is dealt out evenly at the start: an engine fills its places from its own queue, so that it is not left half
-empty by the longest responses of a piece while others wait. A process that is through takes from another what that one
-has not begun. How many an engine runs at once says which those are; where the guess was wrong, and an engine had begun,
-what it has made goes along and is gone on with, which gives the same tokens.
-
-Plain Python: nothing here knows how requests travel.
-
-What always holds: every sample is handed to the caller exactly once, whole, whoever generated its parts; what is called
-off is never dealt out again.
+An engine is given as many samples as it runs at once and a few more; the rest waits here, so that whichever engine is
+free first takes it. Every sample is returned to the caller exactly once; a cancelled request is never dispatched.
 """
 
 from __future__ import annotations
@@ -16,193 +9,147 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from verl.errors import RolloutError
-from verl.rollout.base import FinishReason, Request, Response
-from verl.workers.generating import CalledOff
-
-_numbers = itertools.count()
+from verl.rollout.base import Request, Response
 
 
-@dataclass
-class Part:
-    """What one process has now: requests in the order its engine begins them."""
-
-    number: int
-    requests: dict[str, Request]
-    left: Counter[str]
-    """Samples that have not come back, by request."""
-    finished: int = 0
-    """Samples that left a place in the engine to others."""
-
-    def untouched(self, at_once: int, moving: Collection[str]) -> list[str]:
-        """Requests the engine cannot have begun, if it runs `at_once` samples and begins them in order."""
-        names, before = [], 0
-        for name, request in self.requests.items():
-            if before >= at_once + self.finished and self.left[name] == request.n and name not in moving:
-                names.append(name)
-            before += request.n
-        return names
+def aborted(request: Request, version: int) -> list[Response]:
+    """The answer to a request that was cancelled before it started."""
+    return [Response(request.request_id, sample, [], [], "abort", version) for sample in range(request.n)]
 
 
 @dataclass
-class Move:
-    """Requests on their way back from a process; they are dealt out again together."""
+class _Engine:
+    """What one engine has to answer."""
 
-    awaited: set[str]
-    returned: list[Request] = field(default_factory=list)
+    missing: Counter[str] = field(default_factory=Counter)
+    """Samples by request."""
+
+    @property
+    def load(self) -> int:
+        return self.missing.total()
 
 
 class RequestScheduler:
-    """Touched by whoever reads the responses and by whoever calls something off, maybe at once."""
+    """Safe to use from several threads."""
 
-    def __init__(self, requests: list[Request], processes: int, at_once: int, version: int) -> None:
-        self._at_once, self._version = at_once, version
+    def __init__(self, ranks: Iterable[int], max_num_seqs: int) -> None:
+        self._engines = {rank: _Engine() for rank in ranks}
+        # A quarter more than it runs: the engine refills its batch while the next chunk is on its way.
+        self._limit = max_num_seqs + max(1, max_num_seqs // 4)
         self._lock = threading.Lock()
-        self._off = CalledOff()
-        size, larger = divmod(len(requests), processes)
-        ends = list(itertools.accumulate(size + (rank < larger) for rank in range(processes)))
-        self._waiting = deque(requests[a:b] for a, b in zip([0, *ends], ends, strict=False) if a < b)
-        self._asked = {request.request_id: request for request in requests}
-        if len(self._asked) != len(requests):
-            name = next(name for name, times in Counter(r.request_id for r in requests).items() if times > 1)
-            raise RolloutError(f"request {name!r} was given twice; request ids key the draws and must differ")
-        self._set_aside: list[Request] = []
-        self._parts: dict[int, Part] = {}
-        self._moves: list[Move] = []
-        self._made: dict[tuple[str, int], Response] = {}
-        """What there is of samples that changed hands: the tokens of all processes so far."""
-        self._given: set[tuple[str, int]] = set()
+        self._waiting: deque[Request] = deque()
+        self._cancelled: list[Request] = []
+        self._ids: set[str] = set()
+        self._prefix_rank: dict[str, int] = {}
+        self._numbers = itertools.count()
 
-    # -- dealing ------------------------------------------------------------------------------------------------
-
-    def next_part(self, rank: int) -> Part | None:
-        """What a free process takes; None when nothing waits that is still wanted."""
+    def submit(self, requests: Sequence[Request]) -> None:
         with self._lock:
+            repeated = [name for name, times in Counter(r.request_id for r in requests).items() if times > 1]
+            repeated += [request.request_id for request in requests if request.request_id in self._ids]
+            if repeated:
+                raise RolloutError(f"request {repeated[0]!r} was submitted twice; request ids must differ")
+            self._ids.update(request.request_id for request in requests)
+            self._waiting.extend(requests)
+
+    def dispatch(self) -> dict[int, tuple[int, list[Request]]]:
+        """What to send to each engine now, with the number of the dispatch; least loaded first."""
+        with self._lock:
+            chosen: dict[int, list[Request]] = {}
+            later: deque[Request] = deque()
             while self._waiting:
-                wanted = self._still_wanted(self._waiting.popleft())
-                if wanted:
-                    # Engines begin short prompts first; sorted already, their order is ours.
-                    wanted.sort(key=lambda request: len(request.prompt_ids))
-                    left = Counter({request.request_id: request.n for request in wanted})
-                    part = Part(next(_numbers), {r.request_id: r for r in wanted}, left)
-                    self._parts[rank] = part
-                    return part
-            return None
+                request = self._waiting.popleft()
+                # A conversation goes on where its KV blocks are.
+                fixed = self._prefix_rank.get(request.prefix_id) if request.prefix_id is not None else None
+                rank = min(self._engines, key=lambda r: self._engines[r].load) if fixed is None else fixed
+                engine = self._engines[rank]
+                if engine.load and engine.load + request.n > self._limit:
+                    later.append(request)
+                    if fixed is None:
+                        break
+                    continue
+                if request.prefix_id is not None:
+                    self._prefix_rank[request.prefix_id] = rank
+                engine.missing[request.request_id] += request.n
+                chosen.setdefault(rank, []).append(request)
+            self._waiting.extendleft(reversed(later))
+            return {rank: (next(self._numbers), requests) for rank, requests in chosen.items()}
 
-    def _still_wanted(self, piece: list[Request]) -> list[Request]:
-        self._set_aside += [request for request in piece if request.request_id in self._off]
-        return [request for request in piece if request.request_id not in self._off]
-
-    def steal(self, idle: int) -> tuple[int, list[str]] | None:
-        """For one of `idle` processes with nothing to do: the process to take from, and half of what it has not begun.
-        None when there is nothing, or when enough is on its way."""
+    def returned(self, rank: int, requests: Sequence[Request]) -> None:
+        """An engine did not take what was sent to it."""
         with self._lock:
-            if len(self._moves) >= idle or self._waiting:
-                return None
-            moving = {name for move in self._moves for name in move.awaited}
-            untouched = {rank: part.untouched(self._at_once, moving) for rank, part in self._parts.items()}
-            rank = max(untouched, key=lambda rank: len(untouched[rank]), default=None)
-            if rank is None or not untouched[rank]:
-                return None
-            names = untouched[rank][len(untouched[rank]) // 2 :]
-            self._moves.append(Move(set(names)))
-            return rank, names
+            for request in requests:
+                del self._engines[rank].missing[request.request_id]
+            self._waiting.extendleft(reversed(requests))
 
-    def numbers(self) -> dict[int, int]:
-        """The number of each process's part."""
+    def answered(self, rank: int, responses: Sequence[Response]) -> None:
         with self._lock:
-            return {rank: part.number for rank, part in self._parts.items()}
+            missing = self._engines[rank].missing
+            for response in responses:
+                missing[response.request_id] -= 1
+                if missing[response.request_id] == 0:
+                    del missing[response.request_id]
+                    self._ids.discard(response.request_id)
 
-    def done(self, rank: int) -> None:
-        """A process is through with its part."""
+    def cancel(self, request_ids: Collection[str] | None) -> dict[int, list[str]]:
+        """Cancel requests (None: all). Returns those that engines run, by rank; the rest come out of
+        `take_cancelled`."""
         with self._lock:
-            del self._parts[rank]
+            wanted = None if request_ids is None else set(request_ids)
+            self._cancelled += [r for r in self._waiting if wanted is None or r.request_id in wanted]
+            self._waiting = deque(
+                r for r in self._waiting if wanted is not None and r.request_id not in wanted
+            )
+            found = {
+                rank: [name for name in engine.missing if wanted is None or name in wanted]
+                for rank, engine in self._engines.items()
+            }
+            return {rank: names for rank, names in found.items() if names}
 
-    # -- answers ------------------------------------------------------------------------------------------------
-
-    def answered(self, rank: int, responses: Sequence[Response]) -> list[Response]:
-        """Those that are for the caller."""
+    def take_cancelled(self, version: int) -> list[Response]:
+        """Answers to requests that were cancelled before an engine had them."""
         with self._lock:
-            part = self._parts[rank]
-            found = [whole for response in responses for whole in self._take(part, response)]
-        return found
+            requests, self._cancelled = self._cancelled, []
+            self._ids.difference_update(request.request_id for request in requests)
+            return [response for request in requests for response in aborted(request, version)]
 
-    def _take(self, part: Part, response: Response) -> list[Response]:
-        name, key = response.request_id, (response.request_id, response.sample)
-        part.left[name] -= 1
-        part.finished += response.finish_reason != "abort" or bool(response.token_ids)
-        move = next((move for move in self._moves if name in move.awaited), None)
-        whole = self._joined(key, response)
-        again = move is not None and response.finish_reason == "abort" and name not in self._off
-        found = []
-        if again:
-            if whole.token_ids and key not in self._given:
-                self._made[key] = whole
-        elif key not in self._given:
-            self._given.add(key)
-            found.append(whole)
-            if move is not None:
-                self._made[key] = whole
-        if move is not None and part.left[name] == 0:
-            self._came_back(move, name)
-        return found
-
-    def _joined(self, key: tuple[str, int], response: Response) -> Response:
-        before = self._made.get(key)
-        if before is None:
-            return response
-        return replace(
-            response,
-            token_ids=[*before.token_ids, *response.token_ids],
-            log_probs=[*before.log_probs, *response.log_probs],
-        )
-
-    def _came_back(self, move: Move, name: str) -> None:
-        move.awaited.discard(name)
-        request = self._asked[name]
-        if not all((name, sample) in self._given for sample in range(request.n)):
-            move.returned.append(self._with_what_there_is(request))
-        if not move.awaited:
-            self._moves.remove(move)
-            if move.returned:
-                self._waiting.append(move.returned)
-
-    def _with_what_there_is(self, request: Request) -> Request:
-        """To be gone on with. A sample that is finished is asked for its last token again: a request has all of its
-        samples or none, and this one's second answer is dropped."""
-        parts = []
-        for sample in range(request.n):
-            key = (request.request_id, sample)
-            made = self._made[key].token_ids if key in self._made else []
-            before = request.partial[sample] if request.partial else ()
-            parts.append([*before, *(made[:-1] if key in self._given else made)])
-        return replace(request, partial=tuple(parts)) if any(parts) else request
-
-    # -- calling off --------------------------------------------------------------------------------------------
-
-    def cancel(self, request_ids: Collection[str] | None) -> None:
+    def last_number(self) -> int:
+        """Later dispatches have a larger number."""
         with self._lock:
-            self._off.add(request_ids)
+            return next(self._numbers)
 
-    def unwanted(self) -> list[Response]:
-        """The answers to what waits and was called off, with what had been made of it."""
+    def release(self, prefix_ids: Collection[str]) -> dict[int, list[str]]:
+        """Forget conversations; by the rank that has their KV blocks."""
         with self._lock:
-            if self._off:
-                kept = (self._still_wanted(piece) for piece in self._waiting)
-                self._waiting = deque(piece for piece in kept if piece)
-            requests, self._set_aside = self._set_aside, []
-            return [response for request in requests for response in self._stopped(request)]
+            found: dict[int, list[str]] = {}
+            for name in prefix_ids:
+                if name in self._prefix_rank:
+                    found.setdefault(self._prefix_rank.pop(name), []).append(name)
+            return found
 
-    def _stopped(self, request: Request) -> list[Response]:
-        reason: FinishReason = "abort"
-        found = []
-        for sample in range(request.n):
-            key = (request.request_id, sample)
-            if key not in self._given:
-                self._given.add(key)
-                nothing = Response(request.request_id, sample, [], [], reason, self._version)
-                found.append(self._joined(key, nothing))
-        return found
+    def forget_prefixes(self) -> None:
+        """New weights: no KV block is valid."""
+        with self._lock:
+            self._prefix_rank.clear()
+
+    def clear(self) -> None:
+        """Drop everything, after an error."""
+        with self._lock:
+            self._waiting.clear()
+            self._cancelled, self._ids = [], set()
+            for engine in self._engines.values():
+                engine.missing.clear()
+
+    def loads(self) -> dict[int, int]:
+        """Samples each engine has to answer."""
+        with self._lock:
+            return {rank: engine.load for rank, engine in self._engines.items()}
+
+    def waiting(self) -> int:
+        """Samples that no engine has, cancelled ones included."""
+        with self._lock:
+            return sum(request.n for request in (*self._waiting, *self._cancelled))

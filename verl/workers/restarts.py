@@ -1,7 +1,6 @@
-"""`trainer.max_restarts`: begin again from the last checkpoint after processes were lost, on what is left.
+"""`trainer.max_restarts`: start again from the last checkpoint after processes were lost, on what is left.
 
-What always holds: only lost ranks and rollout engines are answered with a restart; what a user can mend, and what would
-happen again (a bad config, a failing reward), ends the run at once.
+Errors that a user can correct, or that would happen again, end the run at once.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint.steps import TRACKER
 from verl.config.ranks import world_size
-from verl.errors import EngineLost
+from verl.errors import EngineLost, WorkersLost
 from verl.observe.run_folder import default_run_path
-from verl.workers.outcome import WorkersLost
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig, SFTConfig
@@ -36,7 +34,7 @@ def with_restarts(cfg: PPOConfig | SFTConfig, body: Callable[[], Result]) -> Res
             logger.error("%s", error)
             if world_size(cfg) > 1:
                 _fit(cfg)
-            _go_on_from_here(cfg, started)
+            _resume_own_checkpoint(cfg, started)
             logger.warning(
                 "restart %d of %d (trainer.max_restarts) on %d x %d processes",
                 restart,
@@ -54,13 +52,13 @@ def _fit(cfg: PPOConfig | SFTConfig) -> None:
     cluster = Cluster(cfg)
     cluster.connect()
     try:
-        cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node = cluster.room()
+        cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node = cluster.capacity()
     finally:
         cluster.close()
 
 
-def _go_on_from_here(cfg: PPOConfig | SFTConfig, started: float) -> None:
-    """Whatever the first start was told to begin from, a restart begins from what this run has saved."""
+def _resume_own_checkpoint(cfg: PPOConfig | SFTConfig, started: float) -> None:
+    """Whatever the first start began from, a restart begins from what this run has saved."""
     trainer = cfg.trainer
     folder = trainer.default_local_dir or default_run_path(trainer.project_name, trainer.experiment_name)
     tracker = Path(folder) / TRACKER

@@ -1,12 +1,7 @@
-"""A reward model on GPUs (with `trainer.device=cpu`: processes) of its own, one whole copy on each, behind Ray.
+"""A reward model in processes of its own on Ray, one whole copy in each.
 
-The one file of this room that knows Ray; the cluster, its places and the watch over calls are those of the trainer's
-ranks (`verl.workers`).
-
-What always holds: every submitted response is scored once, by whichever process is free first, and its score is that
-of the model in one process up to rounding. Scoring goes on while other responses are still being generated. A process
-that dies, hangs or raises ends the run with its role, rank and host; no score is ever made up for it. After `close` no
-process is left, and a cluster that was there before is still there.
+Every submitted response is scored once, by whichever process is free first, while others are still being generated.
+A process that dies, hangs or raises ends the run with its role, rank and host.
 """
 
 from __future__ import annotations
@@ -30,10 +25,10 @@ from verl.errors import TrainingHalted, VerlError
 from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import Signature
 from verl.reward.model import check_path, estimated_work, next_share
-from verl.workers.ray_actor import remote_class
+from verl.workers.rank_process import remote_rank_process
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
-from verl.workers.reward_model_server import ROLE, ModelFacts, ModelSetup, RewardModelActor
+from verl.workers.reward_model_server import ROLE, ModelFacts, ModelSetup
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
@@ -41,15 +36,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 KEY = "reward.reward_model"
+_SERVER = "verl.workers.reward_model_server:RewardModelRank"
 START_S = 300.0
-"""For processes to come up and a cluster to make room; loading the model is watched by signs of life instead."""
+"""For processes to start and a cluster to free resources; loading the model is under the watchdog instead."""
 END_S = 30.0
-"""For the threads that wait for a process to hear that it was ended."""
+"""For the threads that wait for a process that was ended."""
 
 
 @dataclass
 class Waiting:
-    """A response nobody scores yet."""
+    """A response that waits for a process."""
 
     key: Hashable
     position: int
@@ -58,7 +54,7 @@ class Waiting:
 
 
 class ModelPool:
-    """The processes: started, introduced and with the model loaded."""
+    """The processes, with the model loaded."""
 
     def __init__(self, run: PPOConfig) -> None:
         self._run = run
@@ -77,7 +73,7 @@ class ModelPool:
     def _place(self) -> list[Any]:
         ours = _gpus_outside_ray(self._run) if self.cluster.on_gpus() else []
         self._kept_free = spare = _on_this_node(len(ours))
-        placed = self.cluster.place(START_S, RewardModelActor)
+        placed = self.cluster.place(START_S, _SERVER)
         if not spare:
             return placed
         # Ray does not know which GPUs this process and its server use: more are asked for than needed, and whoever got
@@ -122,7 +118,7 @@ class ModelPool:
         return facts[0]
 
     def watch(self) -> RankCalls:
-        """Calls for one thread: each keeps a record of its own of who has not answered."""
+        """Calls for one thread; `RankCalls` is not shared between threads."""
         own = RankCalls(self.actors, self.calls.watchdog_s, ROLE)
         own.names, own.logs, own.addresses = self.calls.names, self.calls.logs, self.calls.addresses
         return own
@@ -261,8 +257,10 @@ def _on_this_node(count: int) -> list[Any]:
     resources: dict[str, float] = next((n["Resources"] for n in ray.nodes() if n["NodeID"] == node), {})
     count = min(count, int(resources.get("GPU", 0)))
     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
-    actor_class = remote_class(RewardModelActor)
+    actor_class = remote_rank_process()
     return [
-        actor_class.options(num_cpus=0, num_gpus=1, scheduling_strategy=affinity).remote(number, count, None)
+        actor_class.options(num_cpus=0, num_gpus=1, scheduling_strategy=affinity).remote(
+            _SERVER, number, count, None
+        )
         for number in range(count)
     ]

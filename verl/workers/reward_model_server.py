@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.reward.base import RewardResult, RewardSample
-from verl.workers.ray_actor import RankProcess
 from verl.workers.rpc_server import RPCServer
 
 if TYPE_CHECKING:
@@ -39,12 +38,11 @@ class ModelFacts:
     batch_size: int
 
 
-class ModelServer(RPCServer):
+class RewardModelRank(RPCServer):
     """Loads the model once and scores what it is given."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank, ROLE)
-        self._model: RewardModel | None = None
+    role = ROLE
+    _model: RewardModel | None = None
 
     def do_gpus(self) -> list[str]:
         """The GPUs this process may use, as Ray numbers them."""
@@ -53,7 +51,7 @@ class ModelServer(RPCServer):
     def do_build(self, setup: ModelSetup, rank: int) -> ModelFacts:
         from verl.reward.model import RewardModel
 
-        self.rank = self.pulse.rank = rank
+        self.rank = self.watchdog.rank = rank
         sys.path += [folder for folder in setup.search_path if folder not in sys.path]
         self._model = RewardModel.from_config(setup.config, setup.device)
         self._model.onload()
@@ -67,10 +65,3 @@ class ModelServer(RPCServer):
 
     def do_close(self) -> None:
         self._model = None
-
-
-class RewardModelActor(RankProcess):
-    """A process of the pool, as Ray starts it."""
-
-    def server(self, rank: int, world_size: int) -> RPCServer:
-        return ModelServer(rank)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verl.rollout.base import RolloutEngine
 
 OnFinish = Callable[[int, Response], None]
-"""Called with the row of the coming batch and the response that fills it, as each response finishes."""
+"""Called with the row in the batch and its response, as each response finishes."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,19 @@ class RolloutRole:
     def generate(
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
     ) -> DataProto:
-        """`settings.n` rows for each prompt, prompt by prompt; rows stand in that order whatever finished first."""
+        """`settings.n` rows for each prompt, in the order of the prompts whatever finished first."""
         n = settings.n
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
         first_row = {uid: i * n for i, uid in enumerate(uids)}
         if len(first_row) != len(uids):
-            raise RolloutError("two prompts of one batch share a uid; every drawn prompt needs its own")
+            raise RolloutError("two prompts of one batch share a uid; uids must differ")
         requests = [
             Request(uid, ids, settings.sampling, n=n, seed=settings.seed)
             for uid, ids in zip(uids, prompts.non_tensor_batch["prompt_ids"], strict=True)
         ]
         rows: list[Response | None] = [None] * (len(uids) * n)
-        with _left_in_order(self.engine.generate(requests)) as responses:
+        stream: Any = self.engine.generate(requests)
+        with closing(stream) as responses:  # an exception of `on_finish` aborts the rest
             for response in responses:
                 row = first_row[response.request_id] + response.sample
                 rows[row] = response
@@ -90,17 +91,7 @@ class RolloutRole:
         missing = [i for i, response in enumerate(rows) if response is None]
         if missing:
             raise RolloutError(
-                f"{type(self.engine).__name__} left {len(missing)} of {len(rows)} samples unanswered; "
-                "this is a defect of the engine: use actor_rollout_ref.rollout.name=hf and report it"
+                f"{type(self.engine).__name__} left {len(missing)} of {len(rows)} samples unanswered, a defect of the "
+                "engine; use actor_rollout_ref.rollout.name=hf and report it"
             )
         return assemble_rollouts(prompts.repeat(n), [r for r in rows if r is not None], self._pad_token_id)
-
-
-@contextmanager
-def _left_in_order(responses: Iterator[Response]) -> Iterator[Iterator[Response]]:
-    """Whatever happens while they are read, the engine has stopped when the reader goes on."""
-    try:
-        yield responses
-    finally:
-        if hasattr(responses, "close"):
-            responses.close()

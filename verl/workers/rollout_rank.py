@@ -1,12 +1,11 @@
 """A process that only generates (`rollout.n_gpus_per_node`): an engine, a copy of the weights, no optimiser.
 
-What always holds: it generates from the weights of the last hand-over and says their version with every response; until
-the first hand-over it is asked for nothing.
+It generates from the weights of the last sync and reports their version with every response; before the first sync it
+is asked for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,49 +17,52 @@ from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm
 from verl.models.lora import add_lora, plain_name
 from verl.models.weight_source import WeightSource
 from verl.rollout import build_rollout
-from verl.rollout.base import Request, Response, RolloutEngine
+from verl.rollout.base import RolloutEngine
 from verl.rollout.source import as_source
 from verl.rollout.weight_sync.broadcast import Broadcast
 from verl.rollout.weight_sync.fingerprint import Manifest
 from verl.rollout.weight_sync.receive import ReceivedWeights, SyncReport, load_into, report
-from verl.workers.generating import Generating
+from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import choose_device
-from verl.workers.process import patience, prepare
-from verl.workers.rank import RankSetup
-from verl.workers.rpc_server import RPCServer
+from verl.workers.rank import RankSetup, collective_timeout_s, prepare_process
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from verl.config.schema import PPOConfig
     from verl.rollout.model_info import ModelInfo
 
 ROLE = "rollout rank"
 
 
-class RolloutRank(RPCServer):
+class RolloutRank(RolloutServer):
     """One engine, on one GPU or on several that share a copy of the model."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank, ROLE)
-        self.generating = Generating()
-        self._version = 0
-        self._engine: RolloutEngine | None = None
-        self._module: nn.Module | None = None
-        self._source: WeightSource | None = None
-        self._broadcast: Broadcast | None = None
-        self._base_loaded = False
+    role = ROLE
+    _version = 0
+    _engine: RolloutEngine | None = None
+    _module: nn.Module | None = None
+    _source: WeightSource | None = None
+    _broadcast: Broadcast | None = None
+    _base_loaded = False
 
     @property
     def engine(self) -> RolloutEngine:
         assert self._engine is not None
         return self._engine
 
-    def do_build(self, setup: RankSetup, info: ModelInfo, adapter: Any) -> None:
-        """Start the engine; its weights come by the first hand-over. `adapter` is peft's description of the LoRA
+    def rollout_engine(self) -> RolloutEngine:
+        return self.engine
+
+    def weights_version(self) -> int:
+        return self._version
+
+    def do_build(self, setup: RankSetup[PPOConfig], info: ModelInfo, adapter: Any) -> None:
+        """Start the engine; its weights come with the first sync. `adapter` is peft's description of the LoRA
         adapter where that comes apart from them."""
         from verl.runtime import seed_everything
 
-        prepare(setup, self._address)
+        prepare_process(setup, self.address)
         seed_everything(setup.cfg.trainer.seed)
         self._setup, self._info, self._adapter = setup, info, adapter
         rollout = setup.cfg.actor_rollout_ref.rollout
@@ -116,7 +118,7 @@ class RolloutRank(RPCServer):
     def do_link(self, size: int) -> None:
         """Join the group of the trainer's sending rank and everybody who generates."""
         assert self._setup.store is not None
-        wait_s = patience(self._setup.cfg.trainer.watchdog_s)
+        wait_s = collective_timeout_s(self._setup.cfg.trainer.watchdog_s)
         store = dist.TCPStore(*self._setup.store, None, is_master=False)
         self._broadcast = Broadcast(store, 1 + self.rank, size, self._device, wait_s)
         if isinstance(self._source, ReceivedWeights):
@@ -157,9 +159,6 @@ class RolloutRank(RPCServer):
             load_into(self._module, self._broadcast.receive(), lambda name: plain_name(name) is None)
         )
         return received
-
-    def do_generate(self, requests: list[Request], number: int) -> Iterator[list[Response]]:
-        return self.generating.run(self.engine, requests, number, self._version)
 
     def do_close(self) -> None:
         if self._engine is not None:

@@ -1,72 +1,152 @@
-"""A process that serves calls by name, and what it does alike whatever its role: a rank of the trainer, a reward model.
+"""Serves calls by name in one process, and carries values, failures and log records back to the driver.
 
-Plain Python: nothing here knows how calls arrive.
-
-What always holds: no exception leaves `serve`, it comes back as a `Failure` with its traceback; `sign` answers beside
-the call that runs, also while that hangs.
+No exception leaves `serve` or `stream`: it crosses processes as text, with the rank and host it belongs to.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
+import re
+import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from verl.workers.outcome import Failure, LogBuffer, Outcome
-from verl.workers.watchdog import Sign, StackWatchdog
+from verl import errors
+from verl.errors import TrainingHalted, VerlError
+from verl.watchdog import RankStatus, StackWatchdog
+
+# How the heartbeat reports that a connection to another rank broke (`verl.watchdog`).
+_OF_ANOTHER_RANK = ("died or stopped answering", "communication failed although")
+# How torch.distributed reports it where no engine stands between (while saving, while resuming).
+_BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|remote worker crashing", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a rank."""
+
+    rank: int
+    host: str
+    pid: int
+    call: str
+    kind: str
+    message: str
+    traceback: str
+    role: str = "rank"
+
+    @classmethod
+    def of(cls, error: BaseException, watchdog: StackWatchdog) -> Failure:
+        text = "".join(traceback.format_exception(error))
+        kind, message = type(error).__name__, str(error)
+        return cls(
+            watchdog.rank, watchdog.host, os.getpid(), watchdog.call, kind, message, text, watchdog.role
+        )
+
+    @property
+    def caused_by_another(self) -> bool:
+        """A rank that stops because its connection to another broke."""
+        if self.kind == TrainingHalted.__name__:
+            return any(text in self.message for text in _OF_ANOTHER_RANK)
+        return "torch/distributed/" in self.traceback and _BROKEN.search(self.message) is not None
+
+    def as_error(self) -> VerlError:
+        """To raise on the driver: the same class for what a user can correct, with the rank first."""
+        where = f"{self.role} {self.rank} on {self.host} (process {self.pid}), in {self.call}"
+        known = getattr(errors, self.kind, None)
+        if isinstance(known, type) and issubclass(known, VerlError):
+            return known(f"{where}: {self.message}")
+        if self.caused_by_another:
+            return TrainingHalted(
+                f"{where}: the connection to another rank broke: most likely that rank died; look at its log for the "
+                "reason, then resume from the last checkpoint (trainer.resume_mode=auto). "
+                f"First error: {self.message.strip().splitlines()[0][:200]}"
+            )
+        return TrainingHalted(f"{where}: {self.kind}: {self.message}\n\n{self.traceback}")
+
+
+@dataclass(frozen=True)
+class LogRecord:
+    """One log message, repeated by the driver."""
+
+    logger: str
+    level: int
+    text: str
+
+
+@dataclass
+class Outcome:
+    """The answer to a call."""
+
+    value: Any = None
+    failure: Failure | None = None
+    logs: list[LogRecord] = field(default_factory=list)
+
+
+class LogBuffer(logging.Handler):
+    """Keeps what a rank logs until its next answer: everything from rank 0, warnings from the others."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(logging.INFO if rank == 0 else logging.WARNING)
+        self._records: list[LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(LogRecord(record.name, record.levelno, record.getMessage()))
+
+    def take(self) -> list[LogRecord]:
+        taken, self._records = self._records, []
+        return taken
 
 
 class RPCServer:
-    """Serves `do_<call>`, one call at a time."""
+    """Serves `do_<call>` one at a time, and `control_<call>` beside it from another thread.
 
-    def __init__(self, rank: int, role: str = "rank") -> None:
-        """`role` is what messages call it, before its number."""
-        self.rank, self.role = rank, role
-        self.pulse = StackWatchdog(rank, role)
-        self._lines = LogBuffer(rank)
+    Knows nothing of how calls arrive (Ray, or a test that starts processes itself)."""
+
+    role = "rank"
+    """What messages call this process, before its number."""
+
+    def __init__(self, rank: int, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.watchdog = StackWatchdog(rank, self.role)
+        self.address = "127.0.0.1"
+        self._logs = LogBuffer(rank)
         root = logging.getLogger()
-        root.addHandler(self._lines)
+        root.addHandler(self._logs)
         root.setLevel(logging.INFO)
-        self._address = "127.0.0.1"
 
     def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
         value, failure = None, None
-        with self.pulse.serving(call):
-            try:
+        try:
+            with self.watchdog.serving(call):
                 value = getattr(self, f"do_{call}")(*args, **kwargs)
-            except (
-                Exception,
-                SystemExit,
-            ) as error:  # an exit would end this process, or its thread, silently
-                failure = self._failure(call, error)
-        return Outcome(value, failure, self._lines.take())
+        # SystemExit would end this process, or its thread, without a message.
+        except (Exception, SystemExit) as error:
+            failure = Failure.of(error, self.watchdog)
+        return Outcome(value, failure, self._logs.take())
 
     def stream(self, call: str, *args: Any) -> Iterator[Outcome]:
-        """Like `serve`, for a call that answers in pieces."""
-        with self.pulse.serving(call):
-            try:
+        """Like `serve`, for a call that yields several values."""
+        try:
+            with self.watchdog.serving(call):
                 for value in getattr(self, f"do_{call}")(*args):
-                    yield Outcome(value, None, self._lines.take())
-            except (Exception, SystemExit) as error:
-                yield Outcome(None, self._failure(call, error), self._lines.take())
+                    yield Outcome(value, None, self._logs.take())
+        except (Exception, SystemExit) as error:
+            yield Outcome(None, Failure.of(error, self.watchdog), self._logs.take())
 
-    def sign(self) -> Sign:
-        return self.pulse.sign()
+    def control_status(self) -> RankStatus:
+        return self.watchdog.status()
 
-    def _failure(self, call: str, error: BaseException) -> Failure:
-        return Failure.of(
-            error, rank=self.rank, host=self.pulse.host, pid=os.getpid(), call=call, role=self.role
-        )
-
-    def do_who(self, address: str = "127.0.0.1", log: str = "") -> dict[str, Any]:
-        self._address = address
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    def do_handshake(self, address: str = "127.0.0.1", log: str = "") -> dict[str, Any]:
+        self.address = address
         return {
-            "host": socket.gethostname(),
+            "host": self.watchdog.host,
             "pid": os.getpid(),
             "address": address,
             "log": log,
-            "devices": devices,
+            "devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         }
+
+    def do_close(self) -> None:
+        """Free what was built."""

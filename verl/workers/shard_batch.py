@@ -1,8 +1,6 @@
-"""How a batch is dealt out to ranks and put together again.
+"""The rows of a batch over ranks, and their results in the order of the batch again.
 
-What always holds: every row goes to exactly one rank and its answer comes back to its own place; rows that only
-fill up the number have an empty mask and one attended token, so they change no result and cost next to nothing;
-what travels is numpy, which moves between processes without being copied piece by piece.
+Padding rows have an empty response mask and one attended token: they change no result and cost next to nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +36,10 @@ def pad_rows(tensors: Mapping[str, torch.Tensor], divisor: int) -> dict[str, tor
     return padded
 
 
-def deal(attention_mask: torch.Tensor, ranks: int, *, balance: bool, hidden_size: int) -> list[list[int]]:
-    """Row numbers of each rank: about the same work each, or the same number of rows in order.
+def shard_rows(
+    attention_mask: torch.Tensor, ranks: int, *, balance: bool, hidden_size: int
+) -> list[list[int]]:
+    """Row numbers of each rank: about the same work each (`balance`), or the same number of rows in order.
 
     The number of rows must be divisible by `ranks` (`pad_rows`)."""
     rows = attention_mask.shape[0]
@@ -59,14 +59,14 @@ def to_arrays(tensors: Mapping[str, torch.Tensor], rows: Sequence[int] | None = 
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any] | None = None) -> DataProto:
-    """A batch of its own: arrays out of shared memory are read-only."""
+    """A copy: arrays out of shared memory are read-only."""
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     return DataProto.from_dict(tensors=tensors, meta_info=meta_info)
 
 
-def join(parts: Sequence[Arrays], dealt: Sequence[Sequence[int]], rows: int) -> DataProto:
-    """The answers in the order of the batch, without those of the filling rows."""
-    order = torch.tensor([row for share in dealt for row in share], dtype=torch.long)
+def join(parts: Sequence[Arrays], shards: Sequence[Sequence[int]], rows: int) -> DataProto:
+    """The ranks' results in the order of the batch, without those of padding rows."""
+    order = torch.tensor([row for share in shards for row in share], dtype=torch.long)
     tensors = {}
     for name in parts[0]:
         together = torch.from_numpy(np.concatenate([part[name] for part in parts]))

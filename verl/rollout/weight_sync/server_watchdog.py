@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
 from verl.errors import RESUME, EngineLost, RolloutError
-from verl.observe import life
+from verl.watchdog import beat
 
 POLL_S = 0.25
 DYING_S = 10.0
@@ -67,7 +67,7 @@ class ServerWatchdog:
     def beat(self) -> None:
         """The engine made progress."""
         self._last_beat = self._clock()
-        life.beat()
+        beat()
 
     def while_taken(self, items: Iterable[Item]) -> Iterator[Item]:
         """Items the engine waits for: producing one is our time, asking for the next is its progress."""
@@ -100,7 +100,7 @@ class ServerWatchdog:
                 f"trainer (process {os.getpid()}) waited for it in {what}: {self.processes.describe()}. It was killed; "
                 f"{RESUME}. If the work takes longer, raise trainer.watchdog_s.{self.processes.log_tail()}"
             )
-            life.beat()  # whoever watches this process hears of it now
+            beat()  # whoever watches this process hears of it now
             self.processes.kill()
             raise self._lost
 

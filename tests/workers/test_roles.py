@@ -17,9 +17,14 @@ from verl.observe.metrics import Metric
 from verl.rollout.base import Response
 from verl.workers.actor import ActorRole, RolloutGap
 from verl.workers.critic import CriticRole
-from verl.workers.group import WorkerGroup
-from verl.workers.mini_batches import mini_batches
-from verl.workers.needs import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
+from verl.workers.group import (
+    WorkerGroup,
+    corrects_rollout,
+    mini_batches,
+    needs_critic,
+    needs_old_log_probs,
+    needs_reference,
+)
 from verl.workers.rollout import (
     RolloutRole,
     greedy_settings,
@@ -245,7 +250,7 @@ class Counting(WorkerGroup):
         self.done: list[tuple[str, list[int], int]] = []
         self.published: list[int] = []
 
-    def train_mini_batch(self, role: str, mini: DataProto) -> dict[str, Metric]:
+    def train_mini_batch(self, role: str, mini: DataProto, prepared: Any = None) -> dict[str, Metric]:
         rows = mini.batch["row"].tolist()
         self.done.append((role, rows, self.policy_version))
         tokens = mini.meta_info["batch_num_tokens"]
@@ -327,9 +332,15 @@ def test_draws_of_a_loss_are_keyed_by_update_and_mini_batch(monkeypatch):
     drawn: list[float] = []
 
     def prepare(
-        *, old_log_prob: torch.Tensor, log_prob: torch.Tensor, generator: torch.Generator, **_: Any
+        *,
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        generator: torch.Generator,
+        batch: DataProto,
+        **_: Any,
     ) -> dict[str, torch.Tensor]:
         assert (old_log_prob == -1).all() and (log_prob == 0).all(), "before the step, and now"
+        assert len(batch) == 4 and "row" in batch.batch, "the whole mini-batch"
         drawn.append(float(torch.rand((), generator=generator)))
         return {}
 
@@ -347,3 +358,29 @@ def test_draws_of_a_loss_are_keyed_by_update_and_mini_batch(monkeypatch):
         group.update_actor(batch)
     assert len(set(drawn[:4])) == 4
     assert drawn[4:6] == drawn[2:4], "a resumed run draws as the first one did"
+
+
+def five_rows() -> DataProto:
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1], [1, 1]])
+    return DataProto.from_dict(
+        tensors={"response_mask": mask, "row": torch.arange(5)}, meta_info={"temperature": 0.7}
+    )
+
+
+def test_denominators_are_those_of_the_rows_at_hand():
+    minis = list(mini_batches(five_rows(), 3, 1, seed=0))
+    counts = [(m.meta_info["batch_num_tokens"], m.meta_info["global_batch_size"]) for m in minis]
+    assert counts == [(3, 2), (4, 2)], "a row without policy tokens counts in neither"
+    assert all(m.meta_info["temperature"] == 0.7 for m in minis)
+
+
+def test_the_first_pass_keeps_the_order_and_later_ones_are_shuffled_by_the_seed():
+    def passes(seed: int) -> list[list[int]]:
+        rows = [
+            row for mini in mini_batches(five_rows(), 2, 3, seed=seed) for row in mini.batch["row"].tolist()
+        ]
+        return [rows[start : start + 5] for start in (0, 5, 10)]
+
+    first, *later = passes(1)
+    assert first == [0, 1, 2, 3, 4] and all(sorted(rows) == first for rows in later)
+    assert passes(1) == passes(1) and any(passes(seed)[1] != first for seed in range(4))

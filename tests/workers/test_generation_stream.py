@@ -1,9 +1,10 @@
-"""Calling generation off on one process: whenever the word comes, every sample is answered once and nothing goes on."""
+"""One process's side of generation: every sample is answered once, whenever requests and aborts arrive."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import pytest
 
 from verl.rollout.base import BatchEngine, Request, Response, SamplingParams
 from verl.rollout.native import NativeRollout
-from verl.workers.generating import Generating, in_flushes
-from verl.workers.rollout import _left_in_order
+from verl.workers.generation_stream import GenerationStream
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -68,10 +68,10 @@ def answers(flushes: Iterable[list[Response]]) -> dict[tuple[str, int], tuple[in
     return found
 
 
-def test_word_that_comes_before_the_piece_is_heeded() -> None:
-    generating, engine = Generating(), Stepping()
-    generating.abort(5, ["b"])
-    found = answers(generating.run(engine, [request("a", 4, n=2), request("b", 4, n=2)], 5, 3))
+def test_an_abort_that_comes_before_its_request_is_heeded() -> None:
+    stream, engine = GenerationStream(), Stepping()
+    stream.abort(5, ["b"])
+    found = answers(stream.run(engine, 5, [request("a", 4, n=2), request("b", 4, n=2)], 3))
     assert found == {
         ("a", 0): (4, "length"),
         ("a", 1): (4, "length"),
@@ -79,126 +79,81 @@ def test_word_that_comes_before_the_piece_is_heeded() -> None:
         ("b", 1): (0, "abort"),
     }
     steps = engine.steps
-    generating.abort(5, None)
-    assert answers(generating.run(engine, [request("c", 4)], 5, 3)) == {("c", 0): (0, "abort")}
-    assert engine.steps == steps, "nothing is computed for what nobody wants"
+    stream.abort(6, ["c"])
+    assert answers(stream.run(engine, 6, [request("c", 4)], 3)) == {("c", 0): (0, "abort")}
+    assert engine.steps == steps, "nothing is computed for it"
 
 
-@pytest.mark.parametrize("numbers", [(4, 5), (5, 6)])
-def test_word_about_another_call_is_not_heeded(numbers: tuple[int, int]) -> None:
-    """About one that is over; and what was said of one call does not last for the next."""
-    said, now = numbers
-    generating = Generating()
-    answers(generating.run(Stepping(), [request("a", 1)], 5, 3))
-    generating.abort(said, None)
-    assert answers(generating.run(Stepping(), [request("a", 4)], now, 3)) == {("a", 0): (4, "length")}
+def test_an_abort_of_an_earlier_dispatch_is_not_heeded() -> None:
+    """The same request id may be submitted again, after it was answered."""
+    stream = GenerationStream()
+    answers(stream.run(Stepping(), 5, [request("a", 1)], 3))
+    stream.abort(5, ["a"])
+    assert answers(stream.run(Stepping(), 6, [request("a", 4)], 3)) == {("a", 0): (4, "length")}
 
 
-def test_word_that_comes_while_it_runs_ends_what_it_names() -> None:
-    generating = Generating()
+def test_requests_and_aborts_are_taken_while_it_runs() -> None:
+    stream, accepted = GenerationStream(), []
 
     def before(step: int) -> None:
         if step == 3:
-            other = threading.Thread(target=generating.abort, args=(0, ["b", "unknown"]))
-            other.start()
-            other.join()
+            calls = [(stream.abort, (7, ["b", "unknown"])), (stream.submit, (8, [request("c", 2, n=2)]))]
+            for call, args in calls:
+                other = threading.Thread(target=lambda call=call, args=args: accepted.append(call(*args)))
+                other.start()
+                other.join()
 
-    found = answers(generating.run(Stepping(before), [request("a", 9), request("b", 9)], 0, 3))
-    assert found == {("a", 0): (9, "length"), ("b", 0): (2, "abort")}
-
-
-def test_word_that_comes_while_the_engine_is_told_to_begin_is_heeded() -> None:
-    """The engine forgets it there; it is told once more."""
-    generating = Generating()
-
-    class Late(Stepping):
-        def run_batch(self, requests: Iterable[Request]) -> Iterator[Response]:
-            generating.abort(0, ["b"])
-            return super().run_batch(requests)
-
-    found = answers(generating.run(Late(), [request("a", 2), request("b", 2)], 0, 3))
-    assert found == {("a", 0): (2, "length"), ("b", 0): (0, "abort")}
-
-
-def test_word_that_an_engine_misses_while_it_answers_another_is_said_again() -> None:
-    generating = Generating()
-
-    class Forgetful(Stepping):
-        missed = False
-
-        def abort(self, request_ids: Iterable[str] | None = None) -> None:
-            if request_ids is not None and "c" in request_ids and not self.missed:
-                self.missed = True
-                return
-            super().abort(request_ids)
-
-    engine = Forgetful(lambda step: step == 2 and generating.abort(0, ["c"]) and None)
-    found = answers(generating.run(engine, [request("a", 3), request("b", 9), request("c", 9)], 0, 3))
-    assert engine.missed
-    assert found == {("a", 0): (3, "length"), ("b", 0): (9, "length"), ("c", 0): (3, "abort")}
+    found = answers(stream.run(Stepping(before), 7, [request("a", 9), request("b", 9)], 3))
+    assert found == {
+        ("a", 0): (9, "length"),
+        ("b", 0): (2, "abort"),
+        ("c", 0): (2, "length"),
+        ("c", 1): (2, "length"),
+    }
+    assert accepted == [True, True]
+    assert not stream.submit(9, [request("d", 1)]), "no stream runs: the caller opens another"
 
 
 def test_an_engine_that_cannot_abort_says_so() -> None:
-    generating, said = Generating(), []
+    stream, said = GenerationStream(), []
 
     class Deaf(Stepping):
         def abort(self, request_ids: Iterable[str] | None = None) -> None:
             BatchEngine.abort(self, request_ids)
 
-    engine = Deaf(lambda step: said.append(generating.abort(0, None)))
-    assert answers(generating.run(engine, [request("a", 2)], 0, 3)) == {("a", 0): (2, "length")}
+    engine = Deaf(lambda step: said.append(stream.abort(0, ["a"])))
+    assert answers(stream.run(engine, 0, [request("a", 2)], 3)) == {("a", 0): (2, "length")}
     assert said == [False, False]
 
 
-def test_whoever_leaves_leaves_an_engine_that_is_free(tiny_model_dir: Path) -> None:
+def test_closing_early_leaves_an_idle_engine(tiny_model_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    engine, generating = NativeRollout(model, None), Generating()
+    engine, stream = NativeRollout(model, None), GenerationStream()
     requests = [
         Request("short", (5, 6), SamplingParams(max_tokens=1, ignore_eos=True)),
         Request("long", (5, 6), LONG),
     ]
-    with pytest.raises(KeyError), _left_in_order(engine.generate(requests)) as responses:
+    with pytest.raises(KeyError), closing(engine.generate(requests)) as responses:
         next(responses)
         raise KeyError
-    pieces = generating.run(engine, requests, 0, 0)
-    pieces.close()
+    lists = stream.run(engine, 0, requests, 0)
+    next(lists)
+    lists.close()
     assert len(list(engine.generate(requests))) == 2, "it generates again"
-    stream = generating._watched(engine, requests)
-    next(stream)
-    stream.close()
-    assert len(list(engine.generate(requests))) == 2
 
 
-def test_what_was_called_off_is_not_held_back_by_what_runs_on() -> None:
-    """Whoever takes it over waits for it; the next response may be far off."""
-    generating = Generating()
+def test_a_failing_engine_ends_the_stream() -> None:
+    stream = GenerationStream()
 
-    def before(step: int) -> None:
-        if step == 2:
-            generating.abort(0, ["b", "c"])
-        assert step < 3 or waiting == [], "everything called off was there before the engine went on"
+    def fail(step: int) -> None:
+        raise KeyError(step)
 
-    waiting = [("b", 0), ("b", 1), ("c", 0)]
-    for flush in generating.run(
-        Stepping(before), [request("a", 9), request("b", 9, n=2), request("c", 9)], 0, 3
-    ):
-        waiting = [key for key in waiting if key not in [(r.request_id, r.sample) for r in flush]]
-
-
-def test_a_response_goes_at_once_and_those_right_after_it_together() -> None:
-    """The first of a piece is not held back until the next, and the last ones not at all."""
-    given = []
-
-    def responses() -> Iterator[Response]:
-        for sample in range(4):
-            given.append(sample)
-            yield Response("a", sample, [], [], "stop")
-
-    flushes = in_flushes(responses())
-    assert [response.sample for response in next(flushes)] == [0] == given
-    assert [response.sample for flush in flushes for response in flush] == [1, 2, 3]
+    with pytest.raises(KeyError):
+        answers(stream.run(Stepping(fail), 0, [request("a", 2)], 3))
+    assert not stream.submit(1, [request("b", 1)])
+    assert answers(stream.run(Stepping(), 1, [request("a", 2)], 3)) == {("a", 0): (2, "length")}
 
 
 def test_word_that_comes_while_another_is_answered_reaches_the_device_too(

@@ -1,9 +1,10 @@
-"""Dealing a batch out and putting it together again; what a rank says about itself. No Ray needed."""
+"""Sharding a batch over ranks and joining the results; failures and status of a rank. No Ray needed."""
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -11,11 +12,10 @@ from hypothesis import strategies as st
 
 from verl.errors import RolloutError, TrainingHalted
 from verl.rollout.base import Request
-from verl.workers.outcome import Failure
-from verl.workers.process import interface_of
-from verl.workers.rank import RankWorker
-from verl.workers.shard_batch import deal, from_arrays, join, pad_rows, to_arrays
-from verl.workers.watchdog import StackWatchdog
+from verl.watchdog import StackWatchdog
+from verl.workers.rank import TrainRank, interface_of
+from verl.workers.rpc_server import Failure
+from verl.workers.shard_batch import from_arrays, join, pad_rows, shard_rows, to_arrays
 
 
 def make(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -37,11 +37,11 @@ def test_every_row_comes_back_to_its_place(rows, ranks, balance):
     tensors = make(rows)
     padded = pad_rows(tensors, ranks)
     assert len(padded["input_ids"]) % ranks == 0
-    dealt = deal(padded["attention_mask"], ranks, balance=balance, hidden_size=64)
-    assert sorted(row for share in dealt for row in share) == list(range(len(padded["input_ids"])))
-    parts = [from_arrays(to_arrays(padded, share)) for share in dealt]
+    shards = shard_rows(padded["attention_mask"], ranks, balance=balance, hidden_size=64)
+    assert sorted(row for share in shards for row in share) == list(range(len(padded["input_ids"])))
+    parts = [from_arrays(to_arrays(padded, share)) for share in shards]
     answers = [to_arrays({"out": part.batch["advantages"] * 2}) for part in parts]
-    torch.testing.assert_close(join(answers, dealt, rows).batch["out"], tensors["advantages"] * 2)
+    torch.testing.assert_close(join(answers, shards, rows).batch["out"], tensors["advantages"] * 2)
 
 
 def test_filling_rows_are_masked_and_short():
@@ -56,7 +56,7 @@ def test_work_is_balanced():
     mask = torch.zeros(9, 800, dtype=torch.long)
     mask[0] = 1
     mask[1:, :100] = 1
-    shares = deal(mask, 2, balance=True, hidden_size=0)
+    shares = shard_rows(mask, 2, balance=True, hidden_size=0)
     assert sorted(map(len, shares)) == [1, 8]
 
 
@@ -67,7 +67,9 @@ def test_parts_can_be_written_to():
 
 def test_a_failure_keeps_its_class_and_says_where():
     def fail(error: Exception) -> Failure:
-        return Failure.of(error, rank=2, host="node7", pid=41, call="generate")
+        watchdog = StackWatchdog(2)
+        watchdog.host, watchdog.call = "node7", "generate"
+        return replace(Failure.of(error, watchdog), pid=41)
 
     known = fail(RolloutError("the prompt is too long")).as_error()
     assert isinstance(known, RolloutError)
@@ -78,20 +80,20 @@ def test_a_failure_keeps_its_class_and_says_where():
 
 
 def test_no_exception_leaves_serve():
-    worker = RankWorker(0, 1)
+    worker = TrainRank(0, 1)
     outcome = worker.serve("open_store", "no such address.invalid")
     assert outcome.failure is not None and outcome.failure.call == "open_store"
     assert "Traceback" in outcome.failure.traceback
-    streamed = list(worker.stream("generate", [Request("a", [1])]))
+    streamed = list(worker.stream("generate", 0, [Request("a", [1])]))
     assert streamed[-1].failure is not None
 
 
-def test_a_sign_shows_where_a_call_hangs():
-    pulse = StackWatchdog(3)
+def test_a_status_shows_where_a_call_hangs():
+    watchdog = StackWatchdog(3)
     inside, release = threading.Event(), threading.Event()
 
     def hang() -> None:
-        with pulse.serving("log_probs"):
+        with watchdog.serving("log_probs"):
             inside.set()
             release.wait()
 
@@ -99,14 +101,14 @@ def test_a_sign_shows_where_a_call_hangs():
     thread.start()
     assert inside.wait(120)
     deadline = time.monotonic() + 120
-    while pulse.sign().still_s < 1 and time.monotonic() < deadline:
+    while watchdog.status().still_s < 1 and time.monotonic() < deadline:
         time.sleep(0.05)
-    sign = pulse.sign()
+    status = watchdog.status()
     release.set()
     thread.join()
-    assert sign.call == "log_probs" and sign.still_s >= 1 and not sign.waits_for_others
-    assert "release.wait()" in sign.stack and sign.name.startswith("rank 3 on ")
-    assert pulse.sign().where == "between calls"
+    assert status.call == "log_probs" and status.still_s >= 1 and not status.waits_for_others
+    assert "release.wait()" in status.stack and status.name.startswith("rank 3 on ")
+    assert watchdog.status().where == "between calls"
 
 
 def test_the_interface_of_an_address():

@@ -1,0 +1,253 @@
+"""The loop of supervised fine-tuning, which every rank runs, and its ranks on Ray."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.checkpoint import CheckpointManager
+from verl.config.model_folder import vocabulary_size
+from verl.config.ranks import world_size
+from verl.data.chat import load_tokenizer, warn_of_vocabulary
+from verl.data.sft_dataset import sft_loader
+from verl.errors import CheckpointError
+from verl.observe.timing import Timer
+from verl.runtime import quiet_transformers, seed_everything
+from verl.trainer.setup import fit_to, whole_number
+from verl.workers.placement import require_ray
+from verl.workers.rank import JoinedRank, RankSetup
+from verl.workers.sft import SFTRole
+
+if TYPE_CHECKING:
+    from verl.config.schema import SFTConfig
+    from verl.data.loader import Loader
+    from verl.data.proto import DataProto
+    from verl.watchdog import StackWatchdog
+    from verl.workers.ray_calls import RankCalls
+
+
+@dataclass
+class SFTData:
+    """What a loop reads."""
+
+    tokenizer: Any
+    train: Loader
+    val: Loader | None
+    total_steps: int
+
+
+def load_data(cfg: SFTConfig) -> SFTData:
+    """Tokenizer and rows; a batch size the user did not choose is lowered to the number of rows."""
+    seed_everything(cfg.trainer.seed)
+    quiet_transformers()
+    model, trainer = cfg.model, cfg.trainer
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, key="model.path")
+    warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
+    train = sft_loader(cfg.data, tokenizer, fit=fit_to(cfg))
+    val = sft_loader(cfg.data, tokenizer, training=False)
+    assert train is not None
+    return SFTData(tokenizer, train, val, trainer.total_training_steps or len(train) * trainer.total_epochs)
+
+
+def build_loop(cfg: SFTConfig, data: SFTData, folder: Path, watchdog: StackWatchdog | None = None) -> SFTLoop:
+    """Load this rank's shard of the model."""
+    role = SFTRole(cfg, training_steps=data.total_steps, bad_batch_dir=folder / "bad_batches")
+    return SFTLoop(cfg, role=role, data=data, run_folder=folder, watchdog=watchdog)
+
+
+@dataclass
+class Update:
+    """What a loop reports: at the start what it resumed, then every step, then the end."""
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    saved_step: int = 0
+    kind: str = "step"
+    """start, resumed, step or end."""
+
+
+class SFTLoop:
+    """Read a batch, learn its responses, and again; on every rank."""
+
+    def __init__(
+        self,
+        cfg: SFTConfig,
+        *,
+        role: SFTRole,
+        data: SFTData,
+        run_folder: Path,
+        watchdog: StackWatchdog | None = None,
+    ) -> None:
+        self.cfg = cfg
+        self.role = role
+        self.data = data
+        self.checkpoints = CheckpointManager.from_config(cfg, run_folder)
+        self.step_number = 0
+        self.saved_step = 0
+        self.stop_requested = False
+        self._watchdog = watchdog
+
+    def run(self) -> Iterator[Update]:
+        """To the end, or to `request_stop` on any rank."""
+        trainer, total = self.cfg.trainer, self.data.total_steps
+        state = self.checkpoints.resume(self.role.checkpoint_parts(), self.load_state_dict)
+        if state is None:
+            yield Update(0, kind="start")
+        else:
+            yield Update(self.step_number, dict(state.get("metrics", {})), self.step_number, kind="resumed")
+        last: dict[str, float] = {}
+        ending = self.step_number >= total or self.role.on_any_rank(self.stop_requested)
+        while not ending:
+            for batch in self.data.train:
+                self.step_number += 1
+                last = self.step(batch)
+                # All ranks must take the same branch: they agree whether a signal reached one of them.
+                ending = self.role.on_any_rank(self.stop_requested) or self.step_number == total
+                if self.due(trainer.test_freq) or ending:
+                    last |= self.validate()
+                if self.due(trainer.save_freq) or ending:
+                    last |= self.save(last)
+                yield Update(self.step_number, last, self.saved_step)
+                if ending:
+                    break
+        if self.checkpoints.wait() is not None:
+            self.saved_step = self.step_number
+        yield Update(self.step_number, last, self.saved_step, kind="end")
+
+    def step(self, batch: DataProto) -> dict[str, float]:
+        """One optimiser step on one batch of rows."""
+        timer = Timer()
+        with timer("step"), self._serving("train"):
+            metrics = self.role.train(batch)
+        tokens = float(batch.batch["attention_mask"].sum())
+        return {
+            **metrics,
+            **timer.metrics(),
+            "perf/total_num_tokens": tokens,
+            "perf/throughput": tokens / timer.seconds["step"] / world_size(self.cfg),
+            "training/global_step": self.step_number,
+            "training/epoch": self.data.train.epoch,
+        }
+
+    def validate(self) -> dict[str, float]:
+        """The loss per response token over all validation rows."""
+        if self.data.val is None:
+            return {}
+        timer = Timer()
+        total, tokens = 0.0, 0.0
+        with timer("testing"), self._serving("validate"):
+            for batch in self.data.val:
+                total -= self.role.response_log_prob(batch)
+                tokens += float(batch.batch["response_mask"].sum())
+        loss = total / tokens
+        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), **timer.metrics()}
+
+    def due(self, frequency: int) -> bool:
+        return frequency > 0 and self.step_number % frequency == 0
+
+    def save(self, metrics: dict[str, float]) -> dict[str, float]:
+        timer = Timer()
+        with timer("save_checkpoint"), self._serving("save"):
+            state = {"step": self.step_number, "loader": self.data.train.state_dict(), "metrics": metrics}
+            saved = self.checkpoints.save(
+                self.step_number,
+                self.role.checkpoint_parts(),
+                state,
+                tokenizer=self.data.tokenizer,
+                metrics=metrics,
+            )
+        if saved is not None:
+            self.saved_step = self.step_number
+        return timer.metrics()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; where it cannot be used, nothing changes."""
+        step = whole_number(state, "step")
+        if not isinstance(state.get("metrics", {}), dict):
+            raise CheckpointError("its metrics are no mapping")
+        self.data.train.load_state_dict(state["loader"])
+        self.step_number = step
+
+    def request_stop(self) -> None:
+        """End after the step that is running, with a checkpoint."""
+        self.stop_requested = True
+
+    def close(self) -> None:
+        self.role.close()
+
+    def _serving(self, call: str) -> Any:
+        return self._watchdog.serving(call) if self._watchdog is not None else nullcontext()
+
+
+class SFTRank(JoinedRank):
+    """One rank of fine-tuning on Ray."""
+
+    _loop: SFTLoop | None = None
+
+    def do_build(self, setup: RankSetup[SFTConfig]) -> None:
+        self.join(setup)
+        self._loop = build_loop(setup.cfg, load_data(setup.cfg), setup.run_folder, self.watchdog)
+
+    def do_fit(self) -> Iterator[Update]:
+        assert self._loop is not None
+        return self._loop.run()
+
+    def control_stop(self) -> None:
+        if self._loop is not None:
+            self._loop.request_stop()
+
+    def do_close(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+
+class RayLoop:
+    """The loops of rank processes on Ray, seen from the driver."""
+
+    def __init__(self, cfg: SFTConfig, data: SFTData, folder: Path) -> None:
+        require_ray(cfg)
+        from verl.workers.ray_calls import RankCalls
+        from verl.workers.ray_cluster import Cluster
+        from verl.workers.ray_group import START_S, build_ranks
+
+        self._cluster = Cluster(cfg)
+        self._calls: RankCalls | None = None
+        try:
+            self._cluster.connect()
+            actors = self._cluster.place(START_S, "verl.trainer.sft_loop:SFTRank")
+            self._calls = RankCalls(actors, cfg.trainer.watchdog_s)
+            setup = RankSetup(
+                cfg=copy.deepcopy(cfg),
+                tokenizer=None,
+                training_steps=data.total_steps,
+                run_folder=folder.absolute(),
+            )
+            build_ranks(self._cluster, self._calls, setup)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self) -> Iterator[Update]:
+        """The updates of rank 0."""
+        assert self._calls is not None
+        for rank, update in self._calls.stream_all("fit"):
+            if rank == 0:
+                yield update
+
+    def request_stop(self) -> None:
+        assert self._calls is not None
+        for actor in self._calls.actors:
+            actor.control.remote("stop")
+
+    def close(self) -> None:
+        from verl.workers.ray_group import CLOSE_S
+
+        if self._calls is not None:
+            self._calls.shutdown(CLOSE_S)
+        self._cluster.close()

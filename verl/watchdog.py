@@ -1,0 +1,297 @@
+"""Notices ranks that died or hang, and says what each was doing.
+
+A rank counts as moving while its stack changes or while processes it waits for do something (`beat`). Observing needs
+no cooperation of the observed thread, so that it works while that thread hangs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+from verl.errors import RESUME, TrainingHalted
+
+SAMPLE_S = 0.25
+BEAT_S = 0.5
+MISSING_S = 6.0
+"""How long a rank's heartbeat may stand still before it counts as dead, once a connection to it broke."""
+CLOSE_S = 5.0
+_PREFIX = "verl/heartbeat"
+_SHOWN_FRAMES = 12
+_COLLECTIVE_FILES = (
+    "torch/distributed/",
+    "torch/_C/_distributed",
+    "verl/engines/ranks.py",
+    "verl/checkpoint/ranks.py",
+    "verl/rollout/weight_sync/broadcast.py",
+)
+_TRANSPORT = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|gloo|nccl|socket|timed out|timeout|recv|store",
+    re.IGNORECASE,
+)
+
+_beats = 0
+
+
+def beat() -> None:
+    """Something this process waits for (a server, an engine's processes) made progress."""
+    global _beats
+    _beats += 1
+
+
+def beats() -> int:
+    """Changes with every `beat`."""
+    return _beats
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What a rank is doing at this moment; durations in seconds."""
+
+    rank: int
+    host: str
+    pid: int
+    call: str
+    call_s: float
+    still_s: float
+    """Since its stack last changed."""
+    waits_for_others: bool
+    """Its stack is inside a collective."""
+    where: str
+    stack: str
+    role: str = "rank"
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.rank} on {self.host} (process {self.pid})"
+
+
+class StackWatchdog:
+    """Samples the stack of the thread that serves calls."""
+
+    def __init__(self, rank: int, role: str = "rank") -> None:
+        self.rank, self.role = rank, role
+        self.host = socket.gethostname()
+        self.call = ""
+        """The call that runs, or the one that failed last."""
+        self._thread: int | None = None
+        self._since = self._moved = time.monotonic()
+        self._last: tuple[object, ...] = ()
+        threading.Thread(target=self._watch, name="verl-watchdog", daemon=True).start()
+
+    @contextmanager
+    def serving(self, call: str) -> Iterator[None]:
+        """Around the body of a call, in the thread that runs it; calls may nest."""
+        outer = self._thread, self.call if self._thread is not None else ""
+        self._since = self._moved = time.monotonic()
+        self._thread, self.call = threading.get_ident(), call
+        try:
+            yield
+            self.call = outer[1]
+        finally:
+            self._thread = outer[0]
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(SAMPLE_S)
+            self._sample(self._frame())
+
+    def _sample(self, frame: FrameType | None) -> None:
+        seen = (_beats, *((id(f.f_code), f.f_lasti) for f in _outwards(frame)))
+        if seen != self._last:
+            self._last, self._moved = seen, time.monotonic()
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._thread) if self._thread is not None else None
+
+    def status(self) -> RankStatus:
+        frame = self._frame()
+        self._sample(frame)
+        now = time.monotonic()
+        frames = list(_outwards(frame))
+        lines = traceback.format_stack(frame)[-_SHOWN_FRAMES:] if frame is not None else []
+        return RankStatus(
+            rank=self.rank,
+            host=self.host,
+            pid=os.getpid(),
+            call=self.call,
+            call_s=now - self._since,
+            still_s=now - self._moved,
+            waits_for_others=any(part in f.f_code.co_filename for f in frames for part in _COLLECTIVE_FILES),
+            where=_location(frames[0]) if frames else "between calls",
+            stack="".join(lines),
+            role=self.role,
+        )
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _location(frame: FrameType) -> str:
+    parts = frame.f_code.co_filename.split(os.sep)
+    return f"{'/'.join(parts[-3:])}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def short_name(name: str) -> str:
+    """Role and number out of the full name of a process."""
+    return name.split(" on ")[0]
+
+
+def format_hang_report(
+    call: str,
+    watchdog_s: float,
+    names: Sequence[str],
+    awaited: Sequence[int],
+    statuses: Mapping[int, RankStatus],
+) -> str:
+    """Who stands still where, and who waits for whom. `names`: all ranks; `awaited`: those that have not answered
+    `call`; `statuses`: of the ranks that report one."""
+    short = [short_name(name) for name in names]
+    silent = [rank for rank in range(len(names)) if rank not in statuses]
+    stuck = [rank for rank in awaited if rank in statuses and not statuses[rank].waits_for_others]
+    waiting = [rank for rank in awaited if rank in statuses and statuses[rank].waits_for_others]
+    finished = [rank for rank in range(len(names)) if rank not in awaited and rank not in silent]
+    lines = [f"no progress for {watchdog_s:g} s (trainer.watchdog_s) in {call}."]
+    lines += [f"{names[rank]} does not answer at all." for rank in silent]
+    lines += [f"{statuses[rank].name} stands still at {statuses[rank].where}." for rank in stuck]
+    culprits = ", ".join(short[rank] for rank in sorted(silent + stuck)) or "one another"
+    lines += [f"{statuses[rank].name} waits for {culprits} at {statuses[rank].where}." for rank in waiting]
+    if finished and not (silent or stuck):
+        lines.append(f"Finished it: {', '.join(short[rank] for rank in finished)}.")
+    lines.append(f"The run ends here; {RESUME}. If the work really takes longer, raise trainer.watchdog_s.")
+    stacks = [f"\nStack of {short[rank]}:\n{statuses[rank].stack}" for rank in stuck or waiting[:1]]
+    return "\n".join(lines + stacks)
+
+
+class Heartbeat:
+    """Counts up in the process group's store, one per process whatever the number of engines.
+
+    A rank that stops because of another leaves a note first, so that its own end is not taken for the cause."""
+
+    _current: Heartbeat | None = None
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        watchdog: StackWatchdog | None = None,
+        on_beat: Callable[[], None] | None = None,
+    ) -> None:
+        """With `watchdog`, its status is published too; `on_beat` is called in the heartbeat's thread."""
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self._watchdog, self._on_beat = watchdog, on_beat
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self.store.set(f"{_PREFIX}/who/{rank}", f"on {socket.gethostname()} (process {os.getpid()})")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="verl-heartbeat", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def start(cls) -> Heartbeat:
+        """The heartbeat of the default process group; started at the first call."""
+        import torch.distributed as dist
+
+        store = dist.distributed_c10d._get_default_store()
+        if cls._current is None or cls._current.store is not store:
+            if cls._current is not None:
+                cls._current.close()
+            cls._current = cls(store, dist.get_rank(), dist.get_world_size())
+        return cls._current
+
+    def close(self) -> None:
+        """Stop. A thread that is inside the store when Python ends would abort the process."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stop.wait(BEAT_S):
+            count += 1
+            try:
+                self.store.set(f"{_PREFIX}/beat/{self.rank}", str(count))
+                if self._watchdog is not None:
+                    status = json.dumps(asdict(self._watchdog.status()))
+                    self.store.set(f"{_PREFIX}/status/{self.rank}", status)
+            except (RuntimeError, OSError):
+                break  # the store is gone, and with it the process group
+            if self._on_beat is not None:
+                self._on_beat()
+        if self._on_beat is not None and not self._stop.is_set():
+            self._on_beat()  # once more: it sees that the store is gone
+
+    def _get(self, key: str) -> bytes:
+        return bytes(self.store.get(f"{_PREFIX}/{key}")) if self.store.check([f"{_PREFIX}/{key}"]) else b""
+
+    def stale_s(self, rank: int) -> float:
+        """Seconds since this process first saw the rank's latest beat."""
+        found, now = self._get(f"beat/{rank}"), time.monotonic()
+        if self._seen.get(rank, (None,))[0] != found:
+            self._seen[rank] = found, now
+        return now - self._seen[rank][1]
+
+    def status(self, rank: int) -> RankStatus | None:
+        """As the rank published it last; None where it publishes none."""
+        found = self._get(f"status/{rank}")
+        return RankStatus(**json.loads(found)) if found else None
+
+    def missing(self) -> list[int]:
+        """Ranks whose heartbeat stands still and that left no note. Leaves this rank's note."""
+        self.store.set(f"{_PREFIX}/note/{self.rank}", "1")
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        first = {rank: self._get(f"beat/{rank}") for rank in others}
+        deadline = time.monotonic() + MISSING_S
+        while others and time.monotonic() < deadline:
+            time.sleep(BEAT_S)
+            others = [rank for rank in others if self._get(f"beat/{rank}") == first[rank]]
+        return [rank for rank in others if not self._get(f"note/{rank}")]
+
+    def describe(self, rank: int) -> str:
+        with suppress(RuntimeError, OSError):
+            return f"rank {rank} {self.store.get(f'{_PREFIX}/who/{rank}').decode()}"
+        return f"rank {rank}"
+
+    @contextmanager
+    def naming_dead_peers(self) -> Iterator[None]:
+        """Turn a broken connection to a dead rank into a `TrainingHalted` that names it."""
+        import torch
+
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not _TRANSPORT.search(str(error)):
+                raise
+            raise TrainingHalted(self._missing_report(error)) from error
+
+    def _missing_report(self, error: RuntimeError) -> str:
+        cause = str(error).strip().split("\n")[0][:200]
+        try:
+            missing = self.missing()
+        except (RuntimeError, OSError):
+            missing = [0]  # the store lives with rank 0 and does not answer
+        if not missing:
+            return f"rank {self.rank}: communication failed although every rank still answers: {cause}"
+        names = ", ".join(self.describe(rank) for rank in missing)
+        return (
+            f"rank {self.rank} stops because {names} died or stopped answering; look at its log for the reason, "
+            f"then resume from the last checkpoint (trainer.resume_mode=auto). First error: {cause}"
+        )

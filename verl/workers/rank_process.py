@@ -1,0 +1,55 @@
+"""One process on Ray: an `RPCServer` behind a Ray actor, with a second lane for control calls."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from verl.workers.rpc_server import Outcome
+
+PARENT_S = 1.0
+
+
+def _end_with(parent: int) -> None:
+    """Ray asks an actor to end with the daemon of its node and then waits for its call, which may hang forever. A
+    process whose parent ended has another one."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os._exit(1)
+
+
+class RankProcess:
+    """Hosts the server that `server` names as `module:Class`."""
+
+    def __init__(self, server: str, rank: int, world_size: int, threads: int | None) -> None:
+        if threads is not None:
+            # Ray gives a worker one thread. OpenMP reads this when torch is imported, which `server` does.
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="verl-parent", daemon=True).start()
+        module, _, name = server.partition(":")
+        self._server = getattr(importlib.import_module(module), name)(rank, world_size)
+
+    def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
+        if call == "handshake":
+            kwargs["address"] = ray.util.get_node_ip_address()
+            kwargs["log"] = os.path.realpath("/proc/self/fd/2")
+        outcome: Outcome = self._server.serve(call, *args, **kwargs)
+        return outcome
+
+    def stream(self, call: str, *args: Any) -> Iterator[Outcome]:
+        yield from self._server.stream(call, *args)
+
+    @ray.method(concurrency_group="control")
+    def control(self, call: str, *args: Any) -> Any:
+        return getattr(self._server, f"control_{call}")(*args)
+
+
+def remote_rank_process() -> Any:
+    remote: Any = ray.remote  # its annotations do not know concurrency groups
+    return remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankProcess)
