@@ -416,7 +416,7 @@ def real_prompts_end_with_a_small_cache() -> str:
             raise AssertionError(f"{len(found)} of {len(asked)} prompts were answered")
         stopped = sum(response.finish_reason == "stop" for response in found.values())
         said.append(
-            f"chunks of {chunk}: {stopped} of {len(found)} stopped, {engine.last_run['preemptions']} preemptions"
+            f"chunks of {chunk}: {stopped} of {len(found)} stopped, {engine.stats().preemptions} preemptions"
         )
     return "; ".join(said)
 
@@ -438,9 +438,9 @@ def a_full_cache_never_continues_an_ended_sample() -> str:
     ]
     engine = native(model, cache_tokens=16 * 40, max_num_seqs=48, max_num_batched_tokens=128)
     said = nearly_all_equal(answers(engine, asked), answers(HFRollout(model, None), asked), {2, 3}, 40)
-    if engine.last_run["preemptions"] < len(asked) // 10:
-        raise AssertionError(f"only {engine.last_run['preemptions']} preemptions: the cache is too large")
-    return f"{said}, {engine.last_run['preemptions']} preemptions"
+    if engine.stats().preemptions < len(asked) // 10:
+        raise AssertionError(f"only {engine.stats().preemptions} preemptions: the cache is too large")
+    return f"{said}, {engine.stats().preemptions} preemptions"
 
 
 @check

@@ -1,4 +1,4 @@
-"""The device path without tensors: the engine's real loop and the runner's real bookkeeping over a simulated device.
+"""The device path without tensors: the runner's real loop and bookkeeping over a simulated device.
 
 The device knows only what it was sent (tables, rows); every key it reads is compared with the tokens it should have
 been computed from, every token is computed once, and nothing but a row decodes.
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from verl.rollout.base import Request, Response
-from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.native import Limits
 from verl.rollout.native.block_manager import BlockManager, Copy
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.scheduler import Chunk, Scheduler
-from verl.rollout.native.sequence import Sequence
+from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.noise import mix, sequence_key
 from verl.rollout.requests import Stopper
 from verl.rollout.sampling import Kinds
@@ -102,6 +102,7 @@ class SimulatedRunner(DeviceRunner):
         self.graph_error = None
         self.rows = []
         self._slots = list(range(capacity))
+        self._in_flight = 0
         self._poll = None
         self._tables_moved = False
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -175,40 +176,27 @@ class SimulatedRunner(DeviceRunner):
         return super().poll_finished()
 
 
-class SimulatedSession:
-    def __init__(
-        self, requests: list[Request], limits: Limits, stopper: Stopper, blocks: int, block_size: int
-    ):
-        rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self.rows, self.blocks = rows, BlockManager(blocks, block_size)
-        kinds = Kinds.of([request.sampling for request in requests])
-        self.runner = SimulatedRunner(stopper, kinds, rows, block_size)
-
-    def scheduler(self, limits: Limits) -> Scheduler:
-        return Scheduler(self.blocks, self.rows, limits.max_num_batched_tokens, self.blocks.num_blocks // 100)
-
-
 def run(
     requests: list[Request],
     limits: Limits,
     blocks: int,
     block_size: int = 4,
     most_polls: int = 5000,
-) -> tuple[dict[tuple[str, int], Response], SimulatedRunner, dict[str, int]]:
-    """The responses of the engine's device loop; fails when it takes more than `most_polls` polls."""
-    rollout = NativeRollout(None, None, limits, on_device=True)
-    session = SimulatedSession(requests, limits, Stopper(None, frozenset({EOS})), blocks, block_size)
+) -> tuple[dict[tuple[str, int], Response], SimulatedRunner]:
+    """The responses of the device runner's loop; fails when it takes more than `most_polls` polls."""
+    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    manager = BlockManager(blocks, block_size)
+    scheduler = Scheduler(manager, rows, limits.max_num_batched_tokens, blocks // 100)
+    kinds = Kinds.of([request.sampling for request in requests])
+    runner = SimulatedRunner(Stopper(None, frozenset({EOS})), kinds, rows, block_size)
+    for request in sorted(requests, key=lambda r: len(r.prompt_ids)):
+        scheduler.add(sequences_of(request))
     found: dict[tuple[str, int], Response] = {}
-    poll_finished = session.runner.poll_finished
-
-    def bounded() -> Any:
-        assert session.runner.polls < most_polls, "the loop does not end"
-        return poll_finished()
-
-    session.runner.poll_finished = bounded  # type: ignore[method-assign]
-    for response in rollout._serve(session, requests):  # type: ignore[arg-type]
-        key = (response.request_id, response.sample)
-        assert key not in found, "answered twice"
-        found[key] = response
-    session.blocks.check([])
-    return found, session.runner, rollout.last_run
+    while not scheduler.idle:
+        assert runner.polls < most_polls, "the loop does not end"
+        for sequence, reason in runner.step(scheduler):
+            key = (sequence.request.request_id, sequence.sample)
+            assert key not in found, "answered twice"
+            found[key] = sequence.response(reason)
+    manager.check([])
+    return found, runner

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.native.device_runner import DeviceRunner, graph_batch_size
-from verl.rollout.native.engine import PROMPT_PASSES
+from verl.rollout.native.device_runner import PROMPT_PASSES, DeviceRunner, graph_batch_size
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
@@ -23,7 +22,7 @@ def test_a_prompt_cut_shortly_before_its_end_is_computed(left: int) -> None:
     """One remaining token does not make a prompt a decoding row: nothing would ever compute it."""
     request = Request("r", list(range(20 + left)), SamplingParams(max_tokens=5, ignore_eos=True))
     limits = Limits(max_num_batched_tokens=20, max_num_seqs=16)
-    found, _, _ = simulated_device.run([request], limits, blocks=100, most_polls=50)
+    found, _ = simulated_device.run([request], limits, blocks=100, most_polls=50)
     assert found["r", 0].token_ids == simulated_device.expected(request, 0)[0]
 
 
@@ -48,7 +47,7 @@ def test_every_sample_ends_where_its_draws_say(
     longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
     limits = Limits(max_num_batched_tokens=budget, max_num_seqs=rows)
     blocks = -(-longest // block_size) + spare_blocks
-    found, _, _ = simulated_device.run(requests, limits, blocks, block_size)
+    found, _ = simulated_device.run(requests, limits, blocks, block_size)
     assert {key: (r.token_ids, r.finish_reason) for key, r in found.items()} == {
         (r.request_id, sample): simulated_device.expected(r, sample)
         for r in requests
@@ -79,7 +78,7 @@ def test_a_small_cache_gives_what_the_reference_engine_gives(seed: int, tiny: An
     engine = NativeRollout(model, None, limits, on_device=True)
     ours = {(r.request_id, r.sample): r for r in engine.generate(requests)}
     theirs = {(r.request_id, r.sample): r for r in HFRollout(model, None).generate(requests)}
-    assert engine.last_run["preemptions"] > 5
+    assert engine.stats().preemptions > 5
     assert {k: (r.token_ids, r.finish_reason) for k, r in ours.items()} == {
         k: (r.token_ids, r.finish_reason) for k, r in theirs.items()
     }
@@ -108,7 +107,7 @@ def test_free_rows_are_filled_before_anything_decodes() -> None:
     sampling = SamplingParams(max_tokens=30, ignore_eos=True)
     requests = [Request(str(i), [i + 1] * 20, sampling) for i in range(8)]
     limits = Limits(max_num_batched_tokens=24, max_num_seqs=8)
-    _, runner, _ = simulated_device.run(requests, limits, blocks=200)
+    _, runner = simulated_device.run(requests, limits, blocks=200)
     assert {rows for rows, _ in runner.decode_calls} == {8}, "decode steps of a part of the rows"
     assert sum(steps for _, steps in runner.decode_calls) == 29
 
@@ -117,7 +116,7 @@ def test_running_rows_wait_for_a_bounded_number_of_prompt_passes() -> None:
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = [Request(str(i), [i + 1] * 20, sampling) for i in range(30)]
     limits = Limits(max_num_batched_tokens=50, max_num_seqs=30)
-    _, runner, _ = simulated_device.run(requests, limits, blocks=2000)
+    _, runner = simulated_device.run(requests, limits, blocks=2000)
     rows = [rows for rows, _ in runner.decode_calls]
     # A pass of 50 tokens holds two prompts and a half; a row was waiting for no more than PROMPT_PASSES of them.
     assert rows[0] == 50 * PROMPT_PASSES // 20

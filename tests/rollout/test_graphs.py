@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from verl.rollout import Request, SamplingParams
-from verl.rollout.native import Limits, NativeRollout, cuda_graphs, device_session
-from verl.rollout.native.device_cache import DeviceCache
+from verl.rollout.native import Limits, NativeRollout, cuda_graphs
+from verl.rollout.native import engine as native_engine
 from verl.rollout.native.device_runner import DeviceRunner
+from verl.rollout.native.kv_cache import DeviceCache
 
 ERROR = "operation not permitted when stream is capturing\nand more lines"
 
@@ -44,7 +45,7 @@ class Captures:
                 raise RuntimeError(ERROR)
             return Graph(runner, size)
 
-        monkeypatch.setattr(device_session, "uses_graphs", lambda device, limits: not limits.enforce_eager)
+        monkeypatch.setattr(native_engine, "uses_graphs", lambda device, limits: not limits.enforce_eager)
         monkeypatch.setattr(DeviceRunner, "_capture", capture)
 
 

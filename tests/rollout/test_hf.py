@@ -136,7 +136,7 @@ def test_bad_requests_are_refused_before_anything_runs(
 
 
 def test_twice_the_same_request_is_refused(tiny: Callable[..., Any]) -> None:
-    with pytest.raises(RolloutError, match="given twice"):
+    with pytest.raises(RolloutError, match="submitted twice"):
         HFRollout(tiny("llama"), None).generate([Request("a", [1]), Request("a", [2])])
 
 
@@ -163,6 +163,30 @@ def test_the_module_is_left_as_it_was(tiny: Callable[..., Any]) -> None:
     assert torch.is_grad_enabled()
     model.eval()
     model.set_attn_implementation(before)
+
+
+def test_requests_submitted_while_a_batch_runs_wait_and_can_be_aborted(tiny: Callable[..., Any]) -> None:
+    engine = HFRollout(tiny("llama"), None)
+    first = Request("first", [5, 6], SamplingParams(max_tokens=3, ignore_eos=True), n=2)
+    engine.submit([first])
+    found = engine.poll()
+    engine.submit([Request("second", [7], GREEDY), Request("third", [8], GREEDY, n=2)])
+    with pytest.raises(RolloutError, match="token id 97"):
+        engine.submit([Request("fourth", [97], GREEDY)])
+    assert (engine.stats().running, engine.stats().waiting) == (1, 3)
+    engine.abort(["third"])
+    while responses := engine.poll():
+        found += responses
+    reasons = {(r.request_id, r.sample): (r.finish_reason, len(r.token_ids)) for r in found}
+    assert reasons == {
+        ("first", 0): ("length", 3),
+        ("first", 1): ("length", 3),
+        ("second", 0): ("length", 12),
+        ("third", 0): ("abort", 0),
+        ("third", 1): ("abort", 0),
+    }
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.generated_tokens) == (0, 0, 18)
 
 
 def test_version_follows_update_weights(tiny: Callable[..., Any]) -> None:

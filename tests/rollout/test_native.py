@@ -113,7 +113,7 @@ def test_a_full_cache_preempts_and_loses_nothing(
     requests = wide_requests(prompts, n=6)
     engine = native(model, cache_tokens=80 * 4)
     tight = by_sample(engine.generate(requests))
-    assert engine.last_run["preemptions"] > 0
+    assert engine.stats().preemptions > 0
     roomy = by_sample(native(model).generate(requests))
     assert {key: r.token_ids for key, r in tight.items()} == {key: r.token_ids for key, r in roomy.items()}
 
@@ -235,10 +235,10 @@ def test_a_request_larger_than_the_cache_is_refused(
     native: Callable[..., NativeRollout], tiny: Callable[..., Any]
 ) -> None:
     engine = native(tiny("llama"), cache_tokens=32)
-    with pytest.raises(RolloutError, match="room for 32"):
+    with pytest.raises(RolloutError, match="limit is 32"):
         list(engine.generate([Request("a", [1] * 30, SamplingParams(max_tokens=30))]))
     engine = native(tiny("llama"), max_model_len=20)
-    with pytest.raises(RolloutError, match="room for 20"):
+    with pytest.raises(RolloutError, match="limit is 20"):
         engine.generate([Request("a", [1] * 30, SamplingParams(max_tokens=30))])
 
 
@@ -249,13 +249,16 @@ def test_the_module_is_left_as_it_was_also_when_abandoned(
     before = model.config._attn_implementation
     model.train()
     engine = native(model)
-    stream = engine.generate([Request("a", prompts[0], SamplingParams(max_tokens=3, ignore_eos=True), n=2)])
+    requests = [Request(str(n), prompts[0], SamplingParams(max_tokens=n, ignore_eos=True)) for n in (3, 60)]
+    stream = engine.generate(requests)
     next(stream)
     assert torch.is_grad_enabled()
     with pytest.raises(RolloutError, match="needs an idle engine"):
         engine.generate([Request("b", prompts[0])])
     stream.close()
     assert model.training and model.config._attn_implementation == before
+    engine.generate(requests).close()
+    assert engine.stats().waiting == 0, "closed before anything was read"
     model.eval()
     assert list(engine.generate([])) == []
 
@@ -288,9 +291,9 @@ def test_eight_bit_weights_are_close_and_follow_the_trainer(
 @pytest.mark.parametrize(
     ("architecture", "dtype", "said"),
     [
-        ("llama", "float16", "model's weights are float32"),
-        ("llama", "int3", "known: auto, float32, bfloat16, float16, fp8"),
-        ("gemma", "fp8", "serves plain Llama"),
+        ("llama", "float16", "the weights are float32"),
+        ("llama", "int3", "auto, fp8, float32, bfloat16, float16"),
+        ("gemma", "fp8", "serves Llama"),
     ],
 )
 def test_a_type_that_cannot_be_served_is_refused(

@@ -12,7 +12,7 @@ import torch
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.native import Limits, NativeRollout
-from verl.rollout.native.device_session import Sizes
+from verl.rollout.native.session import Sizes
 from verl.rollout.requests import Stopper
 
 PATHS = pytest.mark.parametrize("on_device", [False, True], ids=["cpu path", "device path"])
@@ -27,7 +27,7 @@ WORDS = SimpleNamespace(eos_token_id=2, decode=lambda ids, **_: "".join(f"w{toke
         (Request("x", [5], SamplingParams(max_tokens=4), n=0), "n is 0"),
         (Request("x", [5], SamplingParams(max_tokens=4, temperature=-0.1)), "temperature is -0.1"),
         (Request("x", [5], SamplingParams(max_tokens=0)), "max_tokens is 0"),
-        (Request("x", [5] * 60, SamplingParams(max_tokens=4)), "need 64 places"),
+        (Request("x", [5] * 60, SamplingParams(max_tokens=4)), "may reach 64 tokens"),
         (Request("x", [97], SamplingParams(max_tokens=4)), "outside the vocabulary"),
         (Request("x", [5], SamplingParams(max_tokens=4, top_p=0.0)), "top_p is 0.0"),
         (Request("x", [5], SamplingParams(max_tokens=4, stop=("",))), "stop string is empty"),
@@ -49,7 +49,7 @@ def test_a_prompt_longer_than_the_cache_is_an_error_and_no_hang(
     tiny: Callable[..., Any], on_device: bool
 ) -> None:
     engine = NativeRollout(tiny("llama"), None, Limits(cache_tokens=32), on_device=on_device)
-    with pytest.raises(RolloutError, match="room for 32"):
+    with pytest.raises(RolloutError, match="limit is 32"):
         list(engine.generate([Request("a", [5] * 40, SamplingParams(max_tokens=4))]))
     assert len(list(engine.generate([Request("a", [5] * 8, SamplingParams(max_tokens=4))]))) == 1
 
@@ -80,10 +80,10 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(tiny: Callable[..., A
 def test_limits_bound_rows_and_blocks() -> None:
     asked = [Request(str(i), [5] * 30, SamplingParams(max_tokens=50), n=8) for i in range(10)]
     stopper = Stopper(None, frozenset({2}))
-    roomy = Sizes.of(asked, Limits(), stopper, 16)
-    assert roomy.rows >= 80 and roomy.places >= 80
-    assert Sizes.of(asked, Limits(max_num_seqs=7), stopper, 16).rows == 7
-    assert Sizes.of(asked, Limits(max_num_batched_tokens=5), stopper, 16).rows == 5
+    roomy = Sizes.of(asked, Limits(), stopper)
+    assert roomy.rows >= 80 and roomy.length >= 80
+    assert Sizes.of(asked, Limits(max_num_seqs=7), stopper).rows == 7
+    assert Sizes.of(asked, Limits(max_num_batched_tokens=5), stopper).rows == 5
 
 
 def test_a_session_serves_training_and_validation_in_turn(tiny: Callable[..., Any]) -> None:
@@ -151,7 +151,7 @@ def test_places_of_the_cache_that_nobody_wrote_are_never_read(
     architecture: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cached prefixes, copies of shared blocks, preemptions and windows over a cache full of NaN."""
-    from verl.rollout.native.device_cache import DeviceCache
+    from verl.rollout.native.kv_cache import DeviceCache
 
     made = DeviceCache.__init__
 
@@ -170,7 +170,7 @@ def test_places_of_the_cache_that_nobody_wrote_are_never_read(
     monkeypatch.setattr(DeviceCache, "__init__", spoiled)
     engine = NativeRollout(model, None, Limits(cache_tokens=200), on_device=True)
     assert {(r.request_id, r.sample): r.token_ids for r in engine.generate(asked)} == wanted
-    assert engine.last_run["preemptions"] > 0
+    assert engine.stats().preemptions > 0
 
 
 def test_a_cache_that_comes_back_is_not_cleared(tiny: Callable[..., Any]) -> None:

@@ -99,12 +99,11 @@ def test_every_request_finishes_once_and_no_block_is_lost(
         sampling = SamplingParams(max_tokens=rng.randint(4, longest - len(prompt)))
         requests.append(Request(f"q{index}", prompt, sampling, n=n, seed=seed, partial=partial))
     expected = {(r.request_id, i) for r in requests for i in range(r.n)}
-    pending, arrival = list(requests), 0
+    pending = list(requests)
     for _ in range(5000):
         while pending and (rng.random() < 0.3 or scheduler.idle):
             request = pending.pop()
-            scheduler.add(sequences_of(request, arrival))
-            arrival += request.n
+            scheduler.add(sequences_of(request))
         if scheduler.idle:
             break
         if rng.random() < 0.03:
@@ -160,7 +159,7 @@ def drive(scheduler: Scheduler, steps: int = 200) -> list[Step]:
 def test_a_group_computes_its_prompt_once() -> None:
     blocks = BlockManager(64, 4)
     scheduler = Scheduler(blocks, 16, 100)
-    scheduler.add(sequences_of(Request("a", list(range(10)), SamplingParams(max_tokens=3), n=8), 0))
+    scheduler.add(sequences_of(Request("a", list(range(10)), SamplingParams(max_tokens=3), n=8)))
     steps = drive(scheduler)
     assert sum(chunk.count for step in steps for chunk in step.chunks) == 10
     assert len(steps[0].chunks[0].samplers) == 8
@@ -176,18 +175,18 @@ def test_a_common_opening_is_computed_once(whole_pages: bool) -> None:
     system = list(range(100, 112))
     for index in range(5):
         request = Request(str(index), [*system, index, index], SamplingParams(max_tokens=2))
-        scheduler.add(sequences_of(request, index))
+        scheduler.add(sequences_of(request))
     steps = drive(scheduler)
     assert sum(chunk.count for step in steps for chunk in step.chunks) == 12 + 5 * 2
 
 
 def test_prompts_are_cut_to_the_budget_beside_running_decodes() -> None:
     scheduler = Scheduler(BlockManager(100, 4), 16, 8)
-    scheduler.add(sequences_of(Request("short", [1, 2], SamplingParams(max_tokens=12)), 0))
+    scheduler.add(sequences_of(Request("short", [1, 2], SamplingParams(max_tokens=12))))
     first = scheduler.schedule()
     scheduler.complete(first)
     scheduler.running[0].tokens.append(5)
-    scheduler.add(sequences_of(Request("long", list(range(30)), SamplingParams(max_tokens=2)), 1))
+    scheduler.add(sequences_of(Request("long", list(range(30)), SamplingParams(max_tokens=2))))
     steps = drive(scheduler)
     mixed = [step for step in steps if step.chunks and step.decodes]
     assert [step.chunks[0].count for step in mixed] == [7, 7, 7, 7, 2]
@@ -197,16 +196,16 @@ def test_prompts_are_cut_to_the_budget_beside_running_decodes() -> None:
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
     scheduler = Scheduler(BlockManager(5, 4), 8, 64)
     for index, name in enumerate("abc"):
-        scheduler.add(sequences_of(Request(name, [index] * 4, SamplingParams(max_tokens=9)), index))
+        scheduler.add(sequences_of(Request(name, [index] * 4, SamplingParams(max_tokens=9))))
     steps = drive(scheduler)
     preempted = [s.request.request_id for step in steps for s in step.preempted]
     assert preempted[0] == "c" and "a" not in preempted
-    assert scheduler.preemptions == len(preempted) > 0
+    assert scheduler.stats.preemptions == len(preempted) > 0
 
 
 def test_a_scheduler_that_can_run_nothing_raises_instead_of_being_asked_for_ever() -> None:
     scheduler = Scheduler(BlockManager(2, 4), 8, 64)
-    scheduler.add(sequences_of(Request("large", [1] * 9, SamplingParams(max_tokens=4)), 0))
+    scheduler.add(sequences_of(Request("large", [1] * 9, SamplingParams(max_tokens=4))))
     with pytest.raises(RuntimeError, match="nothing to run.*1 waiting, 2 of 2 blocks free.*'large'"):
         scheduler.schedule()
     assert not scheduler.schedule(lookahead=0).chunks, "a step of prompts alone may be empty"

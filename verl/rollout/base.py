@@ -5,6 +5,7 @@ The tokens of a request depend only on its token ids, sampling parameters, seed 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -82,7 +83,9 @@ class RolloutStats:
     kv_blocks_used: int = 0
     kv_blocks: int = 0
     generated_tokens: int = 0
-    """Since the engine was built."""
+    """Of responses handed out since the engine was built."""
+    prefilled_tokens: int = 0
+    """Prompt tokens computed since the engine was built; those found in the KV cache do not count."""
     preemptions: int = 0
     """Since the engine was built."""
     weight_sync: dict[str, float] = field(default_factory=dict)
@@ -169,43 +172,90 @@ class RolloutEngine(ABC):
 class BatchEngine(RolloutEngine):
     """An engine that runs one batch of requests to its end at a time; requests submitted meanwhile wait."""
 
-    _queued: list[Request]
+    version = 0
+    _batch_lock = threading.RLock()
     _batch: Iterator[Response] | None = None
+    _queued: tuple[Request, ...] = ()
+    _aborted_queued: tuple[Request, ...] = ()
     _unanswered = 0
+    """Samples of the running batch without a response."""
+    _generated_tokens = 0
 
     @abstractmethod
     def run_batch(self, requests: list[Request]) -> Iterator[Response]:
-        """Check the requests, then yield each sample as it finishes."""
+        """Yield each sample as it finishes."""
+
+    def check(self, requests: list[Request]) -> None:
+        """Raise `RolloutError` for a request that cannot be served."""
+
+    def abort_batch(self, request_ids: list[str] | None) -> None:
+        """End requests of the running batch early (None: all)."""
+        raise NotImplementedError(f"{type(self).__name__} cannot abort requests")
 
     def submit(self, requests: Iterable[Request]) -> None:
         requests = list(requests)
-        if self._batch is None:
-            self._batch, self._queued = self.run_batch(requests), []
-        else:
-            self._queued.extend(requests)
-        self._unanswered += sum(request.n for request in requests)
+        with self._batch_lock:
+            self.check(requests)
+            if self._batch is None:
+                self._start_batch(requests)
+            else:
+                self._queued += tuple(requests)
+
+    def _start_batch(self, requests: list[Request]) -> None:
+        self._batch = iter(self.run_batch(requests))
+        self._unanswered = sum(request.n for request in requests)
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
-        while self._batch is not None:
+        """One response at a time; `timeout_s` cannot interrupt the batch."""
+        while True:
+            with self._batch_lock:
+                aborted, self._aborted_queued = self._aborted_queued, ()
+                batch = self._batch
+            if aborted:
+                return [
+                    Response(r.request_id, sample, [], [], "abort", self.version)
+                    for r in aborted
+                    for sample in range(r.n)
+                ]
+            if batch is None:
+                return []
             try:
-                response = next(self._batch, None)
+                response = next(batch, None)
+                if response is not None:
+                    self._unanswered -= 1
+                    self._generated_tokens += len(response.token_ids)
+                    return [response]
+                with self._batch_lock:
+                    self._batch, self._unanswered = None, 0
+                    queued, self._queued = self._queued, ()
+                    if queued:
+                        self._start_batch(list(queued))
             except BaseException:
-                self._batch, self._unanswered = None, 0
+                self._drop_batches()
                 raise
-            if response is not None:
-                self._unanswered -= 1
-                return [response]
-            self._batch = None
-            if self._queued:
-                self._batch, self._queued = self.run_batch(self._queued), []
-        self._unanswered = 0
-        return []
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        raise NotImplementedError(f"{type(self).__name__} cannot abort requests")
+        named = None if request_ids is None else list(request_ids)
+        with self._batch_lock:
+            aborted = [r for r in self._queued if named is None or r.request_id in named]
+            self._queued = tuple(r for r in self._queued if r not in aborted)
+            self._aborted_queued += tuple(aborted)
+            if self._batch is not None:
+                self.abort_batch(named)
 
     def stats(self) -> RolloutStats:
-        return RolloutStats(running=self._unanswered if self._batch is not None else 0)
+        with self._batch_lock:
+            waiting = sum(request.n for request in (*self._queued, *self._aborted_queued))
+            return RolloutStats(
+                running=self._unanswered, waiting=waiting, generated_tokens=self._generated_tokens
+            )
+
+    def _drop_batches(self) -> None:
+        with self._batch_lock:
+            batch, self._batch, self._queued, self._aborted_queued = self._batch, None, (), ()
+            self._unanswered = 0
+        if batch is not None and hasattr(batch, "close"):
+            batch.close()
 
     def _responses_to(self, requests: list[Request]) -> Iterator[Any]:
         try:
@@ -213,6 +263,4 @@ class BatchEngine(RolloutEngine):
             while responses := self.poll():
                 yield from responses
         finally:
-            if self._batch is not None and hasattr(self._batch, "close"):
-                self._batch.close()
-            self._batch, self._unanswered = None, 0
+            self._drop_batches()

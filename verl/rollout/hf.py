@@ -1,10 +1,8 @@
 """The reference engine: batches of left-padded sequences through the Hugging Face module and its own cache.
 
-Slow and plain on purpose: everything the native engine claims is compared with it. A batch runs until its
-last sequence ends; rows that ended are dropped once they are half of the batch.
-
-What always holds: the module is the trainer's own, in evaluation mode with stock attention while a batch
-runs, and as it was before afterwards.
+Slow and plain on purpose: everything the native engine claims is compared with it. A batch runs until its last sequence
+ends; rows that ended are dropped once they are half of the batch. The module is in evaluation mode with stock attention
+while a batch runs, and as it was before afterwards.
 
 Shape suffixes: B rows, L padded length, V vocabulary.
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +30,7 @@ DEFAULT_BATCH = 256
 
 @dataclass
 class _Row:
-    """One sample on its way: `known` is prompt, resumed tokens and those made so far; `token_ids` and `log_probs` are
-    what this call made."""
+    """One sample: `known` is prompt, resumed tokens and generated ones; `token_ids` and `log_probs` only the latter."""
 
     request: Request
     sample: int
@@ -55,8 +52,8 @@ def _rows(requests: list[Request]) -> list[_Row]:
 
 
 def _empty_cache(model: Any) -> Any:
-    """transformers' cache: of the model's own kinds of layers where some keep more than keys and values, else plain (a
-    configuration may name a sliding window that its layers do not use)."""
+    """transformers' cache: by the model's config where some layers keep more than keys and values, else plain (a
+    config may name a sliding window that its layers do not use)."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     cache = DynamicCache(config=model.config)
@@ -65,7 +62,7 @@ def _empty_cache(model: Any) -> Any:
 
 
 class _StepCall:
-    """One forward pass with the arguments this model knows: some take no positions, some name their cache otherwise."""
+    """One forward pass with the arguments this model takes: some take no positions, some name their cache otherwise."""
 
     def __init__(self, model: Any, cache: Any) -> None:
         known = inspect.signature(model.forward).parameters
@@ -91,23 +88,28 @@ class HFRollout(BatchEngine):
     def __init__(self, source: Any, tokenizer: Any | None, config: Any | None = None) -> None:
         self.source = as_source(source)
         self.tokenizer = tokenizer
-        self.batch_size = min(int(getattr(config, "max_num_seqs", DEFAULT_BATCH)), DEFAULT_BATCH)
+        self.batch_size = DEFAULT_BATCH if config is None else min(int(config.max_num_seqs), DEFAULT_BATCH)
         self.version = 0
         self._aborted: set[str] = set()
         self._abort_all = False
+        self._stopper = Stopper(tokenizer, frozenset())
+        self._vocab_size = 0
         self._known: weakref.ref[Any] | None = None
         """The model that was compared with its own forward."""
+
+    def check(self, requests: list[Request]) -> None:
+        if not self._unanswered:  # while a batch runs, what was read before it is still right
+            with self.source.structure() as module:
+                model = causal_lm(module)
+                self._stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
+                self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self._stopper.check_stop_strings(requests)
+        check_requests(requests, self._vocab_size)
 
     def run_batch(self, requests: list[Request]) -> Iterator[Response]:
         self._aborted.clear()
         self._abort_all = False
-        with self.source.module() as module:
-            model = causal_lm(module)
-            stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
-            vocab_size = int(model.get_input_embeddings().num_embeddings)
-        stopper.check_stop_strings(requests)
-        check_requests(requests, vocab_size)
-        return self._generate(requests, stopper)
+        return self._generate(requests, self._stopper)
 
     def _generate(self, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
         rows = _rows(requests)
@@ -207,7 +209,7 @@ class HFRollout(BatchEngine):
             policy_version=self.version,
         )
 
-    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+    def abort_batch(self, request_ids: list[str] | None) -> None:
         if request_ids is None:
             self._abort_all = True
         else:

@@ -1,8 +1,8 @@
 """Counter-based noise: one uniform number for each (seed, request, sample, position), and no state.
 
-What always holds: the number depends on nothing but its key, so a request draws the same tokens whatever
-else is in the batch, in whatever order it is served, and goes on exactly after a preemption or a resume.
-The same integer arithmetic (64 bits, wrapping) runs on the CPU, on the GPU and inside the Triton sampler.
+The number depends on nothing but its key, so a request draws the same tokens whatever else is in the batch and in
+whatever order it is served, also after a preemption or a resume. The same 64-bit wrapping integer arithmetic runs on
+the CPU, on the GPU and inside the Triton sampler.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What every engine does with a request before and after the model: check it, and know when to stop.
-
-A request that passes `check_requests` can be served to its end; nothing is generated for
-a list of requests of which one cannot.
-"""
+"""What every engine does with a request before and after the model: check it, and find where its response ends."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ def check_requests(requests: Sequence[Request], vocab_size: int, max_length: int
     for request in requests:
         if request.request_id in seen:
             raise RolloutError(
-                f"request {request.request_id!r} was given twice; request ids key the draws and must differ"
+                f"request {request.request_id!r} was submitted twice; ids key the draws and must differ"
             )
         seen.add(request.request_id)
         problem = _problem(request, vocab_size, max_length)
@@ -59,9 +55,8 @@ def _problem(request: Request, vocab_size: int, max_length: int | None) -> str |
     length = len(request.prompt_ids) + request.sampling.max_tokens
     if max_length is not None and length > max_length:
         return (
-            f"a prompt of {len(request.prompt_ids)} tokens and max_tokens {request.sampling.max_tokens} need "
-            f"{length} places; this engine has room for {max_length} (data.max_prompt_length, "
-            "data.max_response_length, rollout.gpu_memory_utilization)"
+            f"prompt and max_tokens may reach {length} tokens; the limit is {max_length} (data.max_prompt_length, "
+            "data.max_response_length, rollout.max_model_len)"
         )
     return None
 
@@ -95,11 +90,11 @@ def eos_token_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
 
 
 def check_finite(log_probs: Sequence[float]) -> None:
-    """A model whose weights are broken gives NaN; drawing from that would go unnoticed."""
+    """Broken weights give NaN; drawing from that would go unnoticed."""
     if not all(map(math.isfinite, log_probs)):
         raise RolloutError(
-            "the model gave logits that are NaN or infinite; its weights are broken or overflow in this type "
-            "(check the last update's gradient norm and rollout.dtype)"
+            "the logits are NaN or infinite: broken weights, or an overflow in this dtype (check the last update's "
+            "gradient norm and rollout.dtype)"
         )
 
 
@@ -115,12 +110,12 @@ class Stopper:
         self._decoding = {"clean_up_tokenization_spaces": False} if cleans else {}
 
     def check_stop_strings(self, requests: Sequence[Request]) -> None:
-        """Stop strings need a tokenizer; say so before generating."""
+        """Stop strings need a tokenizer."""
         for request in requests:
             if request.sampling.stop and self.tokenizer is None:
                 raise RolloutError(
-                    f"request {request.request_id!r} has stop strings {list(request.sampling.stop)} "
-                    "but the engine has no tokenizer to read them with; use stop_token_ids"
+                    f"request {request.request_id!r} has stop strings {list(request.sampling.stop)}, but the engine "
+                    "has no tokenizer; use stop_token_ids"
                 )
 
     def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:

@@ -1,12 +1,11 @@
 """Drawing one token per row from logits: repetition penalty, temperature, top-k, top-p, min-p, greedy.
 
-A row draws by inverting its cumulative distribution at one uniform number (see `noise`), so that a draw
-costs one pass over the vocabulary. Filters apply in the order penalty, temperature, top-k, top-p, min-p;
-top-p sees the distribution renormalised by top-k.
+A row draws by inverting its cumulative distribution at one uniform number (see `noise`), so that a draw costs one pass
+over the vocabulary. Filters apply in the order penalty, temperature, top-k, top-p, min-p; top-p sees the distribution
+renormalised by top-k. A token whose probability is zero, or which a filter removed, is never drawn.
 
-What always holds: a token whose probability is zero, or which a filter removed, is never drawn. The log-prob
-returned is the one a trainer recomputes from the plain logits: of the temperature-scaled distribution before
-penalty and filters, or at temperature 1 where `raw` is set or the row is greedy.
+The log-prob returned is the one a trainer recomputes from the plain logits: of the temperature-scaled distribution
+before penalty and filters, or at temperature 1 where `raw` is set or the row is greedy.
 
 Shape suffixes: B rows, V vocabulary, N blocks of the vocabulary, L length of the longest history.
 """
@@ -29,7 +28,7 @@ _NUCLEUS_GUESS = 512
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which kinds of work any row needs; known on the host, so that sampling never waits for the device."""
+    """Which sampling features any row needs; known on the host, so that sampling never waits for the device."""
 
     greedy: bool
     scaled: bool

@@ -1,11 +1,12 @@
 """The Hugging Face module as the engine calls it: backbone with our attention, then the head on the rows wanted.
 
-What always holds: logits are float32 and made as the trainer makes them (product accumulated in float32, cap and
-scale of the architecture applied), so that log-probs agree; nothing waits for the device.
+Logits are float32 and computed as the trainer computes them (product accumulated in float32, cap and scale of the
+architecture applied), so that log-probs agree. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,29 +30,38 @@ def head_logits(hidden: torch.Tensor, head: OutputHead) -> torch.Tensor:
     return logits * head.scale if head.scale != 1.0 else logits
 
 
-def check_positions(model: Any, longest: int) -> None:
-    """RolloutError where sequences of `longest` tokens would change the rotary embedding of keys already in the cache.
+@dataclass(frozen=True)
+class PositionLimit:
+    """Sequences beyond `length` tokens would change the rotary embedding of keys already in the cache.
 
     "longrope" and "dynamic" exchange all frequencies once a sequence outgrows a limit; a forward over the whole
     sequence, as in training, then gives other keys from the first token on."""
+
+    length: int
+    kind: str
+    model: str
+
+    def check(self, length: int) -> None:
+        if length > self.length:
+            raise RolloutError(
+                f"a request may reach {length} tokens; beyond {self.length} the rotary embedding of {self.model} "
+                f"({self.kind}) changes for cached tokens; keep data.max_prompt_length + data.max_response_length "
+                f"within {self.length}, or use rollout.name=vllm"
+            )
+
+
+def position_limit(model: Any) -> PositionLimit | None:
     rotary: Any = getattr(backbone_of(model), "rotary_emb", None)
     kinds = getattr(rotary, "rope_type", None)
+    limits = []
     for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
         if kind == "longrope":
             parameters = rotary.config.rope_parameters
-            limit = (parameters if layer_type is None else parameters[layer_type])[
-                "original_max_position_embeddings"
-            ]
+            parameters = parameters if layer_type is None else parameters[layer_type]
+            limits.append((int(parameters["original_max_position_embeddings"]), kind))
         elif kind and "dynamic" in kind:
-            limit = rotary.original_max_seq_len
-        else:
-            continue
-        if longest > limit:
-            raise RolloutError(
-                f"a sequence may reach {longest} tokens, and beyond {limit} the rotary embedding of "
-                f"{type(model).__name__} ({kind}) changes for the tokens before; keep data.max_prompt_length + "
-                f"data.max_response_length within {limit}, or use rollout.name=vllm"
-            )
+            limits.append((int(rotary.original_max_seq_len), kind))
+    return PositionLimit(*min(limits), type(model).__name__) if limits else None
 
 
 class Backbone:
@@ -66,8 +76,8 @@ class Backbone:
         out = self.backbone(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
-            # A four-dimensional mask is taken for a finished one; otherwise transformers would look for packed
-            # sequences in the positions, which waits for the device. Our attention never reads it.
+            # A four-dimensional mask is used as it is; otherwise transformers would look for packed sequences in the
+            # positions, which waits for the device. Our attention never reads it.
             attention_mask=position_ids.new_zeros((1, 1, 1, 1)),
             use_cache=False,
             verl_attn=context,

@@ -1,20 +1,19 @@
-"""Who holds which block of the KV cache: reference counts, copy on write, prefix sharing. Pure bookkeeping.
+"""Which sequence holds which block of the KV cache: reference counts, copy on write, prefix sharing. No tensors.
 
-A block holds `block_size` consecutive tokens of every layer. Sequences whose first tokens are equal may hold
-the same block. What a block contains is known in granules (`hash_block` tokens): the content of a hash_block is
-named by a number that stands for its tokens and everything before them, so two granules with one name have
-equal keys and values. On the GPU a hash_block is a block; on the CPU one block holds a whole sequence and has
-many granules.
+A block holds `block_size` consecutive tokens of every layer. Sequences whose first tokens are equal may hold the same
+block. Content is known in hash blocks of `hash_block` tokens: an id stands for the tokens of one and everything before
+them, so two hash blocks with one id have equal keys and values. On a GPU a hash block is a block; on the CPU a block is
+a page for a whole sequence and has many hash blocks.
 
-A block is free, or held by exactly as many tables as its count says; nobody writes to a
-block that another table holds (it is copied first); a block that still has known content is given to a new
-owner only when no blank one is left.
+A block is free, or its count equals the number of tables that list it; nobody writes to a block that another table
+lists (it is copied first).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl.rollout.native.sequence import Sequence
@@ -30,24 +29,24 @@ class Copy:
 
 
 class BlockManager:
-    """Gives blocks to sequences. Nothing here touches a tensor."""
-
     def __init__(self, num_blocks: int, block_size: int, hash_block: int | None = None) -> None:
         hash_block = hash_block or block_size
         if num_blocks < 1 or block_size < 1 or block_size % hash_block:
-            raise ValueError(f"{num_blocks} blocks of {block_size} tokens in granules of {hash_block}")
+            raise ValueError(f"{num_blocks} blocks of {block_size} tokens, hash blocks of {hash_block}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.hash_block = hash_block
         self.count = [0] * num_blocks
+        self.kept: OrderedDict[str, list[Sequence]] = OrderedDict()
+        """Finished sequences whose blocks stay for the next turn, by `Request.prefix_id`; the oldest first."""
         self._blank = list(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Free blocks with known content, the longest unused first."""
-        self._places: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        """(name of what comes before, tokens) -> (block, name)."""
+        """Free blocks with known content, the least recently used first."""
+        self._index: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        """(content id of what comes before, tokens) -> (block, content id)."""
         self._content: list[dict[int, tuple[int, tuple[int, ...]]]] = [{} for _ in range(num_blocks)]
-        """Per block: hash_block index within the block -> its key in `_places`."""
-        self._next_name = 1
+        """Per block: number of the hash block within it -> its key in `_index`."""
+        self._next_id = 1
 
     @property
     def free(self) -> int:
@@ -56,9 +55,10 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    # Blocks one by one
+    # Single blocks
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
+        """A free block; content that a later prompt could reuse is given up only when no blank block is left."""
         if self._blank:
             block = heapq.heappop(self._blank)
         else:
@@ -67,7 +67,7 @@ class BlockManager:
         self.count[block] = 1
         return block
 
-    def _hold(self, block: int) -> None:
+    def _share(self, block: int) -> None:
         if self.count[block] == 0:
             del self._cached[block]
         self.count[block] += 1
@@ -80,47 +80,56 @@ class BlockManager:
             else:
                 heapq.heappush(self._blank, block)
 
-    def _forget(self, block: int, from_granule: int = 0) -> None:
+    def _forget(self, block: int, first: int = 0) -> None:
         content = self._content[block]
-        for index in [i for i in content if i >= from_granule]:
-            key = content.pop(index)
-            if self._places.get(key, (-1, 0))[0] == block:
-                del self._places[key]
+        for number in [n for n in content if n >= first]:
+            key = content.pop(number)
+            if self._index.get(key, (-1, 0))[0] == block:
+                del self._index[key]
 
     # Tables of sequences
 
-    def room_needed(self, sequence: Sequence, length: int) -> int:
-        """Blocks that `grow` would take."""
+    def blocks_needed(self, sequence: Sequence, length: int) -> int:
+        """Blocks that `grow` would allocate."""
         index = sequence.computed // self.block_size
         shared = index < len(sequence.table) and self.count[sequence.table[index]] > 1
         return max(self.blocks_for(length) - len(sequence.table), 0) + shared
 
+    def reclaim(self, blocks: int) -> bool:
+        """Whether so many blocks are free, after releasing kept prefixes, the oldest first, as far as necessary."""
+        while self.free < blocks and self.kept:
+            self.release_kept([next(iter(self.kept))])
+        return self.free >= blocks
+
     def grow(self, sequence: Sequence, length: int) -> list[Copy] | None:
-        """Make the places from `computed` to `length` writable; None, and nothing changed, when too few are free."""
-        if self.room_needed(sequence, length) > self.free:
+        """Make the slots from `computed` to `length` writable; None when too few blocks are free."""
+        if not self.reclaim(self.blocks_needed(sequence, length)):
             return None
         copies = []
         table = sequence.table
         index, offset = divmod(sequence.computed, self.block_size)
         if index < len(table):
             if self.count[table[index]] > 1:
-                old, new = table[index], self._take()
+                # Copy on write: another sequence (a sibling, or one that found this prefix) reads this block, too.
+                old, new = table[index], self._allocate()
                 table[index] = new
                 self._drop(old)
                 if offset:
                     copies.append(Copy(old, new, offset))
             elif self._content[table[index]]:
+                # What is about to be overwritten can no longer be found; full hash blocks before it stay.
                 self._forget(table[index], -(-offset // self.hash_block))
         while len(table) * self.block_size < length:
-            table.append(self._take())
+            table.append(self._allocate())
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child starts with everything its parent has."""
         for block in parent.table:
-            self._hold(block)
+            self._share(block)
         child.table = list(parent.table)
         child.chain = list(parent.chain)
+        child.stale = parent.stale
 
     def release(self, sequence: Sequence) -> None:
         # The end of a prefix is of use only with its beginning: let it be the first to go.
@@ -131,75 +140,130 @@ class BlockManager:
 
     # Prefixes
 
+    def keep(self, sequence: Sequence) -> None:
+        """A finished sequence keeps its blocks for the request that continues it."""
+        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
+        self.register(sequence, sequence.computed)
+        prefix_id = str(sequence.request.prefix_id)
+        self.kept.setdefault(prefix_id, []).append(sequence)
+        self.kept.move_to_end(prefix_id)
+
+    def release_kept(self, prefix_ids: Iterable[str]) -> None:
+        for prefix_id in prefix_ids:
+            for sequence in self.kept.pop(prefix_id, ()):
+                self.release(sequence)
+
     def attach_prefix(self, sequence: Sequence) -> int:
         """Give a sequence without blocks those that already hold its first tokens; returns how many tokens.
 
-        At least one token stays to be computed, since its logits are wanted.
-        """
-        hash_block, tokens = self.hash_block, sequence.tokens
-        name, blocks, chain = 0, [], []
-        for start in range(0, len(tokens) - hash_block, hash_block):
-            found = self._places.get((name, tuple(tokens[start : start + hash_block])))
+        At least one token stays to be computed, since its logits are wanted."""
+        blocks, chain = self._find(sequence.tokens)
+        sequence.computed = len(chain) * self.hash_block
+        if self._continue_kept(sequence):
+            return sequence.computed
+        for block in blocks:
+            self._share(block)
+        sequence.table = blocks
+        sequence.chain = chain
+        return sequence.computed
+
+    def _find(self, tokens: list[int]) -> tuple[list[int], list[int]]:
+        """Blocks and content ids of the longest known prefix, in full hash blocks."""
+        content_id, blocks, chain = 0, [], []
+        for start in range(0, len(tokens) - self.hash_block, self.hash_block):
+            found = self._index.get((content_id, tuple(tokens[start : start + self.hash_block])))
             if found is None:
                 break
-            block, name = found
-            chain.append(name)
-            # Whoever holds a hash_block of a block holds the earlier ones in that block, too: the last one decides.
+            block, content_id = found
+            chain.append(content_id)
+            # Whoever has a hash block of a block has the earlier ones in that block, too: the last one decides.
             if start % self.block_size == 0:
                 blocks.append(block)
             else:
                 blocks[-1] = block
-        for block in blocks:
-            self._hold(block)
-        sequence.table = blocks
-        sequence.chain = chain
-        sequence.computed = len(chain) * hash_block
-        return sequence.computed
+        return blocks, chain
+
+    def _continue_kept(self, sequence: Sequence) -> bool:
+        """Take over the blocks kept for this conversation where they hold more of the prompt, to the token and not only
+        in full hash blocks. They change hands, so that going on in a partly filled block needs no copy."""
+        kept = self.kept.get(sequence.request.prefix_id or "", [])
+        best, length = None, sequence.computed
+        for candidate in kept:
+            common = _common_prefix(candidate.tokens[: candidate.computed], sequence.tokens[:-1])
+            if common > length:
+                best, length = candidate, common
+        if best is None:
+            return False
+        kept.remove(best)
+        if not kept:
+            del self.kept[str(sequence.request.prefix_id)]
+        used = self.blocks_for(length)
+        for block in reversed(best.table[used:]):
+            self._drop(block)
+        sequence.table, best.table = best.table[:used], []
+        sequence.chain = best.chain[: length // self.hash_block]
+        sequence.computed = length
+        return True
 
     def register(self, sequence: Sequence, computed: int) -> None:
-        """Make known the granules that will be full once the first `computed` tokens are."""
+        """Make known the hash blocks that will be full once the first `computed` tokens are."""
+        if sequence.stale:
+            return
         hash_block, chain = self.hash_block, sequence.chain
         while (len(chain) + 1) * hash_block <= computed:
             start = len(chain) * hash_block
             key = (chain[-1] if chain else 0, tuple(sequence.tokens[start : start + hash_block]))
             block = sequence.table[start // self.block_size]
-            found = self._places.get(key)
+            found = self._index.get(key)
             if found is None:
-                name = self._next_name
-                self._next_name += 1
-                self._places[key] = (block, name)
+                content_id = self._next_id
+                self._next_id += 1
+                self._index[key] = (block, content_id)
                 self._content[block][start % self.block_size // hash_block] = key
             else:
-                name = found[1]
-            chain.append(name)
+                content_id = found[1]
+            chain.append(content_id)
 
     def forget_unused(self) -> None:
-        """Blocks nobody holds become blank: no prompt will come that could use their content."""
+        """Free blocks become blank, so that `move` can use them."""
         for block in self._cached:
             self._forget(block)
             heapq.heappush(self._blank, block)
         self._cached.clear()
 
+    def invalidate(self) -> None:
+        """The weights have changed: nothing in the cache may be found any more; tables keep their blocks."""
+        self.release_kept(list(self.kept))
+        self.forget_unused()
+        self._index.clear()
+        for content in self._content:
+            content.clear()
+
     def move(self, sequence: Sequence, index: int) -> Copy | None:
-        """Move a block that only this sequence holds to the lowest blank place, when that is lower."""
+        """Move a block that only this sequence holds to the lowest blank one, when that is lower."""
         block = sequence.table[index]
         if self.count[block] != 1 or not self._blank or self._blank[0] > block:
             return None
-        target = self._take()
+        target = self._allocate()
         self._forget(block)
         self._drop(block)
         sequence.table[index] = target
-        held = min(self.block_size, sequence.computed - index * self.block_size)
-        return Copy(block, target, held)
+        return Copy(block, target, min(self.block_size, sequence.computed - index * self.block_size))
 
     def check(self, sequences: list[Sequence]) -> None:
-        """Raise when the books do not balance (used by tests)."""
-        held = [0] * self.num_blocks
-        for sequence in sequences:
+        """Raise when counts and tables disagree (used by tests)."""
+        counts = [0] * self.num_blocks
+        for sequence in [*sequences, *(s for kept in self.kept.values() for s in kept)]:
             for block in sequence.table:
-                held[block] += 1
-        if held != self.count:
+                counts[block] += 1
+        if counts != self.count:
             raise RuntimeError("block counts differ from the tables")
-        idle = sorted([*self._blank, *self._cached])
-        if idle != [block for block in range(self.num_blocks) if held[block] == 0]:
-            raise RuntimeError("free blocks differ from those no table holds")
+        if sorted([*self._blank, *self._cached]) != [b for b, count in enumerate(counts) if count == 0]:
+            raise RuntimeError("free blocks differ from those in no table")
+
+
+def _common_prefix(first: list[int], second: list[int]) -> int:
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
+        return shorter
+    return next(at for at in range(shorter) if first[at] != second[at])

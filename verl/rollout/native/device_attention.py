@@ -17,8 +17,8 @@ from torch import nn
 
 from verl.models.attention import PackedAttention, choose_backend, varlen_kernel
 from verl.rollout.native.attention import dot_product_attention
-from verl.rollout.native.device_cache import DeviceCache
 from verl.rollout.native.fused import DecodeInputs
+from verl.rollout.native.kv_cache import DeviceCache
 from verl.rollout.native.ops import Ops, decode_slots
 
 Send = Callable[[torch.Tensor], torch.Tensor]

@@ -1,12 +1,10 @@
-"""What a decode step knows of its rows, as tensors on the device that never move (captured graphs hold them).
+"""The rows of a decode step as tensors on the device that never move (captured graphs hold their addresses).
 
-A row is one decoding sequence. The tokens it makes and their log-probs go to its slot, which does not move when
-`keep` closes the gaps that ended rows leave; so the host can read a slot while later steps run.
+A row is one decoding sequence. Its tokens and their log-probs go to its slot, which does not move when `keep` closes
+the gaps that ended rows leave; so the host can read a slot while later steps run. A slot belongs to one sequence until
+the host has read it; a poll gives the state after the work enqueued before it, whatever has been enqueued since.
 
-A slot belongs to one sequence until the host has read it; a poll gives the state after the work
-enqueued before it, whatever has been enqueued since.
-
-Shapes: R rows, T tokens a row may make, W blocks of a table row, S stop tokens.
+Shapes: R rows, T tokens of a response, W blocks of a table row, S stop tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _FLOATS = ("temperature", "top_p", "min_p", "penalty")
 
 
 class Poll:
-    """Which rows were active and how many tokens each had made when the host polled."""
+    """Which rows were active and how many tokens each had generated when the host polled."""
 
     def __init__(self, progress: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -65,7 +63,7 @@ class DeviceState:
     positions: torch.Tensor
     produced: torch.Tensor
     last: torch.Tensor
-    """A row ends when its newest token stands at this place."""
+    """A row ends when its newest token has this position."""
     keys: torch.Tensor
     top_k: torch.Tensor
     greedy: torch.Tensor
@@ -123,10 +121,13 @@ class DeviceState:
         self.floats[:, start:end] = self.send(torch.tensor(floats, dtype=torch.float32))
         self.stop_ids[start:end] = self.send(torch.tensor(stops, dtype=torch.int64))
 
-    def remember(self, start: int, sequences: Seq[Sequence], vocab: int) -> None:
-        """Note which tokens stand in the rows' prompts (for repetition penalties)."""
+    def allocate_seen(self, vocab: int) -> None:
         if self.seen is None:
             self.seen = torch.zeros(self.capacity, vocab, dtype=torch.bool, device=self.device)
+
+    def set_seen(self, start: int, sequences: Seq[Sequence]) -> None:
+        """Mark the tokens of new rows (for repetition penalties)."""
+        assert self.seen is not None
         self.seen[start : start + len(sequences)] = False
         for row, sequence in enumerate(sequences, start):
             self.seen[row, self.send(torch.tensor(sequence.tokens))] = True

@@ -1,33 +1,33 @@
 """The native engine: continuous batching from the trainer's own weights, in the trainer's process.
 
-`generate` is the whole of it: schedule, run, record, until nothing is left. On the CPU every step is one pass of
-the module over prompts and decoding rows together; on a device prompts run between bursts of decode steps, which
-are replayed graphs (`device_runner`).
+`poll` applies what was submitted, aborted and released since the last call, then runs scheduling iterations
+(`CPURunner.step`, `DeviceRunner.step`) until something has finished. While requests are outstanding the module is in
+generation mode, with whole weights; when none is, it is as it was before, and of the KV cache only prefixes that a
+conversation keeps stay, for as long as the weights do not change.
 
-Nothing cached outlives a `generate`, because the weights may have changed after it; the
-module is put back as it was; a request that could never fit is refused before anything runs.
+The CPU runner computes prompts and decoding rows in one pass over long pages; the device runner separates them, since
+its decode steps are captured graphs. Both use one scheduler, and the device runner also runs on the CPU (tests).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from verl.errors import RolloutError
-from verl.rollout.base import BatchEngine, FinishReason, Request, Response
-from verl.rollout.native.backbone import check_positions
-from verl.rollout.native.block_manager import BlockManager
+from verl.rollout.base import FinishReason, Request, Response, RolloutEngine, RolloutStats
+from verl.rollout.native.backbone import PositionLimit, position_limit
 from verl.rollout.native.device_runner import DeviceRunner
-from verl.rollout.native.device_session import LOOKAHEAD, DeviceSession, open_session
-from verl.rollout.native.kv_cache import CacheLayout, PageCache, cache_layout, free_host_memory
-from verl.rollout.native.limits import Limits
-from verl.rollout.native.runner import CPURunner
-from verl.rollout.native.scheduler import Scheduler, Step
+from verl.rollout.native.kv_cache import CacheLayout, cache_layout
+from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.native.sequence import Sequence, sequences_of
+from verl.rollout.native.session import CPUSession, DeviceSession, Limits, uses_graphs, weight_signature
 from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
 from verl.rollout.sampling import Kinds
 from verl.rollout.source import as_source, causal_lm, generation_mode
@@ -35,15 +35,10 @@ from verl.rollout.verify import verify
 
 log = logging.getLogger(__name__)
 
-HASH_BLOCK = 16
-
-PROMPT_PASSES = 8
-"""At most so many prompt passes run between two bursts of decode steps. While rows are free and prompts wait they
-follow each other, since a decode step of a few rows takes nearly as long as one of many; running rows, and an abort,
-wait for no more than these."""
+Command = tuple[Literal["submit", "abort", "release"], Any]
 
 
-class NativeRollout(BatchEngine):
+class NativeRollout(RolloutEngine):
     """Generates with the trainer's module itself. `source` is a TrainEngine or a causal language model.
 
     `on_device` chooses the path for devices; None: where the weights are on one. (It also runs on the CPU.) A model is
@@ -62,254 +57,332 @@ class NativeRollout(BatchEngine):
         self.limits = Limits.of(config)
         self.on_device = on_device
         self.version = 0
-        self.last_run: dict[str, int] = {}
-        """Of the last `generate`: preemptions."""
         self._verify = verify
         self._known: tuple[weakref.ref[Any], CacheLayout] | None = None
-        """The model that was looked at last, and what its cache looks like."""
-        self._session: DeviceSession | None = None
+        """The model that was verified last, and the shape of its cache."""
+        self._lock = threading.Lock()
+        """Guards what other threads touch: the commands and the counts of outstanding samples."""
+        self._commands: list[Command] = []
+        self._outstanding: dict[str, int] = {}
+        """Samples without a response, by request."""
+        self._stopper = Stopper(tokenizer, frozenset())
+        self._vocab_size = 0
+        self._position_limit: PositionLimit | None = None
+        self._finished: list[Response] = []
+        """To be returned by the next `poll`."""
+        self._suspended = False
+        """Sequences wait for a session."""
+        self._stats = RolloutStats()
+        self._module: ExitStack | None = None
+        """Open while requests are outstanding: gathered weights, generation mode."""
+        self._model: Any = None
+        self._session: CPUSession | DeviceSession | None = None
+        self._scheduler: Scheduler | None = None
+        self._cached_weights: Any = None
+        """`_weight_state` of the weights that the cache was computed with."""
         self._graphs_refused: tuple[int, str] | None = None
         """The version at which a decode step could not be captured last, and why."""
-        self._aborted: set[str] = set()
-        self._abort_all = False
-        self._abort_lock = threading.Lock()
-        self._busy = False
 
-    def run_batch(self, requests: list[Request]) -> Iterator[Response]:
-        if self._busy:
-            raise RolloutError("this engine is generating already; finish or close that generate first")
-        self._aborted.clear()
-        self._abort_all = False
-        with self.source.module() as module:
-            model = causal_lm(module)
-            stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
-            vocab_size = int(model.get_input_embeddings().num_embeddings)
-            self.limits.check_dtype(model.get_input_embeddings().weight.dtype)
-        stopper.check_stop_strings(requests)
-        check_requests(requests, vocab_size, self.limits.max_model_len)
-        return self._generate(requests, stopper)
+    # Called from any thread
 
-    def _generate(self, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
+    def submit(self, requests: Iterable[Request]) -> None:
+        requests = list(requests)
         if not requests:
             return
-        self._busy = True
-        # Prompts of like length side by side: decoding rows then need little padding.
-        requests = sorted(requests, key=lambda r: len(r.prompt_ids))
-        try:
-            with self.source.module() as module, generation_mode(module, "verl") as model:
-                weight = model.get_input_embeddings().weight
-                on_device = self.on_device
-                if on_device is None:  # on the CPU only the device's path knows fp8, and emulates it
-                    on_device = weight.device.type != "cpu" or self.limits.fp8
-                check_positions(model, max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests))
-                layout = self._layout(model, on_device)
-                run = self._run_on_device if on_device else self._run_on_cpu
-                yield from run(model, layout, requests, stopper)
-        finally:
-            self._busy = False
+        with self._lock:
+            if not self._outstanding:
+                self._read_model()
+            self._check(requests)
+            self._outstanding.update({request.request_id: request.n for request in requests})
+            self._commands.append(("submit", requests))
 
-    def _layout(self, model: Any, on_device: bool) -> CacheLayout:
-        """The shape of the model's cache; a model not met before is compared with its own forward."""
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        with self._lock:
+            named = list(self._outstanding) if request_ids is None else list(request_ids)
+            self._commands.append(("abort", frozenset(named)))
+
+    def release(self, prefix_ids: Iterable[str]) -> None:
+        with self._lock:
+            self._commands.append(("release", list(prefix_ids)))
+
+    def stats(self) -> RolloutStats:
+        with self._lock:
+            outstanding = sum(self._outstanding.values())
+        scheduler = self._scheduler
+        if scheduler is None:
+            return replace(self._stats, waiting=outstanding)
+        blocks, running = scheduler.blocks, len(scheduler.running)
+        return replace(
+            self._stats,
+            running=running,
+            waiting=max(outstanding - running, 0),
+            kv_blocks=blocks.num_blocks,
+            kv_blocks_used=blocks.num_blocks - blocks.free,
+        )
+
+    def _read_model(self) -> None:
+        """What `submit` checks requests against."""
+        with self.source.structure() as module:
+            model = causal_lm(module)
+            self._stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
+            self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+            self._position_limit = position_limit(model)
+            self.limits.check_dtype(self.source.dtype)
+
+    def _check(self, requests: list[Request]) -> None:
+        self._stopper.check_stop_strings(requests)
+        lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
+        check_requests(requests, self._vocab_size, min(lengths, default=None))
+        for request in requests:
+            if request.request_id in self._outstanding:
+                raise RolloutError(
+                    f"request {request.request_id!r} is outstanding already; ids key the draws and must differ"
+                )
+            if self._position_limit is not None:
+                self._position_limit.check(len(request.prompt_ids) + request.sampling.max_tokens)
+
+    # Generating
+
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while True:
+                self._apply_commands()
+                if not self._finished and self._scheduler is not None and not self._scheduler.idle:
+                    self._open_module()
+                    assert self._session is not None
+                    self._answer(self._session.runner.step(self._scheduler))
+                    self._note_refused_graph()
+                elif not self._finished:
+                    break
+                if self._finished or (deadline is not None and time.monotonic() >= deadline):
+                    break
+            return self._hand_out()
+        except BaseException:
+            self._drop_everything()
+            raise
+
+    def _hand_out(self) -> list[Response]:
+        responses, self._finished = self._finished, []
+        with self._lock:
+            for response in responses:
+                self._outstanding[response.request_id] -= 1
+                if not self._outstanding[response.request_id]:
+                    del self._outstanding[response.request_id]
+                self._stats.generated_tokens += len(response.token_ids)
+            if not self._outstanding:
+                self._become_idle()
+        return responses
+
+    def _become_idle(self) -> None:
+        """Restore the module and drop the KV cache, but for kept prefixes and a device's session with its graphs."""
+        self._close_module()
+        if self._scheduler is not None and not self._scheduler.blocks.kept:
+            self._scheduler = None
+            if isinstance(self._session, CPUSession):
+                self._session = None
+
+    def _apply_commands(self) -> None:
+        """In the order they came: what is aborted or released after being submitted never starts."""
+        with self._lock:
+            commands, self._commands = self._commands, []
+        arrived: list[Sequence] = []
+        for name, argument in commands:
+            if name == "submit":
+                # Prompts of like length side by side: decoding rows then need little padding.
+                for request in sorted(argument, key=lambda r: len(r.prompt_ids)):
+                    arrived += sequences_of(request, self.version)
+            elif name == "abort":
+                arrived = self._abort(argument, arrived)
+            elif self._scheduler is not None:
+                self._scheduler.blocks.release_kept(argument)
+        if arrived or self._suspended:
+            self._prepare(arrived)
+
+    def _abort(self, request_ids: frozenset[str], arrived: list[Sequence]) -> list[Sequence]:
+        """Answer these requests with what they have; those of `arrived` that stay."""
+        stay: list[Sequence] = []
+        aborted: list[Sequence] = []
+        for leader in arrived:
+            (aborted if leader.request.request_id in request_ids else stay).append(leader)
+        aborted += [sibling for leader in aborted for sibling in leader.siblings]
+        if self._scheduler is not None:
+            named = [s for s in self._scheduler.everything() if s.request.request_id in request_ids]
+            # A row whose end was drawn on the device is finished, not cut off.
+            ended = self._session.runner.evict(named) if self._session is not None else []
+            self._answer(ended)
+            done = {id(sequence) for sequence, _ in ended}
+            for sequence in named:
+                sequence.siblings = []
+                self._scheduler.finish(sequence)
+            aborted += [sequence for sequence in named if id(sequence) not in done]
+        self._answer([(sequence, "abort") for sequence in aborted])
+        return stay
+
+    def _answer(self, ended: list[tuple[Sequence, FinishReason]]) -> None:
+        for sequence, reason in ended:
+            check_finite(sequence.log_probs)
+            self._finished.append(sequence.response(reason))
+
+    # The module, the cache and the runner
+
+    def _prepare(self, arrived: list[Sequence]) -> None:
+        """A session that serves what is outstanding and what has arrived.
+
+        When they outgrow a session at work, its rows are preempted, which loses nothing but time, and continue in a
+        larger one; kept prefixes are lost, as when memory is short."""
+        self._open_module()
+        unfinished = [] if self._scheduler is None else self._scheduler.everything()
+        requests = list({id(s.request): s.request for s in [*unfinished, *arrived]}.values())
+        last, busy = self._session, bool(unfinished)
+        if not requests:
+            return
+        if last is not None and last.serves(self._model, requests, busy):
+            session = last
+            session.runner.configure(self._stopper, Kinds.of([request.sampling for request in requests]))
+        else:
+            self._suspend()
+            self._session = None
+            stream = busy or any(request.prefix_id is not None for request in requests)
+            self._session = session = self._build_session(last, requests, stream)
+        if self._scheduler is None or session is not last:
+            scheduler = session.scheduler(self._stats)
+            if self._scheduler is not None:
+                scheduler.add(self._scheduler.waiting)
+            self._scheduler = scheduler
+        self._scheduler.add(arrived)
+        self._suspended = False
+
+    def _build_session(
+        self, last: CPUSession | DeviceSession | None, requests: list[Request], stream: bool
+    ) -> CPUSession | DeviceSession:
+        model = self._model
+        on_device, layout = self._uses_device(model), self._layout(model)
+        if not on_device:
+            return CPUSession(model, layout, requests, self.limits, self._stopper, stream)
+        sizes = None
+        if isinstance(last, DeviceSession):
+            sizes = last.sizes
+            last.release()  # the new one may need its memory
+        session = DeviceSession(model, layout, requests, self.limits, self._stopper, stream, sizes)
+        session.runner.use_graphs = self._allows_graphs(session)
+        return session
+
+    def _open_module(self) -> None:
+        """Enter generation mode, with the weights of now. A cache computed with others is not used."""
+        if self._module is not None:
+            return
+        with ExitStack() as stack:
+            module = stack.enter_context(self.source.module())
+            model = stack.enter_context(generation_mode(module, "verl"))
+            layout = self._layout(model)
+            self._module, self._model = stack.pop_all(), model
+        weights = self._weight_state()
+        if self._scheduler is not None and weights != self._cached_weights:
+            self._scheduler.set_version(self.version)
+        self._cached_weights = weights
+        session = self._session
+        if session is None:
+            return
+        if (session.layout, session.device) != (layout, model.get_input_embeddings().weight.device):
+            self._suspend()
+            self._session = None
+            return
+        if session.signature != weight_signature(model):
+            session.signature = weight_signature(model)
+            session.runner.rebind(model)
+        if isinstance(session, DeviceSession):
+            session.runner.refresh(self._allows_graphs(session))
+
+    def _close_module(self) -> None:
+        module, self._module, self._model = self._module, None, None
+        if module is not None:
+            module.close()
+
+    def _suspend(self) -> None:
+        """Every running sequence waits again, with the tokens it has; nothing of the cache is used any more."""
+        if self._scheduler is not None and self._session is not None:
+            ended = self._session.runner.evict(list(self._scheduler.running))
+            self._scheduler.finish_all([sequence for sequence, _ in ended])
+            self._answer(ended)
+            self._scheduler.preempt_all()
+            self._scheduler.blocks.invalidate()
+            self._suspended = not self._scheduler.idle
+
+    def _drop_everything(self) -> None:
+        with self._lock:
+            self._commands, self._finished = [], []
+            self._outstanding.clear()
+            self._suspended = False
+            self._scheduler = self._session = None
+            self._close_module()
+
+    def _uses_device(self, model: Any) -> bool:
+        if self.on_device is not None:
+            return self.on_device
+        # On the CPU only the device path has fp8, emulated.
+        return model.get_input_embeddings().weight.device.type != "cpu" or self.limits.fp8
+
+    def _layout(self, model: Any) -> CacheLayout:
+        """The shape of the model's cache; a model not seen before is compared with its own forward."""
         if self._known is None or self._known[0]() is not model:
             layout = cache_layout(model)
             if self._verify:
+                on_device = self._uses_device(model)
                 verify(model, "native", lambda requests: _small_run(model, requests, on_device))
             self._known = (weakref.ref(model), layout)
         return self._known[1]
 
-    def _queue(self, scheduler: Scheduler, requests: list[Request]) -> None:
-        arrival = 0
-        for request in requests:
-            scheduler.add(sequences_of(request, arrival))
-            arrival += request.n
+    def _weight_state(self) -> tuple[Any, ...]:
+        """Differs when a weight was replaced or changed in place (torch counts that), with or without
+        `update_weights`."""
+        parameters = [p for p in self._model.parameters() if not p.is_inference()]
+        return (self.version, self.source.version, [(p.data_ptr(), p._version) for p in parameters])
 
-    # On the CPU
+    def _allows_graphs(self, session: DeviceSession) -> bool:
+        refused = self._graphs_refused is not None and self._graphs_refused[0] == self.version
+        return uses_graphs(session.device, self.limits) and not refused
 
-    def _run_on_cpu(
-        self, model: Any, layout: CacheLayout, requests: list[Request], stopper: Stopper
-    ) -> Iterator[Response]:
-        scheduler, runner = self._build_for_cpu(model, layout, requests)
-        self._queue(scheduler, requests)
-        while not scheduler.idle:
-            if self._abort_all or self._aborted:
-                yield from self._end(scheduler, self._named_by_abort(scheduler))
-                continue
-            step = scheduler.schedule()
-            scheduler.compact(step)
-            samplers, tokens, log_probs = runner.run(step)
-            check_finite(log_probs)
-            scheduler.complete(step)
-            finished: list[Response] = []
-            ended: list[Sequence] = []
-            for sequence, token, log_prob in zip(samplers, tokens, log_probs, strict=True):
-                sequence.tokens.append(token)
-                sequence.log_probs.append(log_prob)
-                newest = len(sequence.tokens) - 1
-                end = stopper.end(sequence.tokens, newest, sequence.request.sampling, sequence.prompt_length)
-                if end is not None:
-                    finished.append(sequence.response(end[1], self.version))
-                    ended.append(sequence)
-            if ended:
-                scheduler.finish_all(ended)
-            yield from finished
-        self.last_run = {"preemptions": scheduler.preemptions}
-
-    def _build_for_cpu(
-        self, model: Any, layout: CacheLayout, requests: list[Request]
-    ) -> tuple[Scheduler, CPURunner]:
-        longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
-        page_size = -(-longest // HASH_BLOCK) * HASH_BLOCK
-        wanted = min(sum(r.n for r in requests) + 1, self.limits.max_num_seqs + 1)
-        tokens = self.limits.cache_tokens
-        if tokens is None:
-            share = int(free_host_memory() * self.limits.gpu_memory_utilization)
-            tokens = share // layout.token_bytes
-        pages = min(wanted, tokens // page_size)
-        if pages < 1:
-            raise RolloutError(
-                f"the longest request may reach {longest} tokens; the KV cache has room for {tokens} "
-                "(data.max_prompt_length, data.max_response_length, rollout.gpu_memory_utilization)"
-            )
-        budget = self.limits.max_num_batched_tokens
-        scheduler = Scheduler(
-            BlockManager(pages, page_size, HASH_BLOCK),
-            min(self.limits.max_num_seqs, budget),
-            budget,
-            prefix_in_same_step=False,
-        )
-        return scheduler, CPURunner(model, PageCache(pages, page_size))
-
-    # On a device
-
-    def _run_on_device(
-        self, model: Any, layout: CacheLayout, requests: list[Request], stopper: Stopper
-    ) -> Iterator[Response]:
-        kinds = Kinds.of([request.sampling for request in requests])
-        limits = self.limits
-        if self._graphs_refused is not None and self._graphs_refused[0] == self.version:
-            limits = replace(limits, enforce_eager=True)
-        last, self._session = self._session, None
-        session = open_session(last, model, requests, limits, stopper, kinds, layout)
-        yield from self._serve(session, requests)
-        self._session = session
-
-    def _serve(self, session: DeviceSession, requests: list[Request]) -> Iterator[Response]:
-        scheduler, runner = session.scheduler(self.limits), session.runner
-        self._queue(scheduler, requests)
-        in_flight = 0
-        while not scheduler.idle:
-            if self._abort_all or self._aborted:
-                named = self._named_by_abort(scheduler)
-                ended = self._evict(scheduler, runner, named)
-                done = {id(sequence) for sequence, _ in ended}
-                aborted = self._end(scheduler, [s for s in named if id(s) not in done])
-                yield from self._responses(ended)
-                yield from aborted
-                continue
-            # Tokens of the steps in flight are not known yet; new steps and their blocks come on top of them.
-            left = max((r.sequence.max_length - r.sequence.length for r in runner.rows), default=0)
-            steps = max(min(LOOKAHEAD, left - in_flight), 0)
-            step = scheduler.schedule(lookahead=max(in_flight + steps, 1))
-            ended = self._make_room(scheduler, runner, step)
-            if len(step.decodes) != len(runner.rows):
-                raise RuntimeError(
-                    f"{len(step.decodes)} sequences are to decode and the runner has {len(runner.rows)} rows: "
-                    f"{scheduler!r}"
-                )
-            if step.decodes and steps:
-                runner.decode(steps)
-                self._note_refusal(runner)
-            in_flight = steps if step.decodes else 0
-            for _ in range(PROMPT_PASSES - 1):
-                if not step.chunks or step.preempted:
-                    break
-                self._prefill(scheduler, runner, step)
-                step = scheduler.schedule(lookahead=0)
-                ended += self._make_room(scheduler, runner, step)
-            self._prefill(scheduler, runner, step)
-            finished_rows = runner.poll_finished()
-            scheduler.finish_all([sequence for sequence, _ in finished_rows])
-            yield from self._responses([*ended, *finished_rows])
-        self.last_run = {"preemptions": scheduler.preemptions}
-
-    def _note_refusal(self, runner: DeviceRunner) -> None:
+    def _note_refused_graph(self) -> None:
         """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: the
         cause may have been temporary. The same cause is logged once."""
-        error = runner.graph_error
-        if error is None:
+        runner = self._session.runner if self._session is not None else None
+        if not isinstance(runner, DeviceRunner) or runner.graph_error is None:
             return
+        error, runner.graph_error = runner.graph_error, None
         if self._graphs_refused is None or self._graphs_refused[1] != error:
             log.warning(
-                "%s cannot be captured as a CUDA graph, its decode steps run one by one and slower: %s",
+                "%s cannot be captured as a CUDA graph, its decode steps run without one and slower: %s",
                 type(runner.backbone.model).__name__,
                 error,
             )
         self._graphs_refused = (self.version, error)
 
-    def _make_room(
-        self, scheduler: Scheduler, runner: DeviceRunner, step: Step
-    ) -> list[tuple[Sequence, FinishReason]]:
-        """What comes before a step: preempted sequences leave the device, blocks are copied. Returns what had ended."""
-        ended = self._evict(scheduler, runner, step.preempted)
-        if step.copies:
-            runner.cache.copy(step.copies)
-        return ended
-
-    def _prefill(self, scheduler: Scheduler, runner: DeviceRunner, step: Step) -> None:
-        if step.chunks:
-            runner.prefill(step.chunks)
-        scheduler.complete(step)
-
-    def _evict(
-        self, scheduler: Scheduler, runner: DeviceRunner, sequences: list[Sequence]
-    ) -> list[tuple[Sequence, FinishReason]]:
-        """Preempted or aborted sequences leave the device. Those that turn out to have ended are finished."""
-        ended = runner.evict(sequences)
-        for sequence, _ in ended:
-            scheduler.finish(sequence)
-        return ended
-
-    def _responses(self, ended: list[tuple[Sequence, FinishReason]]) -> Iterator[Response]:
-        for sequence, reason in ended:
-            check_finite(sequence.log_probs)
-            yield sequence.response(reason, self.version)
-
-    def _named_by_abort(self, scheduler: Scheduler) -> list[Sequence]:
-        """What `abort` has named since the last call; another thread may name more at any time, for the next."""
-        with self._abort_lock:
-            everything, names = self._abort_all, self._aborted
-            self._abort_all, self._aborted = False, set()
-        return [s for s in scheduler.everything() if everything or s.request.request_id in names]
-
-    def _end(self, scheduler: Scheduler, sequences: list[Sequence]) -> list[Response]:
-        """Take them out and answer with what there is."""
-        answers = []
-        for sequence in sequences:
-            sequence.siblings = []
-            scheduler.finish(sequence)
-            answers.append(sequence.response("abort", self.version))
-        return answers
-
-    def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        with self._abort_lock:
-            if request_ids is None:
-                self._abort_all = True
-            else:
-                self._aborted.update(request_ids)
+    # Weights and memory
 
     def update_weights(self, source: Any, version: int) -> None:
-        """The weights are the trainer's own: only the version is new (and the source, when one is given)."""
+        """Continue with the weights of `source` (None: the same, changed in place) from the next step on.
+
+        Running sequences keep the keys and values they have; nothing else of the cache is used again."""
         if source is not None:
             self.source = as_source(source)
         self.version = version
+        if self._scheduler is not None:
+            self._scheduler.set_version(version)
+        # The next poll enters again: weights gathered from shards are those of the moment they were gathered.
+        self._close_module()
 
     def sleep(self) -> None:
-        """Give the cache's memory back. Captured graphs stay, where the cache can come back to its address."""
-        if self._session is not None and not self._session.cache.park():
+        """Free the cache. Captured graphs stay, where it can be restored at its address."""
+        self._suspend()
+        self._close_module()
+        if self._session is not None and not self._session.park():
             self._session = None
+        if self._scheduler is not None and self._scheduler.idle:
+            self._scheduler = None
 
     def close(self) -> None:
-        self._session = None
+        self._drop_everything()
 
 
 def _small_run(model: Any, requests: list[Request], on_device: bool) -> list[Response]:

@@ -1,11 +1,8 @@
-"""Weights in eight bits for generating (`rollout.dtype=fp8`): e4m3 numbers and one scale for each output channel.
+"""Weights in eight bits for decoding (`rollout.dtype=fp8`): e4m3 numbers and one scale for each output channel.
 
-The trainer's weights are read once before each generate and written to the same buffers, so captured graphs stay
-valid; inputs get one scale per row on the way. Prompts, norms, attention, cache and output layer keep the model's
-own type.
-
-What always holds: layers that read the same input lie in one buffer and are one product; a channel's largest
-weight is represented exactly at the end of the range.
+The trainer's weights are quantised whenever the engine starts to generate or takes new weights, into the same buffers,
+so that captured graphs stay valid; inputs get one scale per row. Prompts, norms, attention, cache and output layer keep
+the model's dtype. Layers that read the same input share one buffer and are one product.
 """
 
 from __future__ import annotations
@@ -26,9 +23,8 @@ def require_fp8_device(device: torch.device) -> None:
     """Eight-bit products need a device that has them; the CPU emulates them."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError(
-            f"rollout.dtype=fp8 needs a GPU with fp8 products (compute capability 8.9 or newer); "
-            f"{torch.cuda.get_device_name(device)} has {torch.cuda.get_device_capability(device)}; "
-            "use rollout.dtype=auto"
+            f"rollout.dtype=fp8 needs compute capability 8.9 or newer; {torch.cuda.get_device_name(device)} has "
+            f"{torch.cuda.get_device_capability(device)}; use rollout.dtype=auto"
         )
 
 
@@ -41,8 +37,8 @@ class Fp8Weight:
         inner = self.layers[0].in_features
         if sum(widths) % _MULTIPLE or inner % _MULTIPLE:
             raise ConfigError(
-                f"rollout.dtype=fp8 needs layers whose sizes are multiples of {_MULTIPLE}; this model has one of "
-                f"{inner} x {sum(widths)}; use rollout.dtype=auto"
+                f"rollout.dtype=fp8 needs layer sizes that are multiples of {_MULTIPLE}, not {inner} x "
+                f"{sum(widths)}; use rollout.dtype=auto"
             )
         weight = self.layers[0].weight
         self.values = torch.empty(sum(widths), inner, dtype=FP8_TYPE, device=weight.device)
@@ -53,7 +49,7 @@ class Fp8Weight:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Read the layers' weights anew."""
+        """Quantise the layers' current weights."""
         start = 0
         for layer in self.layers:
             part = slice(start, start + layer.out_features)
@@ -72,7 +68,7 @@ class Fp8Weight:
 
 
 class Fp8Products:
-    """The products of one layer; see `fused.Products`."""
+    """The products of one layer; see `fused.PlainProducts`."""
 
     def __init__(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear, gate: nn.Linear, up: nn.Linear,
                  down: nn.Linear) -> None:  # fmt: skip

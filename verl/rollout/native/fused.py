@@ -1,11 +1,11 @@
 """One decode step of the Llama family, written over the module's own weight tensors with fused operations.
 
-Llama, Mistral, Qwen2 and Qwen3 layers differ in three details (biases, a norm per head, a sliding window), which
-this follows; everything else, adapters included, goes through the Hugging Face module itself (`Backbone`).
+Llama, Mistral, Qwen2 and Qwen3 layers differ in three details (biases, a norm per head, a sliding window), which this
+follows; everything else, adapters included, goes through the Hugging Face module itself (`Backbone`). The module is
+matched by type.
 
-What always holds: no weight is copied, so an optimiser step is seen at once and by captured graphs, too (with fp8
-there are copies, refreshed before each generate); the module is matched by type, and whatever does not match
-exactly is not touched.
+No weight is copied, so an optimiser step is seen at once, by captured graphs, too (fp8 has copies, refreshed whenever
+the engine starts to generate or takes new weights).
 
 Shapes: M rows, one token each.
 """
@@ -13,7 +13,7 @@ Shapes: M rows, one token each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,25 +30,9 @@ _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings that depend on the position alone."""
 
 
-class Products(Protocol):
-    """The matrix products of a layer."""
-
-    def qkv(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values side by side."""
-        ...
-
-    def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor: ...
-
-    def mlp(self, ops: Ops, x: torch.Tensor) -> torch.Tensor: ...
-
-    def refresh(self) -> None:
-        """The weights may be new."""
-        ...
-
-
 @dataclass
 class PlainProducts:
-    """Those of the module's own linear layers."""
+    """The matrix products of a layer by the module's own linear layers."""
 
     q: nn.Linear
     k: nn.Linear
@@ -59,6 +43,7 @@ class PlainProducts:
     down: nn.Linear
 
     def qkv(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values side by side."""
         return ops.joined_linear(x, (self.q, self.k, self.v))
 
     def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +60,7 @@ class PlainProducts:
 class FusedLayer:
     input_norm: torch.Tensor
     output_norm: torch.Tensor
-    products: Products
+    products: PlainProducts | Fp8Products
     norms: Norms
     window: int | None
     scale: float
@@ -92,7 +77,7 @@ class DecodeInputs:
 
 
 class FusedDecoder:
-    """Made by `match`; `hidden` runs the layers."""
+    """Built by `match`; `hidden` runs the layers."""
 
     def __init__(self, model: Any, layers: list[FusedLayer], heads: int, eps: float) -> None:
         self.model = model
@@ -114,7 +99,7 @@ class FusedDecoder:
         rope_type = getattr(getattr(backbone, "rotary_emb", None), "rope_type", None)
         if (
             not isinstance(rope_type, str) or rope_type not in _STATIC_ROPE
-        ):  # a dictionary: one for each kind of layer
+        ):  # a dictionary: one per kind of layer
             return None
         layers = [_match_layer(layer, fp8) for layer in backbone.layers]
         if any(layer is None for layer in layers):
@@ -122,17 +107,15 @@ class FusedDecoder:
         heads = int(config.num_attention_heads)
         return FusedDecoder(model, [x for x in layers if x is not None], heads, float(config.rms_norm_eps))
 
-    def prepare(self, places: int) -> None:
-        """Tables of the rotary embedding for positions below `places`, from the module's own code."""
+    def prepare(self, max_length: int) -> None:
+        """Tables of the rotary embedding for positions below `max_length`, from the module's own code."""
         weight = self.model.get_input_embeddings().weight
-        if self.cos is not None and self.cos.shape[0] >= places and self.cos.device == weight.device:
-            return
-        position_ids = torch.arange(places, device=weight.device)[None]
+        position_ids = torch.arange(max_length, device=weight.device)[None]
         cos, sin = self.rotary(weight[:1, None], position_ids)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
 
     def refresh(self) -> None:
-        """Before each generate."""
+        """The weights may be new."""
         for layer in self.layers:
             layer.products.refresh()
 

@@ -1,14 +1,17 @@
-"""The tensors of the KV cache, one pair per layer, made when a layer first writes.
+"""The tensors of the KV cache: pages on the CPU, blocks on a device.
 
-On the CPU a block is a page as long as the longest sequence ([page, token, head, dim]): the pages of several
-rows then are one strided tensor, and attention over them one call without gathering anything (about a third
-of the time of gathering blocks of 16). Pages cost memory only as far as they were written to.
+On the CPU a block is a page as long as the longest sequence: the pages of several rows then are one strided tensor, and
+attention over them one call without gathering anything (about a third of the time of gathering blocks of 16). Pages
+cost memory only as far as they were written to.
 
-What always holds: every layer has the same number of blocks; copying happens before the model runs.
+On a device all layers are views of one allocation, which never moves, because captured graphs hold its address; while
+parked it has no memory behind it. Its content is never cleared: a slot is read only after it was written, and what
+masks hide is replaced, not multiplied by zero (it may be NaN).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +23,10 @@ from verl.models.attention_calls import attention_calls, attention_fault
 from verl.models.float32 import FAULTS, first_line
 from verl.models.forward import backbone_of
 from verl.rollout.native.block_manager import Copy
+from verl.rollout.native.vmm_buffer import VMMBuffer, reserve
 from verl.rollout.verify import cannot_generate
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,9 @@ class CacheLayout:
 
 
 def cache_layout(model: Any) -> CacheLayout:
-    """What the layers really write, found by running a few tokens: configurations name head sizes that differ from it
-    (multi-head latent attention) or from layer to layer. RolloutError where the cache cannot serve the model.
-
-    The model uses our attention."""
+    """What the layers write, found by running a few tokens: configurations name head sizes that differ from it
+    (multi-head latent attention) or from layer to layer. RolloutError where the cache cannot serve the model, which
+    must use our attention."""
     try:
         calls = attention_calls(model, backbone_of(model))
     except torch.OutOfMemoryError:
@@ -102,7 +107,7 @@ class PageCache:
         """The tensors of one layer, shaped after the first keys [1, K, N, D] and values it writes."""
         pair = self._layers.get(index)
         if pair is None:
-            # Zeros, since unwritten places are read behind the mask; the system gives zero pages when touched.
+            # Zeros, since unwritten slots are read behind the mask; the system commits pages when they are touched.
             pair = (self._zeros(key), self._zeros(value))
             self._layers[index] = pair
         if pair[0].shape[2:] != (key.shape[1], key.shape[3]) or pair[0].dtype != key.dtype:
@@ -120,3 +125,70 @@ class PageCache:
             for tensor in pair:
                 for copy in copies:
                     tensor[copy.target, : copy.tokens] = tensor[copy.source, : copy.tokens]
+
+
+class DeviceCache:
+    """For each layer a pair (keys, values) of [blocks + 1, kv_heads, block_size, size].
+
+    The last block belongs to no sequence: rows that have ended keep running inside a captured graph until the host
+    removes them, and write there."""
+
+    def __init__(self, layout: CacheLayout, blocks: int, block_size: int, device: torch.device) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        sizes = [
+            ((blocks + 1) * layer.kv_heads * block_size * width, layer, width)
+            for layer in layout.layers
+            for width in (layer.key_size, layer.value_size)
+        ]
+        # Every tensor starts at a multiple of 16 bytes, as the kernels' loads want it.
+        strides = [-(-count * layer.dtype.itemsize // 16) * 16 for count, layer, _ in sizes]
+        total = max(sum(strides), 16)
+        reserved = reserve(total, device)
+        self._memory: VMMBuffer | None = None
+        if reserved is None:
+            self.tensor = torch.empty(total, dtype=torch.uint8, device=device)
+        else:
+            self._memory, self.tensor = reserved
+        tensors = [
+            part[: count * layer.dtype.itemsize]
+            .view(layer.dtype)
+            .view(blocks + 1, layer.kv_heads, block_size, width)
+            for part, (count, layer, width) in zip(self.tensor.split(strides), sizes, strict=True)
+        ]
+        self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """Memory in use now."""
+        return 0 if self.parked else self.tensor.nbytes
+
+    @property
+    def parked(self) -> bool:
+        return self._memory is not None and not self._memory.mapped
+
+    def park(self) -> bool:
+        """Release the memory but keep the address; False where that cannot be done."""
+        if self._memory is None:
+            return False
+        self._memory.park()
+        return True
+
+    def unpark(self) -> bool:
+        """Allocate the memory again; False when the device has too little left."""
+        if self.parked and self._memory is not None:
+            try:
+                self._memory.unpark()
+            except RuntimeError as error:
+                log.debug("the KV cache cannot be restored: %s", error)
+                return False
+        return True
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Whole blocks, in order of the list; a target is never a later source, so one read and one write do."""
+        device = self.tensor.device
+        source = torch.tensor([copy.source for copy in copies]).to(device, non_blocking=True)
+        target = torch.tensor([copy.target for copy in copies]).to(device, non_blocking=True)
+        for layer in self.layers:
+            for tensor in layer:
+                tensor.index_copy_(0, target, tensor.index_select(0, source))

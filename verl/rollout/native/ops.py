@@ -1,7 +1,7 @@
 """The operations of a decode step, twice: plain torch (the reference, any device) and Triton (CUDA).
 
-What always holds: both round where the Hugging Face modules round; a row that is not active reads no context,
-writes only to the last block of the cache (which belongs to nobody) and keeps its state.
+Both round where the Hugging Face modules round. A row that is not active reads no context, writes only to the last
+block of the cache (which belongs to no sequence) and keeps its state.
 
 Shapes: M rows, the cache of a layer is [blocks, kv_heads, block_size, head_dim], `table` is [M, blocks of a row].
 """
@@ -9,7 +9,6 @@ Shapes: M rows, the cache of a layer is [blocks, kv_heads, block_size, head_dim]
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,93 +23,6 @@ Norms = tuple[torch.Tensor, torch.Tensor, float] | None
 """Weights of the per-head norms of queries and keys, and their epsilon."""
 
 
-class Ops(Protocol):
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def joined_linear(self, x: torch.Tensor, layers: Seq[nn.Linear]) -> torch.Tensor:
-        """The outputs of three layers side by side: [M, N0 + N1 + N2]."""
-        ...
-
-    def gated_linear(self, x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
-        """silu(gate(x)) * up(x)."""
-        ...
-
-    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor: ...
-
-    def quantise_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[M, K] -> e4m3 [M, K] and a scale for each row, [M, 1]."""
-        ...
-
-    def scaled_product(
-        self,
-        x: torch.Tensor,
-        x_scales: torch.Tensor,
-        weight: torch.Tensor,
-        weight_scales: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """e4m3 [M, K] and [N, K] with scales [M, 1] and [1, N] -> [M, N]."""
-        ...
-
-    def rotary_cache(
-        self,
-        qkv: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor,
-        active: torch.Tensor,
-        table: torch.Tensor,
-        heads: int,
-        norms: Norms,
-    ) -> torch.Tensor: ...
-
-    def write_cache(
-        self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
-    ) -> None: ...
-
-    def decode_attention(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        positions: torch.Tensor,
-        active: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor: ...
-
-    def sample_plain(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        greedy: torch.Tensor,
-        keys: torch.Tensor,
-        produced: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def advance(
-        self,
-        sampled: torch.Tensor,
-        log_probs: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        produced: torch.Tensor,
-        made: torch.Tensor,
-        active: torch.Tensor,
-        last: torch.Tensor,
-        stop_ids: torch.Tensor,
-        slots: torch.Tensor,
-        out_tokens: torch.Tensor,
-        out_log_probs: torch.Tensor,
-    ) -> None: ...
-
-
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     value = x.float()
     value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
@@ -120,14 +32,14 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 def decode_slots(
     table: torch.Tensor, positions: torch.Tensor, active: torch.Tensor, block_size: int, blocks: int
 ) -> torch.Tensor:
-    """The place in the cache each row writes to; rows that are not active write to the last block."""
-    places = torch.where(active.bool(), positions, 0)
-    block = table.gather(1, (places // block_size)[:, None]).long()[:, 0]
-    return torch.where(active.bool(), block, blocks - 1) * block_size + places % block_size
+    """The slot of the cache each row writes to; rows that are not active write to the last block."""
+    positions = torch.where(active.bool(), positions, 0)
+    block = table.gather(1, (positions // block_size)[:, None]).long()[:, 0]
+    return torch.where(active.bool(), block, blocks - 1) * block_size + positions % block_size
 
 
 class TorchOps:
-    """The reference."""
+    """The reference; the signatures are those of `TritonOps`, too."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -136,6 +48,7 @@ class TorchOps:
         return _rms_norm(total, weight, eps), total
 
     def joined_linear(self, x: torch.Tensor, layers: Seq[nn.Linear]) -> torch.Tensor:
+        """The outputs of several layers side by side: [M, N0 + N1 + N2]."""
         return torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], dim=1)
 
     def gated_linear(self, x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
@@ -145,6 +58,7 @@ class TorchOps:
         return F.silu(gate) * up
 
     def quantise_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[M, K] -> e4m3 [M, K] and a scale for each row, [M, 1]."""
         scales = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FP8_MAX
         return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8_TYPE), scales
 
@@ -156,6 +70,7 @@ class TorchOps:
         weight_scales: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
+        """e4m3 [M, K] and [N, K] with scales [M, 1] and [1, N] -> [M, N]."""
         return ((x.float() @ weight.float().t()) * x_scales * weight_scales).to(dtype)
 
     def rotary_cache(
@@ -341,3 +256,6 @@ class TritonOps:
         return self._attention.decode_attention(
             q, keys, values, table, positions, active, scale, window, softcap, splits
         )
+
+
+Ops = TorchOps | TritonOps

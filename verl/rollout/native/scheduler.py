@@ -1,16 +1,15 @@
-"""Which tokens the model sees next. A pure state machine: no tensors, no clock, no randomness.
+"""Which tokens the model sees next. A state machine without tensors, clock or randomness.
 
-Every step serves the running sequences, oldest first: one token for each that decodes; what these leave of the
-token budget goes to chunks of prompts, those begun before those that wait. When the cache is full the
-youngest running sequence gives its blocks back, waits at the head of the queue and is computed again later;
-its tokens are kept, so nothing it generated is lost.
+Every step serves the running sequences, oldest first: one token for each that decodes; what these leave of the token
+budget goes to chunks of prompts, started ones before waiting ones. When the cache is full, kept prefixes are given up
+first, then the youngest running sequence is preempted: it gives its blocks back, waits at the head of the queue and is
+prefilled again later; its tokens are kept, so nothing it generated is lost.
 
-A sequence decodes from the step that drew its first token until it finishes or is preempted: exactly while the
-runner has it as a row. (How many of its tokens are left says nothing: a prompt may be cut one token before its end.)
+A sequence decodes from the step that drew its first token until it finishes or is preempted: exactly while the runner
+has it as a row. (How many tokens remain says nothing: a prompt may be cut one token before its end.)
 
-The oldest running sequence can always go on, so every sequence finishes; a step never holds more than
-`max_batched_tokens` tokens or `max_sequences` sequences; a sequence is waiting, running or finished and in exactly
-one place.
+The oldest running sequence can always continue, so every sequence finishes; a step never has more than
+`max_batched_tokens` tokens or `max_sequences` sequences.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from verl.rollout.base import RolloutStats
 from verl.rollout.native.block_manager import BlockManager, Copy
 from verl.rollout.native.sequence import Sequence, Status
 
@@ -55,11 +55,13 @@ class Scheduler:
         max_batched_tokens: int,
         keep_free: int = 0,
         prefix_in_same_step: bool = True,
+        stats: RolloutStats | None = None,
     ) -> None:
         """`keep_free` blocks stay unused when new sequences start, so that running ones can grow.
 
         `prefix_in_same_step`: a prompt may share blocks that another prompt fills in the same step (the model
-        writes keys before it reads them); otherwise it waits until they are there to be copied."""
+        writes keys before it reads them); otherwise it waits until they are there to be copied.
+        `stats` counts preemptions and prefilled tokens."""
         self.blocks = blocks
         self.max_sequences = max_sequences
         self.max_batched_tokens = max_batched_tokens
@@ -67,7 +69,7 @@ class Scheduler:
         self.prefix_in_same_step = prefix_in_same_step
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.preemptions = 0
+        self.stats = stats or RolloutStats()
 
     @property
     def idle(self) -> bool:
@@ -77,8 +79,8 @@ class Scheduler:
         self.waiting.extend(sequences)
 
     def schedule(self, lookahead: int = 1) -> Step:
-        """The next step; decoding sequences get room for `lookahead` more tokens. 0: a step of prompts alone, which is
-        empty when none can be computed."""
+        """The next step; decoding sequences get blocks for `lookahead` more tokens. 0: a step of prompts alone, which
+        is empty when none can be computed."""
         step = Step()
         served = [sequence for sequence in self.running if lookahead or not sequence.decoding]
         decoding = sum(sequence.decoding for sequence in served)
@@ -98,7 +100,7 @@ class Scheduler:
         return step
 
     def _serve(self, sequence: Sequence, budget: int, lookahead: int, step: Step) -> int:
-        """Give one running sequence its tokens, taking blocks from the youngest if need be; returns the count."""
+        """Schedule tokens of one running sequence, preempting the youngest if need be; returns their count."""
         count = min(sequence.remaining, budget)
         if count < 1:
             return 0
@@ -126,9 +128,9 @@ class Scheduler:
         step.chunks.append(chunk)
 
     def _start_siblings(self, leader: Sequence) -> list[Sequence]:
-        """Samples of the same prompt join as far as there is room; the rest wait, first in the queue."""
-        room = self.max_sequences - len(self.running)
-        started, later = leader.siblings[:room], leader.siblings[room:]
+        """Samples of the same prompt start up to `max_sequences`; the rest wait, first in the queue."""
+        most = self.max_sequences - len(self.running)
+        started, later = leader.siblings[:most], leader.siblings[most:]
         leader.siblings = []
         for child in started:
             self.blocks.fork(leader, child)
@@ -141,15 +143,31 @@ class Scheduler:
         self.running.remove(sequence)
         self.blocks.release(sequence)
         sequence.computed = 0
-        sequence.decoding = False
+        sequence.decoding = sequence.stale = False
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
         step.preempted.append(sequence)
-        self.preemptions += 1
+        self.stats.preemptions += 1
         for chunk in step.chunks:
-            # A sibling that was to start in this very step: it draws its first token when it comes back.
+            # A sibling that was to start in this very step: it draws its first token when it runs again.
             if sequence in chunk.samplers[1:]:
                 chunk.samplers.remove(sequence)
+
+    def preempt_all(self) -> None:
+        """Every running sequence waits again, in the same order; the cache may be replaced."""
+        for sequence in reversed(self.running.copy()):
+            self._preempt(sequence, Step())
+
+    def set_version(self, version: int) -> None:
+        """The weights are new. Running sequences continue on the keys and values they have, which nobody else may
+        reuse; what has no token yet starts with this version."""
+        self.blocks.invalidate()
+        for sequence in self.running:
+            sequence.stale = True
+        for leader in self.waiting:
+            for sequence in (leader, *leader.siblings):
+                if len(sequence.tokens) == sequence.resumed_length:
+                    sequence.version = version
 
     def _admit(self, budget: int, step: Step) -> None:
         fresh: set[tuple[int, ...]] = set()
@@ -163,9 +181,9 @@ class Scheduler:
             self.blocks.attach_prefix(sequence)
             count = min(sequence.remaining, budget)
             reserve = self.keep_free if self.running else 0
-            needed = self.blocks.room_needed(sequence, sequence.computed + count)
+            needed = self.blocks.blocks_needed(sequence, sequence.computed + count)
             copies = None
-            if needed + reserve <= self.blocks.free:
+            if self.blocks.reclaim(needed + reserve):
                 copies = self.blocks.grow(sequence, sequence.computed + count)
             if copies is None:
                 self.blocks.release(sequence)
@@ -185,6 +203,7 @@ class Scheduler:
         """The model has run: everything of the step is in the cache."""
         for chunk in step.chunks:
             chunk.sequence.computed = chunk.start + chunk.count
+            self.stats.prefilled_tokens += chunk.count
             self.blocks.register(chunk.sequence, chunk.sequence.computed)
             for sampler in chunk.samplers:
                 sampler.computed = chunk.sequence.computed
@@ -193,20 +212,23 @@ class Scheduler:
             sequence.computed += 1
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its blocks."""
+        """Remove a sequence, running or waiting."""
         if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            self.blocks.release(sequence)
-        elif sequence.status is Status.WAITING:
+            self.finish_all([sequence])
+        else:
             self.waiting = deque(other for other in self.waiting if other is not sequence)
-        sequence.status = Status.FINISHED
+            sequence.status = Status.FINISHED
 
     def finish_all(self, sequences: list[Sequence]) -> None:
-        """`finish` for many running ones at once."""
+        """Remove running sequences and free their blocks, or keep them for the next turn of the conversation."""
         for sequence in sequences:
-            self.blocks.release(sequence)
+            if sequence.request.prefix_id is not None and sequence.computed and not sequence.stale:
+                self.blocks.keep(sequence)
+            else:
+                self.blocks.release(sequence)
             sequence.status = Status.FINISHED
-        self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
+        if sequences:
+            self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
 
     def everything(self) -> list[Sequence]:
         """All unfinished sequences, siblings that wait inside their leader included."""
@@ -217,9 +239,10 @@ class Scheduler:
         return found
 
     def compact(self, step: Step) -> None:
-        """Move blocks down into holes, where one block is one sequence, so that running rows lie side by side."""
+        """Move blocks down into gaps, where one block is one sequence, so that running rows are adjacent in memory and
+        attention over them is one call."""
         highest = max((s.table[0] for s in self.running), default=-1)
-        if 4 * (highest + 1) <= 5 * len(self.running):
+        if 4 * (highest + 1) <= 5 * (len(self.running) + len(self.blocks.kept)):
             return
         if not self.waiting:
             self.blocks.forget_unused()

@@ -1,9 +1,8 @@
-"""One sample on its way through the engine: what it is made of, and how far it has come.
+"""One sample in the engine: its tokens, how many of them are in the KV cache, and in which blocks.
 
-A sequence is prompt, partial tokens (when resumed) and the tokens made so far. `computed` of them have their
-keys and values in the cache; the model has to see the other `remaining`, and after the last of them it draws
-one more. A decoding sequence has one remaining token, a new one its whole prompt; a prompt that was cut may also have
-one remaining, which is why `decoding` is a state of its own.
+`computed` tokens have their keys and values in the cache; the model has to see the other `remaining`, and after the
+last of them it draws one more. A decoding sequence has one remaining token; so may a prompt that was cut before its
+last token, which is why `decoding` is a state of its own.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ class Status(Enum):
 
 
 class Sequence:
-    """`table` lists the cache blocks that hold its first tokens; `chain` names the content of its full granules."""
+    """`table` lists the cache blocks of its first tokens; `chain` the content ids of its full hash blocks."""
 
     __slots__ = (
-        "arrival",
         "chain",
         "computed",
         "decoding",
@@ -37,16 +35,19 @@ class Sequence:
         "resumed_length",
         "sample",
         "siblings",
+        "stale",
         "status",
         "table",
         "tokens",
+        "version",
     )
 
-    def __init__(self, request: Request, sample: int, arrival: int) -> None:
+    def __init__(self, request: Request, sample: int, version: int) -> None:
         partial = request.partial[sample] if request.partial else ()
         self.request = request
         self.sample = sample
-        self.arrival = arrival
+        self.version = version
+        """Of the weights it started with."""
         self.key = sequence_key(request.seed, request.request_id, sample)
         self.tokens = [*request.prompt_ids, *partial]
         self.log_probs: list[float] = []
@@ -55,9 +56,11 @@ class Sequence:
         self.max_length = self.prompt_length + request.sampling.max_tokens
         self.computed = 0
         self.decoding = False
-        """It has drawn a token since its tokens were last computed as a prompt: the runner has it as a row."""
+        """It has drawn a token since its tokens were last prefilled: the runner has it as a row."""
         self.on_device = 0
-        """Tokens made on the device that have not been brought to the host yet; none of those on the host ends it."""
+        """Tokens generated on the device and not yet copied to the host; none of those on the host ends it."""
+        self.stale = False
+        """Some of its cached keys and values come from earlier weights: nobody else may use them."""
         self.table: list[int] = []
         self.chain: list[int] = []
         self.siblings: list[Sequence] = []
@@ -77,14 +80,14 @@ class Sequence:
         """Tokens after the prompt, resumed ones included: the position that keys the next draw."""
         return self.length - self.prompt_length
 
-    def response(self, reason: FinishReason, version: int) -> Response:
+    def response(self, reason: FinishReason) -> Response:
         return Response(
             self.request.request_id,
             self.sample,
             self.tokens[self.resumed_length :],
             list(self.log_probs),
             reason,
-            version,
+            self.version,
         )
 
     def __repr__(self) -> str:
@@ -94,10 +97,10 @@ class Sequence:
         )
 
 
-def sequences_of(request: Request, arrival: int) -> list[Sequence]:
+def sequences_of(request: Request, version: int = 0) -> list[Sequence]:
     """The sequences to queue for a request: a leader carrying its siblings, or all samples when resumed
     (their partial tokens differ, so that they share blocks only as far as the prompt goes)."""
-    samples = [Sequence(request, index, arrival + index) for index in range(request.n)]
+    samples = [Sequence(request, index, version) for index in range(request.n)]
     if request.partial:
         return samples
     samples[0].siblings = samples[1:]

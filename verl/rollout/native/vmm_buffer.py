@@ -1,11 +1,9 @@
-"""Device memory that can be given back while the trainer needs it and taken again at the same address.
+"""Device memory that can be released while the trainer needs it and allocated again at the same address.
 
-Captured graphs know addresses; capturing them anew after every training phase would cost more than generating. So
-the address range stays reserved and only the memory behind it comes and goes (CUDA's virtual memory management,
-called through the driver's library).
-
-What always holds: while parked the range has no memory and nobody may touch it; memory is mapped or released only
-when the device is idle; where the driver cannot do this, `reserve` says so by returning None.
+Captured graphs hold addresses; capturing them again after every training phase would cost more than generating. So the
+address range stays reserved and only the memory behind it comes and goes (CUDA's virtual memory management, called
+through the driver's library). While parked, nobody may touch the range; memory is mapped or released only when the
+device is idle.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ class _Driver:
             raise RuntimeError(f"{name} failed with CUDA error {code}")
 
 
-class ParkableMemory:
-    """A range of device memory; see the module's text. Made by `reserve`."""
+class VMMBuffer:
+    """A range of device memory, built by `reserve`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._driver = _Driver()
@@ -94,7 +92,7 @@ class ParkableMemory:
         }
 
     def unpark(self) -> None:
-        """Memory behind the range again; its content is undefined. RuntimeError when there is too little."""
+        """Allocate memory behind the range; its content is undefined. RuntimeError when there is too little."""
         if self.mapped:
             return
         size = ctypes.c_size_t(self.size)
@@ -119,7 +117,7 @@ class ParkableMemory:
         )
 
     def park(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         if not self.mapped:
             return
         torch.cuda.synchronize(self._device)
@@ -131,30 +129,30 @@ class ParkableMemory:
         try:
             self.park()
             self._driver("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
-        except (RuntimeError, AttributeError, TypeError):  # the process ends, or it never came to be
+        except (RuntimeError, AttributeError, TypeError):  # the process ends, or __init__ failed
             pass
 
 
-def reserve(size: int, device: torch.device) -> tuple[ParkableMemory, torch.Tensor] | None:
-    """Parkable memory and its bytes as a tensor, or None where there is no such thing."""
+def reserve(size: int, device: torch.device) -> tuple[VMMBuffer, torch.Tensor] | None:
+    """A buffer and its bytes as a tensor; None without CUDA or where the driver cannot do it."""
     if device.type != "cuda":
         return None
     try:
-        memory = ParkableMemory(size, device)
+        memory = VMMBuffer(size, device)
         return memory, torch.as_tensor(memory, device=device)[:size]
     except torch.cuda.OutOfMemoryError:
         raise
     except (OSError, AttributeError, RuntimeError) as error:
         log.info(
-            "CUDA virtual memory management does not work here (%s): released memory comes back at another "
-            "address, and CUDA graphs are captured again",
+            "no CUDA virtual memory management (%s): released memory gets another address, and CUDA graphs are "
+            "captured again",
             error,
         )
         return None
 
 
 class Parkable(Protocol):
-    """Memory that can be released and taken again; what was in it is lost."""
+    """Memory that can be released and allocated again; its content is lost."""
 
     def park(self) -> None: ...
 

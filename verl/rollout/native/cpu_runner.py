@@ -1,8 +1,4 @@
-"""Runs the model for one step on the CPU and draws the new tokens.
-
-No gradient is recorded; each sequence of the step that has no token left to compute draws
-exactly one, keyed by how many it has produced.
-"""
+"""Runs steps on the CPU: one pass of the module over prompt chunks and decoding rows together, then the sampler."""
 
 from __future__ import annotations
 
@@ -10,24 +6,56 @@ from typing import Any
 
 import torch
 
+from verl.rollout.base import FinishReason
 from verl.rollout.native.attention import ChunkSpan, PagedAttention, make_segments
 from verl.rollout.native.backbone import Backbone
 from verl.rollout.native.kv_cache import PageCache
-from verl.rollout.native.scheduler import Step
+from verl.rollout.native.scheduler import Scheduler, Step
 from verl.rollout.native.sequence import Sequence
-from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
+from verl.rollout.requests import Stopper, check_finite
+from verl.rollout.sampling import Kinds, SamplingBatch, sample, seen_tokens
 
 
 class CPURunner:
-    """One block is one page: `table[0]` is a sequence's place in the cache."""
+    """One block is one page: `table[0]` is a sequence's page."""
 
-    def __init__(self, model: Any, cache: PageCache) -> None:
+    def __init__(self, model: Any, cache: PageCache, stopper: Stopper) -> None:
         self.backbone = Backbone(model)
         self.cache = cache
-        self._settings: tuple[list[int], SamplingBatch] | None = None
+        self.stopper = stopper
+        self._settings: tuple[list[Sequence], SamplingBatch] | None = None
+
+    def configure(self, stopper: Stopper, kinds: Kinds) -> None:
+        self.stopper = stopper
+
+    def rebind(self, model: Any) -> None:
+        """Continue with another module of the same architecture."""
+        self.backbone = Backbone(model)
+
+    def step(self, scheduler: Scheduler) -> list[tuple[Sequence, FinishReason]]:
+        """One scheduling iteration; the sequences that finished, and why."""
+        step = scheduler.schedule()
+        scheduler.compact(step)
+        samplers, tokens, log_probs = self.forward(step)
+        check_finite(log_probs)
+        scheduler.complete(step)
+        ended: list[tuple[Sequence, FinishReason]] = []
+        for sequence, token, log_prob in zip(samplers, tokens, log_probs, strict=True):
+            sequence.tokens.append(token)
+            sequence.log_probs.append(log_prob)
+            newest = len(sequence.tokens) - 1
+            end = self.stopper.end(sequence.tokens, newest, sequence.request.sampling, sequence.prompt_length)
+            if end is not None:
+                ended.append((sequence, end[1]))
+        scheduler.finish_all([sequence for sequence, _ in ended])
+        return ended
+
+    def evict(self, sequences: list[Sequence]) -> list[tuple[Sequence, FinishReason]]:
+        """Sequences leave. None has ended without `step` having returned it."""
+        return []
 
     @torch.no_grad()
-    def run(self, step: Step) -> tuple[list[Sequence], list[int], list[float]]:
+    def forward(self, step: Step) -> tuple[list[Sequence], list[int], list[float]]:
         """The sequences that drew a token, their tokens and log-probs."""
         if step.copies:
             self.cache.copy(step.copies)
@@ -63,9 +91,9 @@ class CPURunner:
         return samplers, tokens_B.tolist(), log_probs_B.tolist()
 
     def _draw(self, logits_BV: torch.Tensor, samplers: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = [s.key for s in samplers]
-        if self._settings is None or self._settings[0] != keys:
-            self._settings = (keys, SamplingBatch.of([s.request.sampling for s in samplers], keys))
+        if self._settings is None or self._settings[0] != samplers:
+            params, keys = [s.request.sampling for s in samplers], [s.key for s in samplers]
+            self._settings = (samplers, SamplingBatch.of(params, keys))
         settings = self._settings[1]
         seen_BV = None
         if settings.kinds.penalty:

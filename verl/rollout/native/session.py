@@ -1,0 +1,275 @@
+"""The KV cache and the runner for a set of requests, and how large they are.
+
+On a device captured graphs are worth keeping: a session is used again while the requests fit; otherwise a new one is
+built, a quarter larger than necessary and large enough for what the last one served, so that training and validation in
+turn soon find one that suits both. A stream of requests (some arrive while others run, or continue conversations) gets
+a session as large as the limits and the memory allow.
+
+Cache and weights together stay below `gpu_memory_utilization` of the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.config.sections.rollout import RolloutConfig
+from verl.errors import ConfigError, RolloutError
+from verl.models.dtypes import torch_dtype
+from verl.rollout.base import Request, RolloutStats
+from verl.rollout.native.block_manager import BlockManager
+from verl.rollout.native.cpu_runner import CPURunner
+from verl.rollout.native.device_runner import DeviceRunner, graph_batch_size
+from verl.rollout.native.device_state import DeviceState
+from verl.rollout.native.fp8 import require_fp8_device
+from verl.rollout.native.kv_cache import CacheLayout, DeviceCache, PageCache, free_host_memory
+from verl.rollout.native.ops import Ops, TorchOps, TritonOps
+from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.requests import Stopper
+from verl.rollout.sampling import Kinds
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 16
+"""Tokens of a block on a device, and of a hash block of a CPU page."""
+STREAM_GROWTH = 4
+"""Sequences of a stream may become so many times longer than its first ones before the session has to grow, where
+`max_model_len` is not set."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The keys of the rollout section that bound the native engine."""
+
+    max_num_seqs: int = RolloutConfig.max_num_seqs
+    max_num_batched_tokens: int = RolloutConfig.max_num_batched_tokens
+    gpu_memory_utilization: float = RolloutConfig.gpu_memory_utilization
+    enforce_eager: bool = RolloutConfig.enforce_eager
+    dtype: str = RolloutConfig.dtype
+    max_model_len: int | None = RolloutConfig.max_model_len
+    cache_tokens: int | None = None
+    """Size of the KV cache in tokens; None: from memory."""
+
+    @staticmethod
+    def of(config: Any | None) -> Limits:
+        """From the rollout section, or anything with some of these attributes."""
+        names = Limits.__dataclass_fields__
+        return Limits(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype == "fp8"
+
+    def check_dtype(self, weights: torch.dtype) -> None:
+        """The engine generates from the trainer's own tensors: their dtype, or fp8 copies of them."""
+        allowed = ("auto", "fp8")
+        if self.dtype in allowed or torch_dtype(self.dtype, "rollout.dtype", allowed) == weights:
+            return
+        raise ConfigError(
+            f"rollout.dtype={self.dtype}, but the weights are {str(weights).removeprefix('torch.')} and "
+            "rollout.name=native uses them as they are; set rollout.dtype to auto or fp8, or "
+            "actor_rollout_ref.model.dtype"
+        )
+
+
+def longest(requests: list[Request]) -> int:
+    return max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
+
+
+def memory_tokens(layout: CacheLayout, limits: Limits, device: torch.device, reusable: int = 0) -> int:
+    """Tokens that fit in the cache; `reusable` bytes belong to a cache about to be freed."""
+    if limits.cache_tokens is not None:
+        return limits.cache_tokens
+    if device.type != "cuda":
+        return int(free_host_memory() * limits.gpu_memory_utilization) // layout.token_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    others = total - free - reserved
+    available = total * limits.gpu_memory_utilization - (allocated - reusable) - others
+    # Never more than is there: activations and graphs need some of it, too.
+    available = min(available, (free + reserved - allocated + reusable) * 0.9)
+    return max(int(available), 0) // layout.token_bytes
+
+
+def _require_capacity(needed: int, tokens: int) -> None:
+    if tokens < needed:
+        raise RolloutError(
+            f"a request may reach {needed} tokens; the KV cache has {tokens} (data.max_prompt_length, "
+            "data.max_response_length, rollout.gpu_memory_utilization)"
+        )
+
+
+class CPUSession:
+    """Pages and runner on the CPU."""
+
+    def __init__(
+        self,
+        model: Any,
+        layout: CacheLayout,
+        requests: list[Request],
+        limits: Limits,
+        stopper: Stopper,
+        stream: bool,
+    ) -> None:
+        tokens = memory_tokens(layout, limits, torch.device("cpu"))
+        needed = longest(requests)
+        sequences = min(sum(r.n for r in requests), limits.max_num_seqs) + 1
+        page_size = -(-needed // BLOCK_SIZE) * BLOCK_SIZE
+        _require_capacity(page_size, tokens)
+        if stream:
+            most = min(limits.max_model_len or STREAM_GROWTH * page_size, tokens // sequences)
+            page_size = max(page_size, -(-most // BLOCK_SIZE) * BLOCK_SIZE)
+            sequences = limits.max_num_seqs + 1
+        self.limits = limits
+        self.layout = layout
+        self.device = model.get_input_embeddings().weight.device
+        self.page_size = page_size
+        self.most_pages = tokens // page_size
+        self.pages = min(sequences, self.most_pages)
+        self.signature = weight_signature(model)
+        self.runner = CPURunner(model, PageCache(self.pages, page_size), stopper)
+
+    def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:
+        sequences = min(sum(r.n for r in requests), self.limits.max_num_seqs) + 1
+        return longest(requests) <= self.page_size and min(sequences, self.most_pages) <= self.pages
+
+    def scheduler(self, stats: RolloutStats) -> Scheduler:
+        budget = self.limits.max_num_batched_tokens
+        rows = min(self.limits.max_num_seqs, budget)
+        blocks = BlockManager(self.pages, self.page_size, BLOCK_SIZE)
+        return Scheduler(blocks, rows, budget, prefix_in_same_step=False, stats=stats)
+
+    def park(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What requests need on a device: rows, tokens of a response and of a sequence, stop tokens, blocks."""
+
+    rows: int
+    width: int
+    length: int
+    stops: int
+    blocks: int
+
+    def fits_in(self, other: Sizes) -> bool:
+        return all(getattr(self, name) <= getattr(other, name) for name in self.__dataclass_fields__)
+
+    def grown(
+        self, last: Sizes | None, most_blocks: int, max_length: int | None, stream_rows: int = 0
+    ) -> Sizes:
+        """With a quarter to spare, or for a stream of `stream_rows` rows as long as allowed; at least the last ones, as
+        far as memory and the longest request allow."""
+        rows, blocks = self.rows, self.blocks * 5 // 4
+        length = -(-self.length * 5 // 512) * 128
+        if stream_rows:
+            rows = max(rows, stream_rows)
+            length = max_length or STREAM_GROWTH * self.length
+            blocks = rows * (-(-length // BLOCK_SIZE) + 1)
+        if max_length is not None:
+            length = max(min(length, max_length), self.length)
+        if last is not None:
+            length, blocks = max(length, last.length), max(blocks, last.blocks)
+        return Sizes(
+            rows=max(rows, last.rows if last else 0),
+            width=max(self.width, last.width if last else 0),
+            length=length,
+            stops=max(self.stops, last.stops if last else 0),
+            blocks=max(min(blocks, most_blocks), self.blocks),
+        )
+
+    @staticmethod
+    def of(requests: list[Request], limits: Limits, stopper: Stopper, most_blocks: int = 1 << 60) -> Sizes:
+        def blocks(tokens: int) -> int:
+            return -(-tokens // BLOCK_SIZE)
+
+        rows = min(sum(r.n for r in requests), limits.max_num_seqs, limits.max_num_batched_tokens)
+        width = max(r.sampling.max_tokens for r in requests)
+        length = longest(requests)
+        stops = max(len(stopper.stop_ids(r.sampling)) for r in requests)
+        all_requests = sum(
+            blocks(len(r.prompt_ids)) + r.n * (blocks(r.sampling.max_tokens) + 1) for r in requests
+        )
+        at_once = rows * (blocks(length) + 1)
+        return Sizes(
+            rows=graph_batch_size(rows, 1 << 30),
+            width=-(-width // 128) * 128,
+            length=-(-length // 128) * 128,
+            stops=max(stops, 4),
+            blocks=max(min(all_requests, at_once, most_blocks), blocks(length)),
+        )
+
+
+class DeviceSession:
+    """Cache, state and runner on a device."""
+
+    def __init__(
+        self,
+        model: Any,
+        layout: CacheLayout,
+        requests: list[Request],
+        limits: Limits,
+        stopper: Stopper,
+        stream: bool,
+        last: Sizes | None = None,
+    ) -> None:
+        device = model.get_input_embeddings().weight.device
+        if limits.fp8:
+            require_fp8_device(device)
+        self.limits = limits
+        self.layout = layout
+        self.device = device
+        tokens = memory_tokens(layout, limits, device)
+        _require_capacity(longest(requests), tokens)
+        self.most_blocks = tokens // BLOCK_SIZE
+        rows = graph_batch_size(min(limits.max_num_seqs, limits.max_num_batched_tokens), 1 << 30)
+        needed = Sizes.of(requests, limits, stopper, self.most_blocks)
+        self.sizes = needed.grown(last, self.most_blocks, limits.max_model_len, rows if stream else 0)
+        log.debug("new session on %s: %s for %s", device, self.sizes, needed)
+        self.signature = weight_signature(model)
+        self.cache = DeviceCache(layout, self.sizes.blocks, BLOCK_SIZE, device)
+        table_width = -(-self.sizes.length // BLOCK_SIZE) + 1
+        state = DeviceState(self.sizes.rows, self.sizes.width, table_width, self.sizes.stops, device)
+        ops: Ops = TritonOps(device) if device.type == "cuda" else TorchOps()
+        kinds = Kinds.of([request.sampling for request in requests])
+        self.runner = DeviceRunner(
+            model, self.cache, state, ops, stopper, kinds, self.sizes.length, limits.fp8
+        )
+
+    def serves(self, model: Any, requests: list[Request], busy: bool) -> bool:
+        """Whether these requests fit. While rows run, memory that became free is no reason to start again."""
+        most = self.most_blocks
+        if not busy:
+            most = memory_tokens(self.layout, self.limits, self.device, self.cache.bytes) // BLOCK_SIZE
+        return (
+            Sizes.of(requests, self.limits, self.runner.stopper, most).fits_in(self.sizes)
+            and self.signature == weight_signature(model)
+            and self.cache.unpark()
+        )
+
+    def release(self) -> None:
+        """Free the cache, the graphs and the fp8 copies now, whoever still refers to this session."""
+        del self.cache, self.runner
+
+    def scheduler(self, stats: RolloutStats) -> Scheduler:
+        blocks = BlockManager(self.cache.blocks, self.cache.block_size)
+        budget = self.limits.max_num_batched_tokens
+        rows = min(self.limits.max_num_seqs, budget, self.sizes.rows)
+        return Scheduler(blocks, rows, budget, keep_free=self.cache.blocks // 100, stats=stats)
+
+    def park(self) -> bool:
+        """Release the cache's memory; False where it cannot be restored at its address."""
+        return self.cache.park()
+
+
+def uses_graphs(device: torch.device, limits: Limits) -> bool:
+    return device.type == "cuda" and not limits.enforce_eager
+
+
+def weight_signature(model: Any) -> tuple[int, ...]:
+    """Where the weights are: graphs captured over other addresses are worthless."""
+    return tuple(parameter.data_ptr() for parameter in model.parameters())
