@@ -7,6 +7,7 @@ tokens, and nothing is written while another table holds it.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,17 +20,18 @@ from verl.rollout.native.sequence import Sequence, Status, sequences_of
 
 
 class FakeCache:
-    """Remembers for each place the tokens up to and including it: what a key would have been computed from."""
+    """For each slot the tokens up to and including it, and the version of the weights: what its key depends on."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
-        self.places: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.version = 0
+        self.slots: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
 
     def run(self, step: Step) -> list[Sequence]:
         size = self.blocks.block_size
         for copy in step.copies:
             for offset in range(copy.tokens):
-                self.places[copy.target, offset] = self.places[copy.source, offset]
+                self.slots[copy.target, offset] = self.slots[copy.source, offset]
         writes: dict[tuple[int, int], Sequence] = {}
         spans = [(c.sequence, c.start, c.count) for c in step.chunks]
         spans += [(s, s.computed, 1) for s in step.decodes]
@@ -40,18 +42,20 @@ class FakeCache:
                 assert not any(place[0] in s.table for s in others), "written while shared"
                 assert place not in writes, "written twice in one step"
                 writes[place] = sequence
-                self.places[place] = tuple(sequence.tokens[: position + 1])
+                self.slots[place] = tuple(sequence.tokens[: position + 1]), self.version
         samplers = [s for c in step.chunks for s in c.samplers] + step.decodes
         for sequence, start, count in spans:
             for position in range(start + count):
                 place = (sequence.table[position // size], position % size)
-                assert self.places[place] == tuple(sequence.tokens[: position + 1]), "another sequence's keys"
+                tokens, version = self.slots[place]
+                assert tokens == tuple(sequence.tokens[: position + 1]), "another sequence's keys"
+                assert sequence.stale or version == self.version, "keys of old weights"
         return samplers
 
     def look(self, running: list[Sequence]) -> None:
-        """Note who holds what before a step is made: those may rely on the content."""
+        """Note whose table has which block before a step is scheduled: those may rely on the content."""
         self.before: dict[int, list[Sequence]] = {}
-        for sequence in running:
+        for sequence in [*running, *(s for kept in self.blocks.kept.values() for s in kept)]:
             for block in sequence.table:
                 self.before.setdefault(block, []).append(sequence)
 
@@ -99,6 +103,7 @@ def test_every_request_finishes_once_and_no_block_is_lost(
         sampling = SamplingParams(max_tokens=rng.randint(4, longest - len(prompt)))
         requests.append(Request(f"q{index}", prompt, sampling, n=n, seed=seed, partial=partial))
     expected = {(r.request_id, i) for r in requests for i in range(r.n)}
+    requests = [replace(r, prefix_id=rng.choice([None, "x", "y"])) for r in requests]
     pending = list(requests)
     for _ in range(5000):
         while pending and (rng.random() < 0.3 or scheduler.idle):
@@ -115,6 +120,11 @@ def test_every_request_finishes_once_and_no_block_is_lost(
                     key = (victim, sequence.sample)
                     finished[key] = finished.get(key, 0) + 1
             continue
+        if rng.random() < 0.03:
+            cache.version += 1
+            scheduler.set_version(cache.version)
+        if rng.random() < 0.03:
+            blocks.release_kept(["x"])
         cache.look(scheduler.running)
         step = scheduler.schedule(lookahead)
         if not small_blocks:
@@ -132,10 +142,16 @@ def test_every_request_finishes_once_and_no_block_is_lost(
                 ended.append(sequence)
                 key = (sequence.request.request_id, sequence.sample)
                 finished[key] = finished.get(key, 0) + 1
+                if sequence.request.prefix_id and len(sequence.tokens) < longest - 4 and rng.random() < 0.5:
+                    name, prompt = f"{key}+", [*sequence.tokens, rng.randint(0, 2)]
+                    sampling = SamplingParams(max_tokens=longest - len(prompt))
+                    pending.append(Request(name, prompt, sampling, prefix_id=sequence.request.prefix_id))
+                    expected.add((name, 0))
         scheduler.finish_all(ended)
         blocks.check(scheduler.everything())
     assert scheduler.idle and not pending
     assert finished == dict.fromkeys(expected, 1)
+    blocks.release_kept(["x", "y"])
     assert blocks.free == blocks.num_blocks
 
 

@@ -95,15 +95,19 @@ class BlockManager:
         shared = index < len(sequence.table) and self.count[sequence.table[index]] > 1
         return max(self.blocks_for(length) - len(sequence.table), 0) + shared
 
-    def reclaim(self, blocks: int) -> bool:
-        """Whether so many blocks are free, after releasing kept prefixes, the oldest first, as far as necessary."""
-        while self.free < blocks and self.kept:
+    def can_grow(self, sequence: Sequence, length: int, reserve: int = 0) -> bool:
+        """Whether `grow` finds its blocks and `reserve` more, after releasing kept prefixes, oldest first, if need be.
+
+        Each release may also make a block of this sequence its own, which then needs no copy."""
+        while self.blocks_needed(sequence, length) + reserve > self.free:
+            if not self.kept:
+                return False
             self.release_kept([next(iter(self.kept))])
-        return self.free >= blocks
+        return True
 
     def grow(self, sequence: Sequence, length: int) -> list[Copy] | None:
         """Make the slots from `computed` to `length` writable; None when too few blocks are free."""
-        if not self.reclaim(self.blocks_needed(sequence, length)):
+        if not self.can_grow(sequence, length):
             return None
         copies = []
         table = sequence.table
@@ -117,8 +121,8 @@ class BlockManager:
                 if offset:
                     copies.append(Copy(old, new, offset))
             elif self._content[table[index]]:
-                # What is about to be overwritten can no longer be found; full hash blocks before it stay.
-                self._forget(table[index], -(-offset // self.hash_block))
+                # A hash block that is about to be overwritten, even in part, can no longer be found.
+                self._forget(table[index], offset // self.hash_block)
         while len(table) * self.block_size < length:
             table.append(self._allocate())
         return copies

@@ -181,10 +181,10 @@ class Scheduler:
             self.blocks.attach_prefix(sequence)
             count = min(sequence.remaining, budget)
             reserve = self.keep_free if self.running else 0
-            needed = self.blocks.blocks_needed(sequence, sequence.computed + count)
+            end = sequence.computed + count
             copies = None
-            if self.blocks.reclaim(needed + reserve):
-                copies = self.blocks.grow(sequence, sequence.computed + count)
+            if self.blocks.can_grow(sequence, end, reserve):
+                copies = self.blocks.grow(sequence, end)
             if copies is None:
                 self.blocks.release(sequence)
                 sequence.computed = 0
