@@ -207,7 +207,7 @@ for vocab in (97, 5000):
             "tokens": counter * 2,
             "positions": counter + 5,
             "produced": counter + 1,
-            "made": counter % 3,
+            "generated": counter % 3,
             "active": (counter % 5 != 0).int(),
             "last": counter + 5 + (counter % 2) * 2,
             "stop_ids": torch.stack([theirs[0] if vocab == 97 else counter - 1, counter - 1], 1),

@@ -12,6 +12,7 @@ import torch
 from verl.errors import ConfigError, MissingPackage, RolloutError
 from verl.rollout import Request, SamplingParams, build_rollout, register_rollout
 from verl.rollout.hf import HFRollout
+from verl.rollout.native import NativeRollout
 from verl.rollout.source import ModuleWeights
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -210,3 +211,69 @@ def test_engines_by_name(tiny: Callable[..., Any]) -> None:
         assert isinstance(build_rollout("mine", model, None, None), HFRollout)
     finally:
         del room._registry["mine"]
+
+
+@pytest.mark.parametrize("engine", [NativeRollout, HFRollout])
+def test_a_model_with_broken_weights_is_noticed(engine: Any, tiny: Any) -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] = float("nan")
+    with pytest.raises(RolloutError, match="NaN or infinite"):
+        list(engine(model, None).generate([Request("a", [3, 4, 5], SamplingParams(max_tokens=4))]))
+
+
+def test_the_plain_engine_goes_on_with_the_rows_that_are_left(tiny: Any) -> None:
+    """Greedy and drawn rows of different lengths: half of them end early, the others keep their settings."""
+    model = tiny("llama")
+    requests = [
+        Request(
+            str(at),
+            [3 + at, 9, 4],
+            SamplingParams(
+                max_tokens=3 if at % 3 else 12,
+                temperature=0.0 if at % 2 else 0.8,
+                top_k=5 if at < 4 else -1,
+                repetition_penalty=1.3 if at < 2 else 1.0,
+                raw_log_probs=at == 4,
+                ignore_eos=True,
+            ),
+            seed=2,
+        )
+        for at in range(8)
+    ]
+    together = {r.request_id: r for r in HFRollout(model, None).generate(requests)}
+    for request in requests:
+        (alone,) = HFRollout(model, None).generate([request])
+        got = together[request.request_id]
+        assert len(got.token_ids) == request.sampling.max_tokens
+        assert got.token_ids == alone.token_ids
+        assert got.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+
+
+def test_both_engines_mind_what_a_response_has_said_already(tiny: Any) -> None:
+    """The penalty reads prompt and response: an engine that forgot one of them would draw other tokens."""
+    model = tiny("llama")
+    requests = [
+        Request(
+            str(at),
+            [3 + at, 9, 4, 40 + at],
+            SamplingParams(max_tokens=16, temperature=temperature, repetition_penalty=3.0, ignore_eos=True),
+            seed=5,
+        )
+        for at, temperature in enumerate((0.0, 0.0, 0.9, 0.9))
+    ]
+    plain = {r.request_id: r for r in HFRollout(model, None).generate(requests)}
+    ours = {r.request_id: r for r in NativeRollout(model, None).generate(requests)}
+    for request in requests:
+        got = plain[request.request_id]
+        assert got.token_ids == ours[request.request_id].token_ids
+        # By hand, from whole logits: seen tokens are penalised, greedy rows take the best of what is left.
+        if request.sampling.temperature == 0:
+            known = list(request.prompt_ids)
+            for token in got.token_ids:
+                with torch.no_grad():
+                    logits = model(torch.tensor([known]), use_cache=False).logits[0, -1]
+                for seen in set(known):
+                    logits[seen] = logits[seen] / 3 if logits[seen] > 0 else logits[seen] * 3
+                assert int(logits.argmax()) == token
+                known.append(token)

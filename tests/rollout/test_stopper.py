@@ -206,3 +206,56 @@ def test_the_device_path_fetches_each_token_once(length: int, tiny: Any) -> None
         (response,) = engine.generate([Request("a", [5, 6], sampling)])
     assert len(response.token_ids) == length
     assert sum(fetched) == length and len(fetched) > 2
+
+
+class Letters:
+    """Token 0 is "a", 1 is "b" and so on; the last one decodes to nothing."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(ord("a") + token) for token in ids if token < 25)
+
+
+LETTERS_END = 25
+LETTERS_STOPPER = Stopper(Letters(), frozenset({LETTERS_END}))
+
+
+def reason(token_ids: list[int], sampling: SamplingParams, prompt_length: int = 0) -> str | None:
+    """Why a response ends at its newest token."""
+    end = LETTERS_STOPPER.end(token_ids, len(token_ids) - 1, sampling, prompt_length)
+    assert end is None or end[0] == len(token_ids)
+    return end[1] if end else None
+
+
+def test_an_end_at_the_very_limit_is_an_end() -> None:
+    """A response that says all it has to say is not cut off, however long it is."""
+    sampling = SamplingParams(max_tokens=3)
+    assert reason([9, 9, 1, 2, LETTERS_END], sampling, prompt_length=2) == "stop"
+    assert reason([9, 9, 1, 2, 3], sampling, prompt_length=2) == "length"
+    assert reason([9, 9, 1, 2], sampling, prompt_length=2) is None
+    told = SamplingParams(max_tokens=3, stop=("cd",), stop_token_ids=(7,))
+    assert reason([1, 2, 3], told) == "stop"
+    assert reason([1, 2, 7], told) == "stop"
+
+
+def test_a_stop_string_is_looked_for_in_the_response_alone() -> None:
+    sampling = SamplingParams(max_tokens=9, stop=("ab",))
+    assert reason([0, 1, 4], sampling, prompt_length=2) is None
+    assert reason([0, 1], sampling, prompt_length=1) is None, "half of it belongs to the prompt"
+    assert reason([4, 0, 1], sampling, prompt_length=1) == "stop"
+
+
+def test_a_stop_string_may_be_many_tokens_some_of_them_silent() -> None:
+    text = "abcdefghij"
+    sampling = SamplingParams(max_tokens=99, stop=("zz", text), ignore_eos=True)
+    ids = [20] * 30
+    for token in range(9):
+        ids += [token, LETTERS_END] if token % 2 else [token]
+        assert reason(ids, sampling) is None
+    assert reason([*ids, 9], sampling) == "stop"
+
+
+def test_ignoring_the_end_token_ignores_no_other() -> None:
+    sampling = SamplingParams(max_tokens=9, stop_token_ids=(4,), ignore_eos=True)
+    assert reason([1, LETTERS_END], sampling) is None and reason([1, 4], sampling) == "stop"
+    assert LETTERS_STOPPER.stop_ids(sampling) == {4}
+    assert LETTERS_STOPPER.stop_ids(SamplingParams(stop_token_ids=(4,))) == {4, LETTERS_END}

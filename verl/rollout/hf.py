@@ -75,10 +75,10 @@ class _StepCall:
             self.fixed["logits_to_keep"] = 1
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
-        places = {"position_ids": positions} if self.takes_positions else {}
+        extra = {"position_ids": positions} if self.takes_positions else {}
         if self.recurrent and mask is not None and mask.shape[1] > ids.shape[1]:
             mask = None  # its mask is one of new tokens, and those of a decode step are never padding
-        logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, **places, **self.fixed).logits
+        logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, **extra, **self.fixed).logits
         return logits
 
 
@@ -157,7 +157,7 @@ class HFRollout(BatchEngine):
             log_probs = log_probs_B.tolist()
             check_finite(log_probs)
             self._record(rows, alive, tokens_B.tolist(), log_probs, stopper, done)
-            kept = [place for place, index in enumerate(alive) if index is not None]
+            kept = [index for index, row_index in enumerate(alive) if row_index is not None]
             if not kept:
                 return done
             produced_B = produced_B + 1
@@ -171,7 +171,7 @@ class HFRollout(BatchEngine):
                 settings, produced_B = settings.select(rows_B), produced_B[rows_B]
                 input_ids_BL, mask_BL = input_ids_BL[rows_B], mask_BL[rows_B]
                 positions_BL, history_BL = positions_BL[rows_B], history_BL[rows_B]
-                alive = [alive[place] for place in kept]
+                alive = [alive[index] for index in kept]
 
     def _record(
         self,
@@ -182,14 +182,14 @@ class HFRollout(BatchEngine):
         stopper: Stopper,
         done: list[Response],
     ) -> None:
-        """Append the new tokens and end the rows that stop here (their place in `alive` becomes None)."""
-        for place, index in enumerate(alive):
-            if index is None:
+        """Append the new tokens and end the rows that stop here (their entry in `alive` becomes None)."""
+        for index, row_index in enumerate(alive):
+            if row_index is None:
                 continue
-            row = rows[index]
-            row.known.append(tokens[place])
-            row.token_ids.append(tokens[place])
-            row.log_probs.append(log_probs[place])
+            row = rows[row_index]
+            row.known.append(tokens[index])
+            row.token_ids.append(tokens[index])
+            row.log_probs.append(log_probs[index])
             prompt_length = len(row.request.prompt_ids)
             end = stopper.end(row.known, len(row.known) - 1, row.request.sampling, prompt_length)
             reason = end[1] if end is not None else None
@@ -197,7 +197,7 @@ class HFRollout(BatchEngine):
                 reason = "abort"
             if reason is not None:
                 done.append(self._response(row, reason))
-                alive[place] = None
+                alive[index] = None
 
     def _response(self, row: _Row, reason: FinishReason) -> Response:
         return Response(
@@ -216,7 +216,7 @@ class HFRollout(BatchEngine):
             self._aborted.update(request_ids)
 
     def update_weights(self, source: Any, version: int) -> None:
-        """The weights are the trainer's own: only the version is new (and the source, when one is given)."""
+        """The weights are the trainer's own: only the version changes (and the source, unless None)."""
         if source is not None:
             self.source = as_source(source)
         self.version = version

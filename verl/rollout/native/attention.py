@@ -5,9 +5,6 @@ Every layer writes the new keys and values to their pages and then reads the pag
 rows in segments of neighbouring pages with one call each. Query heads that share a key/value head are laid out
 as several queries of that head, so keys are never repeated.
 
-What always holds: a token sees itself and the earlier tokens of its own sequence within the layer's sliding
-window, nothing else.
-
 Shape suffixes: N tokens, H query heads, K key/value heads, G queries per key/value head, D head size,
 R rows of a segment, L context length.
 """
@@ -28,7 +25,7 @@ _CALL_COST = 400
 
 @dataclass
 class ChunkSpan:
-    """Tokens `first` to `first + count` of the step are places `start`... of the sequence in `page`."""
+    """Tokens `first` to `first + count` of the step have positions `start`... of the sequence in `page`."""
 
     page: int
     first: int
@@ -61,8 +58,8 @@ def make_segments(pages: list[int], lengths: list[int], first: int) -> list[Segm
             padding = abs(lengths[index] - longest) * (index - start if lengths[index] > longest else 1)
             if padding < _CALL_COST:
                 continue
-        part = lengths[start:index]
-        segments.append(Segment(pages[start], first + start, torch.tensor(part), max(part), min(part)))
+        rows = lengths[start:index]
+        segments.append(Segment(pages[start], first + start, torch.tensor(rows), max(rows), min(rows)))
         start = index
     return segments
 
@@ -150,11 +147,11 @@ class PagedAttention:
             if segment.shortest == segment.longest and (window is None or window >= segment.longest):
                 self._masks[key] = None
             else:
-                place = torch.arange(segment.longest)
+                position = torch.arange(segment.longest)
                 lengths_R1 = segment.lengths_R[:, None]
-                hidden = place >= lengths_R1
+                hidden = position >= lengths_R1
                 if window is not None:
-                    hidden |= place < lengths_R1 - window
+                    hidden |= position < lengths_R1 - window
                 mask = torch.zeros(segment.rows, segment.longest, dtype=dtype)
                 self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
         return self._masks[key]

@@ -27,7 +27,7 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class PromptAttention:
-    """Chunks of prompts laid end to end. `slots` are the cache places of their tokens; `context_slots` those of all
+    """Chunks of prompts laid end to end. `slots` are the cache slots of their tokens; `context_slots` those of all
     tokens they read, None when every chunk starts its sequence, so that the new keys are all there is to read."""
 
     ops: Ops
@@ -55,8 +55,8 @@ class PromptAttention:
         keys, values = self.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
         self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), keys, values, self.slots)
         if self._context is not None:
-            block, place = self._context
-            k, v = (x[block, :, place].transpose(0, 1)[None] for x in (keys, values))
+            block, offset = self._context
+            k, v = (x[block, :, offset].transpose(0, 1)[None] for x in (keys, values))
         return self.inner.attend(
             module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap
         )
@@ -68,7 +68,7 @@ _SCORES = 1 << 27
 
 class ContinuedAttention:
     """Attention of chunks whose sequences began earlier: the queries of chunk i are the last `counts[i]` of its
-    `lengths[i]` tokens, its keys are all of them. What the layers share is made by the first that needs it."""
+    `lengths[i]` tokens, its keys are all of them. What the layers share is computed by the first that needs it."""
 
     def __init__(self, counts: list[int], lengths: list[int], send: Send) -> None:
         self.counts, self.lengths = np.array(counts), np.array(lengths)
@@ -137,13 +137,15 @@ class ContinuedAttention:
             column_q, column_k = np.arange(counts.max()), np.arange(lengths.max())
             # A padded query repeats the last one of its chunk, a padded key lies behind every query.
             column = np.minimum(column_q, counts - 1)
-            place_q = self._ends_q[chunks, None] - counts + column
-            place_k = self._ends_k[chunks, None] - lengths + np.minimum(column_k, lengths - 1)
-            order[place_q] = base + np.arange(len(chunks))[:, None] * len(column_q) + column
-            base += place_q.size
+            index_q = self._ends_q[chunks, None] - counts + column
+            index_k = self._ends_k[chunks, None] - lengths + np.minimum(column_k, lengths - 1)
+            order[index_q] = base + np.arange(len(chunks))[:, None] * len(column_q) + column
+            base += index_q.size
             positions = lengths - counts + column
-            places = (self._send(torch.from_numpy(x)) for x in (place_q, place_k, positions))
-            batches.append(_PaddedBatch(next(places), next(places), next(places)))
+            q_PA, k_PB, positions_PA = (
+                self._send(torch.from_numpy(x)) for x in (index_q, index_k, positions)
+            )
+            batches.append(_PaddedBatch(q_PA, k_PB, positions_PA))
         return batches, self._send(torch.from_numpy(order))
 
 
@@ -167,8 +169,8 @@ class _PaddedBatch:
     ) -> torch.Tensor:
         """[P * A, H, D]."""
         if window not in self._masks:
-            places = torch.arange(self.keys_PB.shape[1], device=q.device)
-            behind_PAB = self.positions_PA[:, :, None] - places
+            key_positions = torch.arange(self.keys_PB.shape[1], device=q.device)
+            behind_PAB = self.positions_PA[:, :, None] - key_positions
             seen_PAB = behind_PAB >= 0 if window is None else (behind_PAB >= 0) & (behind_PAB < window)
             mask = torch.zeros(seen_PAB.shape, dtype=q.dtype, device=q.device)
             self._masks[window] = mask.masked_fill_(~seen_PAB, float("-inf"))[:, None]

@@ -241,7 +241,7 @@ class DeviceRunner:
             state.tokens[part],
             state.positions[part],
             state.produced[part],
-            state.made[part],
+            state.generated[part],
             state.active[part],
             state.last[part],
             state.stop_ids[part],
@@ -282,13 +282,13 @@ class DeviceRunner:
 
     def _send_tables(self, used: int) -> None:
         changed = []
-        for place, row in enumerate(self.rows):
+        for index, row in enumerate(self.rows):
             table = row.sequence.table
-            index = min(row.sequence.computed // self.cache.block_size, len(table) - 1)
-            known = (len(table), table[index])
+            newest = min(row.sequence.computed // self.cache.block_size, len(table) - 1)
+            known = (len(table), table[newest])
             if row.table != known:
                 row.table = known
-                changed.append((place, table))
+                changed.append((index, table))
         if changed or self._tables_moved:
             self.state.set_tables(changed, used)
             self._tables_moved = False
@@ -324,7 +324,7 @@ class DeviceRunner:
     # Polling
 
     def poll_finished(self) -> list[tuple[Sequence, FinishReason]]:
-        """Read the poll made at the last call and make a new one; the rows found ended leave: (sequence, why).
+        """Read the poll of the last call and enqueue a new one; the rows found ended leave: (sequence, why).
 
         What was enqueued since the last call is not waited for. A sequence's `length` is what is known of it."""
         before, self._poll = self._poll, None
@@ -332,10 +332,10 @@ class DeviceRunner:
             self._poll = (list(self.rows), self.state.poll(len(self.rows)))
         ended: list[Row] = []
         watched: list[Row] = []
-        for row, active, made in zip(before[0], *before[1].read(), strict=True) if before else ():
+        for row, active, generated in zip(before[0], *before[1].read(), strict=True) if before else ():
             if row.removed:
                 continue
-            row.sequence.on_device = made - row.fetched
+            row.sequence.on_device = generated - row.fetched
             if not active:
                 ended.append(row)
             elif row.sequence.request.sampling.stop:
@@ -352,9 +352,9 @@ class DeviceRunner:
             return []
         ended: list[Row] = []
         running: list[Row] = []
-        for row, active, made in zip(self.rows, *self.state.poll(len(self.rows)).read(), strict=True):
+        for row, active, generated in zip(self.rows, *self.state.poll(len(self.rows)).read(), strict=True):
             if id(row.sequence) in wanted:
-                row.sequence.on_device = made - row.fetched
+                row.sequence.on_device = generated - row.fetched
                 (running if active else ended).append(row)
         answers = self._finalize(ended, running)
         self._remove([row for row in running if not row.removed])
@@ -370,13 +370,13 @@ class DeviceRunner:
         counts = [row.sequence.on_device for row in rows]
         answers: list[tuple[Sequence, FinishReason]] = []
         leaving: list[Row] = []
-        for place, new in enumerate(zip(*self.state.fetch(slots, starts, counts), strict=True)):
-            reason = self._append(rows[place], *new)
+        for index, new in enumerate(zip(*self.state.fetch(slots, starts, counts), strict=True)):
+            reason = self._append(rows[index], *new)
             if reason is not None:
-                leaving.append(rows[place])
-                answers.append((rows[place].sequence, reason))
-            elif place < len(ended):
-                raise RuntimeError(f"{rows[place].sequence!r} ended on the device, but not on the host")
+                leaving.append(rows[index])
+                answers.append((rows[index].sequence, reason))
+            elif index < len(ended):
+                raise RuntimeError(f"{rows[index].sequence!r} ended on the device, but not on the host")
         self._remove(leaving)
         return answers
 
@@ -405,7 +405,7 @@ class DeviceRunner:
         for row in leaving:
             row.removed = True
             self._slots.append(row.slot)
-        kept = [place for place, row in enumerate(self.rows) if not row.removed]
+        kept = [index for index, row in enumerate(self.rows) if not row.removed]
         self.state.keep(kept)
         self._tables_moved = True
-        self.rows = [self.rows[place] for place in kept]
+        self.rows = [self.rows[index] for index in kept]

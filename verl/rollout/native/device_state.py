@@ -19,7 +19,7 @@ from verl.rollout.sampling import Kinds, SamplingBatch
 
 _INTEGERS = (
     "active",
-    "made",
+    "generated",
     "tokens",
     "positions",
     "produced",
@@ -47,18 +47,18 @@ class Poll:
             self._host = progress.clone()
 
     def read(self) -> tuple[list[int], list[int]]:
-        """(active, made) of each row. Waits for the work enqueued before the poll, not for what came after."""
+        """(active, generated) of each row. Waits for the work enqueued before the poll, not for what came after."""
         if self._event is not None:
             self._event.synchronize()
-        active, made = self._host.tolist()
-        return active, made
+        active, generated = self._host.tolist()
+        return active, generated
 
 
 class DeviceState:
     """Every column of `_INTEGERS` and `_FLOATS` is an attribute of shape [R]."""
 
     active: torch.Tensor
-    made: torch.Tensor
+    generated: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
     produced: torch.Tensor

@@ -90,8 +90,8 @@ class TorchOps:
         q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
         if norms is not None:
             q, k = _rms_norm(q, norms[0], norms[2]), _rms_norm(k, norms[1], norms[2])
-        place = torch.where(active.bool(), positions, 0)
-        cos_M, sin_M = cos[place][:, None], sin[place][:, None]
+        position = torch.where(active.bool(), positions, 0)
+        cos_M, sin_M = cos[position][:, None], sin[position][:, None]
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             first, second = x.chunk(2, dim=-1)
@@ -123,10 +123,10 @@ class TorchOps:
         _, kv_heads, block_size, dim = keys.shape
         rows, heads, _ = q.shape
         length = torch.where(active.bool(), positions + 1, 0)[:, None]
-        place = torch.arange(table.shape[1] * block_size, device=q.device)
-        seen = place < length
+        position = torch.arange(table.shape[1] * block_size, device=q.device)
+        seen = position < length
         if window is not None:
-            seen &= place >= length - window
+            seen &= position >= length - window
         k = keys[table.long()].transpose(1, 2).flatten(2, 3)
         v = values[table.long()].transpose(1, 2).flatten(2, 3)
         grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim)
@@ -163,7 +163,7 @@ class TorchOps:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         produced: torch.Tensor,
-        made: torch.Tensor,
+        generated: torch.Tensor,
         active: torch.Tensor,
         last: torch.Tensor,
         stop_ids: torch.Tensor,
@@ -173,11 +173,11 @@ class TorchOps:
     ) -> None:
         on = active.bool()
         rows = on.nonzero()[:, 0]
-        out_tokens[slots[rows], made[rows]] = sampled[rows].to(out_tokens.dtype)
-        out_log_probs[slots[rows], made[rows]] = log_probs[rows]
+        out_tokens[slots[rows], generated[rows]] = sampled[rows].to(out_tokens.dtype)
+        out_log_probs[slots[rows], generated[rows]] = log_probs[rows]
         tokens.copy_(torch.where(on, sampled, tokens))
         ended = (stop_ids == sampled[:, None]).any(-1) | (positions + 1 >= last)
-        for counter in (made, positions, produced):
+        for counter in (generated, positions, produced):
             counter.add_(on.to(counter.dtype))
         active.mul_((~(on & ended)).to(active.dtype))
 

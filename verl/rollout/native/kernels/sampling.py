@@ -160,7 +160,7 @@ def _advance(
     tokens_ptr,
     positions_ptr,
     produced_ptr,
-    made_ptr,
+    generated_ptr,
     active_ptr,
     last_ptr,
     stop_ptr,
@@ -178,7 +178,7 @@ def _advance(
     active = (tl.load(active_ptr + row, mask=present, other=0) != 0) & present
     token = tl.load(sampled_ptr + row, mask=active, other=0)
     log_prob = tl.load(sampled_log_prob_ptr + row, mask=active, other=0.0)
-    made = tl.load(made_ptr + row, mask=active, other=0)
+    generated = tl.load(generated_ptr + row, mask=active, other=0)
     position = tl.load(positions_ptr + row, mask=active, other=0)
     produced = tl.load(produced_ptr + row, mask=active, other=0)
     last = tl.load(last_ptr + row, mask=active, other=0)
@@ -191,11 +191,11 @@ def _advance(
     ended = tl.max((stop_ids == token[:, None]).to(tl.int32), 1) != 0
     ended = ended | (position + 1 >= last)
     slot = tl.load(slots_ptr + row, mask=active, other=0)
-    place = slot.to(tl.int64) * out_stride + made
+    place = slot.to(tl.int64) * out_stride + generated
     tl.store(out_tokens_ptr + place, token.to(tl.int32), mask=active)
     tl.store(out_log_probs_ptr + place, log_prob, mask=active)
     tl.store(tokens_ptr + row, token, mask=active)
-    tl.store(made_ptr + row, made + 1, mask=active)
+    tl.store(generated_ptr + row, generated + 1, mask=active)
     tl.store(positions_ptr + row, position + 1, mask=active)
     tl.store(produced_ptr + row, produced + 1, mask=active)
     tl.store(active_ptr + row, 0, mask=active & ended)
@@ -207,7 +207,7 @@ def advance(
     tokens: torch.Tensor,
     positions: torch.Tensor,
     produced: torch.Tensor,
-    made: torch.Tensor,
+    generated: torch.Tensor,
     active: torch.Tensor,
     last: torch.Tensor,
     stop_ids: torch.Tensor,
@@ -224,7 +224,7 @@ def advance(
         tokens,
         positions,
         produced,
-        made,
+        generated,
         active,
         last,
         stop_ids,
