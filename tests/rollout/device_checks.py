@@ -131,7 +131,7 @@ def a_sleeping_engine_holds_no_cache_and_keeps_its_graphs() -> str:
     asked = requests(temperature=0, ignore_eos=True)
     before = answers(engine, asked)
     session = engine._session
-    held = session.bytes
+    held = session.cache.bytes
     free = torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 0
     engine.sleep()
     if DEVICE == "cpu":
@@ -139,7 +139,7 @@ def a_sleeping_engine_holds_no_cache_and_keeps_its_graphs() -> str:
     if engine._session is not session:
         raise AssertionError("the cache cannot be parked here")
     given = torch.cuda.mem_get_info()[0] - free
-    if session.bytes != 0 or given < held:
+    if session.cache.bytes != 0 or given < held:
         raise AssertionError(f"{given} bytes came back of {held}")
     engine.wake()
     compare(answers(engine, asked), before, 1e-4)
