@@ -81,20 +81,6 @@ def cache_layout(model: Any) -> CacheLayout:
     return CacheLayout(tuple(shapes.get(index, LayerShape()) for index in range(max(shapes) + 1)))
 
 
-def free_host_memory() -> int:
-    """Bytes a process may still take without swapping."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 class PageCache:
     """Keys and values on the CPU: for each layer [pages, page_size, kv_heads, head_dim]."""
 

@@ -18,6 +18,7 @@ import torch
 
 from verl.config.sections.rollout import RolloutConfig
 from verl.errors import ConfigError, RolloutError
+from verl.memory import free_host_bytes
 from verl.models.dtypes import torch_dtype
 from verl.rollout.base import Request, RolloutStats
 from verl.rollout.native.block_manager import BlockManager
@@ -25,7 +26,7 @@ from verl.rollout.native.cpu_runner import CPURunner
 from verl.rollout.native.device_runner import DeviceRunner, graph_batch_size
 from verl.rollout.native.device_state import DeviceState
 from verl.rollout.native.fp8 import require_fp8_device
-from verl.rollout.native.kv_cache import CacheLayout, DeviceCache, PageCache, free_host_memory
+from verl.rollout.native.kv_cache import CacheLayout, DeviceCache, PageCache
 from verl.rollout.native.ops import Ops, TorchOps, TritonOps
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.requests import Stopper
@@ -84,7 +85,7 @@ def memory_tokens(layout: CacheLayout, limits: Limits, device: torch.device, reu
     if limits.cache_tokens is not None:
         return limits.cache_tokens
     if device.type != "cuda":
-        return int(free_host_memory() * limits.gpu_memory_utilization) // layout.token_bytes
+        return int(free_host_bytes() * limits.gpu_memory_utilization) // layout.token_bytes
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     others = total - free - reserved
