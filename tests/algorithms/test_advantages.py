@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import algorithm_loops as loops
 from verl.algorithms import adv_estimator_names, get_adv_estimator_fn, group_ids, group_metrics
-from verl.algorithms.masked import row_blocks
-from verl.algorithms.scan import discounted_returns
+from verl.algorithms.advantages import discounted_returns
 from verl.errors import ConfigError, DataError
 
 GAMMA, LAM = 0.9, 0.8

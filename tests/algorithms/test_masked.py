@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms import (
-    entropy_from_logits,
-    logprobs_from_logits,
     masked_mean,
     masked_sum,
     masked_var,
     masked_whiten,
-    sum_pi_squared_from_logits,
 )
 from verl.errors import DataError
 
@@ -59,24 +56,3 @@ def test_gradient_does_not_see_what_is_masked():
 def test_variance_of_fewer_than_two_values_is_refused(kept):
     with pytest.raises(DataError, match=f"this one has {kept}"):
         masked_var(torch.ones(3), torch.tensor([kept, 0, 0]))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
-def test_what_is_read_off_logits(temperature):
-    logits = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 3.0]], dtype=torch.float64)
-    labels = torch.tensor([2, 0])
-    log_probs, entropies, squares = [], [], []
-    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
-        weights = [math.exp(x / temperature) for x in row]
-        probs = [w / sum(weights) for w in weights]
-        log_probs.append(math.log(probs[label]))
-        entropies.append(-sum(p * math.log(p) for p in probs))
-        squares.append(sum(p * p for p in probs))
-    assert logprobs_from_logits(logits, labels, temperature).tolist() == pytest.approx(log_probs)
-    assert entropy_from_logits(logits, temperature).tolist() == pytest.approx(entropies)
-    assert sum_pi_squared_from_logits(logits, temperature).tolist() == pytest.approx(squares)
-
-
-def test_temperature_zero_is_greedy_and_finite():
-    log_probs = logprobs_from_logits(torch.tensor([[1.0, 2.0]] * 2), torch.tensor([1, 0]), 0.0)
-    assert log_probs[0] == 0 and bool(log_probs.isfinite().all()) and log_probs[1] < -1e6

@@ -55,7 +55,7 @@ def test_each_filter_metric_reads_its_own_source(make_batch):
 
 def test_running_out_of_rounds_names_the_share_of_constant_groups():
     text = str(dynamic_sampling_failed(rounds=3, groups=40, constant=30, wanted=16))
-    assert "10 of the 16" in text and "75%" in text and "max_num_gen_batches" in text
+    assert "10 of 16" in text and "75%" in text and "max_num_gen_batches" in text
 
 
 @given(length=st.integers(0, 30), limit=st.integers(1, 25), data=st.data(), factor=st.floats(0, 3))

@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.groups import Groups, sequence_scores, spread
-from verl.algorithms.masked import as_bool, keep, masked_whiten, row_blocks
+from verl.algorithms.masked import as_bool, keep, masked_whiten
 from verl.algorithms.registry import register_adv_est
-from verl.algorithms.scan import advantage_scan, discounted_returns, rewards_to_go
+from verl.config.schema import AlgorithmConfig
 from verl.errors import ConfigError
 
+_DEFAULTS = AlgorithmConfig()
 
-def _setting(given: Any, config: Any, name: str, default: Any) -> Any:
-    """The keyword argument, else the config's value, else the default."""
-    return given if given is not None else getattr(config, name, default)
+
+def _setting(given: Any, config: Any, name: str) -> Any:
+    """The keyword argument, else the config's value, else the schema's default."""
+    return given if given is not None else getattr(config, name, getattr(_DEFAULTS, name))
 
 
 def _need(value: Any, name: str, estimator: str, fix: str) -> Any:
     if value is None:
         raise ConfigError(
-            f"algorithm.adv_estimator={estimator} needs {name}, which the batch does not have. {fix}"
+            f"algorithm.adv_estimator={estimator} needs {name}, which the batch lacks. {fix}".rstrip()
         )
     return value
 
@@ -46,7 +48,7 @@ def gae(
     """Generalised advantage estimation. Positions with mask 0 (tool tokens) are skipped: the next value and the
     next advantage pass over them unchanged."""
     _need(values, "values", "gae", "Leave critic.enable unset or set it to True.")
-    gamma, lam = _setting(gamma, config, "gamma", 1.0), _setting(lam, config, "lam", 1.0)
+    gamma, lam = _setting(gamma, config, "gamma"), _setting(lam, config, "lam")
     advantages = advantage_scan(token_level_rewards, values, response_mask, gamma, lam)
     returns = keep(advantages + values, response_mask)
     return masked_whiten(advantages, response_mask), returns
@@ -63,7 +65,7 @@ def grpo(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """(s - mean) / (std + 1e-6) within the group; without the division it is Dr.GRPO."""
-    normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo", True)
+    normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo")
     scores = sequence_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, scores.shape[0], scores.device)
     advantages = spread(
@@ -88,7 +90,7 @@ def grpo_passk(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Only the best response of a group learns, by its lead over the second; a tie at the top gives 0."""
-    normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo", True)
+    normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo")
     scores = sequence_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, scores.shape[0], scores.device)
     best = groups.extreme(scores, "amax")
@@ -147,7 +149,7 @@ def reinforce_plus_plus(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Discounted returns, whitened over the batch. Only policy tokens count as time steps."""
-    returns = discounted_returns(token_level_rewards, response_mask, _setting(gamma, config, "gamma", 1.0))
+    returns = discounted_returns(token_level_rewards, response_mask, _setting(gamma, config, "gamma"))
     return masked_whiten(returns, response_mask), returns
 
 
@@ -210,7 +212,7 @@ def gdpo(
         raise ConfigError(
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} keys ({', '.join(keys)})"
         )
-    by_std = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo", True)
+    by_std = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo")
     batch_size, device = response_mask.shape[0], response_mask.device
     groups = Groups.of(index, batch_size, device)
     total = torch.zeros(batch_size, dtype=torch.float64, device=device)
@@ -240,22 +242,17 @@ def optimal_token_baseline(
     batch_size, width = response_mask.shape
     groups = Groups.of(index, batch_size, response_mask.device)
     returns = rewards_to_go(token_level_rewards, response_mask)
+    flags = as_bool(response_mask)
+    score = 1 - 2 * keep(old_log_probs, flags).exp() + keep(sum_pi_squared, flags)
+    weight = keep(keep(score, flags).cumsum(-1).to(returns.dtype), flags)
     weighted, norm = returns.new_zeros(2, groups.count, width)
-    position = torch.arange(1, width + 1, device=returns.device)
-    extent = position.new_zeros(batch_size)
-    for rows in row_blocks(returns):
-        flags = as_bool(response_mask[rows])
-        score = 1 - 2 * keep(old_log_probs[rows], flags).exp() + keep(sum_pi_squared[rows], flags)
-        weight = keep(keep(score, flags).cumsum(-1).to(returns.dtype), flags)
-        weighted.index_add_(0, groups.ids[rows], returns[rows] * weight)
-        norm.index_add_(0, groups.ids[rows], weight)
-        extent[rows] = (flags * position).amax(-1) if width else 0
+    weighted.index_add_(0, groups.ids, returns * weight)
+    norm.index_add_(0, groups.ids, weight)
     baseline = weighted / (norm + 1e-8)
+    position = torch.arange(1, width + 1, device=returns.device)
+    extent = (flags * position).amax(-1) if width else position.new_zeros(batch_size)
     baseline.masked_fill_(position > _second_largest(extent, groups).unsqueeze(-1), 0)
-    advantages = torch.empty_like(returns)
-    for rows in row_blocks(returns):
-        advantages[rows] = keep(returns[rows] - baseline[groups.ids[rows]], response_mask[rows])
-    return advantages, returns
+    return keep(returns - baseline[groups.ids], flags), returns
 
 
 def _second_largest(values: Tensor, groups: Groups) -> Tensor:
@@ -267,3 +264,60 @@ def _second_largest(values: Tensor, groups: Groups) -> Tensor:
     second = sizes.cumsum(0) - sizes + 1
     found = values[order[second.clamp(max=max(len(values) - 1, 0))]]
     return torch.where(sizes > 1, found, torch.zeros_like(found))
+
+
+# -- sums from a token to the end of its sequence ---------------------------------------------------------------
+# Positions with mask 0 take no time: policy tokens are moved together first (`_Compaction`), and back afterwards.
+
+
+def rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
+    """The sum of the rewards from each policy token on, zero where the mask is 0."""
+    return discounted_returns(rewards, mask, 1.0)
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """G = r + gamma * G_next over policy tokens, zero where the mask is 0."""
+    flags = as_bool(mask)
+    kept = keep(rewards, flags)
+    if gamma == 1:
+        return keep(kept.flip(-1).cumsum(-1).flip(-1), flags)
+    compaction = _Compaction(flags)
+    return keep(compaction.undo(_discounted_suffix_sum_(compaction.apply(kept), gamma)), flags)
+
+
+def advantage_scan(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """A = delta + gamma * lam * A_next with delta = r + gamma * V_next - V over policy tokens, zero elsewhere.
+
+    Past the last policy token rewards and values are zero, and with them delta: the recursion starts there by
+    itself."""
+    flags = as_bool(mask)
+    compaction = _Compaction(flags)
+    value = compaction.apply(keep(values, flags))
+    delta = compaction.apply(keep(rewards, flags)) - value
+    delta[:, :-1].add_(value[:, 1:], alpha=gamma)
+    return keep(compaction.undo(_discounted_suffix_sum_(delta, gamma * lam)), flags)
+
+
+class _Compaction:
+    """Moves policy tokens to the left of their row, and back. Does nothing where they stand there already."""
+
+    def __init__(self, flags: Tensor) -> None:
+        count = flags.cumsum(-1)
+        has_gaps = bool((flags & (count != torch.arange(1, flags.shape[-1] + 1, device=flags.device))).any())
+        self.column = (count - 1).clamp_(min=0) if has_gaps else None
+
+    def apply(self, kept: Tensor) -> Tensor:
+        """`kept` is zero off the mask, so that what is added from there changes nothing."""
+        return kept if self.column is None else torch.zeros_like(kept).scatter_add_(-1, self.column, kept)
+
+    def undo(self, compact: Tensor) -> Tensor:
+        return compact if self.column is None else compact.gather(-1, self.column)
+
+
+def _discounted_suffix_sum_(values: Tensor, factor: float) -> Tensor:
+    """In place, by doubling: after round k each entry holds its discounted sum over the next 2^k positions."""
+    reach = 1
+    while reach < values.shape[-1] and factor > 0:
+        values[:, :-reach] += factor * values[:, reach:]
+        reach, factor = 2 * reach, factor * factor
+    return values

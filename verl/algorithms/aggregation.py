@@ -1,7 +1,7 @@
 """From a matrix of token losses to one number.
 
-What always holds: with the counts of the whole mini-batch given, the sum of the shares of its micro-batches (and
-the mean over ranks of such sums) is the loss of the mini-batch, however it was cut.
+With the counts of the whole mini-batch given, the sum of the shares of its micro-batches (and the mean over ranks of
+such sums) is the loss of the mini-batch, however it was split.
 """
 
 from __future__ import annotations
@@ -46,13 +46,6 @@ def batch_counts(response_mask: Tensor) -> dict[str, int]:
     return {"batch_num_tokens": int(flags.sum()), "global_batch_size": int(flags.any(-1).sum())}
 
 
-def counts_in_force(config: Any, response_mask: Tensor) -> dict[str, Any]:
-    """The keyword arguments `agg_loss` would work with: the config's, else the bound ones, else the matrix's own."""
-    info = dict(getattr(config, "global_batch_info", None) or _bound.get() or {})
-    own = batch_counts(response_mask)
-    return info | {name: own[name] for name in own if info.get(name) is None}
-
-
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,
@@ -76,7 +69,7 @@ def agg_loss(
         loss_scale_factor = bound.get("loss_scale_factor")
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ConfigError(
-            f"loss_agg_mode={loss_agg_mode!r} is not known; allowed: {', '.join(LOSS_AGG_MODES)} "
+            f"loss_agg_mode={loss_agg_mode!r} is unknown; allowed: {', '.join(LOSS_AGG_MODES)} "
             f"(actor_rollout_ref.actor.loss_agg_mode)"
         )
     flags = as_bool(loss_mask)

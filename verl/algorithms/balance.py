@@ -1,8 +1,6 @@
 """Spread sequences over ranks and micro-batches so that each gets about the same work.
 
-What always holds: every index from 0 to n-1 appears exactly once in the result; the result depends on nothing
-but the arguments; under a token budget no batch of more than one sequence is above it.
-Plain Python on purpose: this is combinatorics over a few thousand numbers, not tensor arithmetic.
+Every index from 0 to n-1 appears exactly once in the result, which depends on nothing but the arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ def sequence_work(lengths: Sequence[int], hidden_size: int = 1024) -> list[int]:
 
 
 @dataclass
-class _Part:
+class _Bin:
     """One bin of a partial solution. `size` breaks ties between equal sums, so that empty bins are filled first."""
 
     cost: float = 0
@@ -34,14 +32,14 @@ class _Part:
     def rank(self) -> tuple[float, int]:
         return (self.cost, len(self.members))
 
-    def absorb(self, other: _Part) -> _Part:
+    def absorb(self, other: _Bin) -> _Bin:
         big, small = (self, other) if len(self.members) >= len(other.members) else (other, self)
         big.members.extend(small.members)
         big.cost += small.cost
         return big
 
 
-def _merge(first: list[_Part], second: list[_Part], k: int) -> list[_Part]:
+def _merge(first: list[_Bin], second: list[_Bin], k: int) -> list[_Bin]:
     """Join two partial solutions, the heaviest part of one with the lightest of the other.
 
     Only parts that hold something are stored (heaviest first), the rest of the k are empty: with many parts
@@ -72,13 +70,13 @@ def karmarkar_karp(costs: Sequence[int | float], k: int, equal_size: bool = Fals
         raise ConfigError("karmarkar_karp: every cost must be a number >= 0")
     n = len(values)
     order = sorted(range(n), key=lambda i: (-values[i], i))
-    groups: list[list[_Part]]
+    groups: list[list[_Bin]]
     if equal_size:
-        groups = [[_Part(values[i], [i]) for i in order[at : at + k]] for at in range(0, n, k)]
+        groups = [[_Bin(values[i], [i]) for i in order[at : at + k]] for at in range(0, n, k)]
     else:
-        groups = [[_Part(values[i], [i])] for i in order]
+        groups = [[_Bin(values[i], [i])] for i in order]
 
-    def spread(parts: list[_Part]) -> float:
+    def spread(parts: list[_Bin]) -> float:
         return parts[0].cost - (parts[-1].cost if len(parts) == k else 0)
 
     heap = [(-spread(parts), at, parts) for at, parts in enumerate(groups)]
@@ -95,13 +93,13 @@ def karmarkar_karp(costs: Sequence[int | float], k: int, equal_size: bool = Fals
     return result + [[] for _ in range(k - len(result))]
 
 
-def _merge_equal(first: list[_Part], second: list[_Part], k: int) -> list[_Part]:
+def _merge_equal(first: list[_Bin], second: list[_Bin], k: int) -> list[_Bin]:
     """Like `_merge`, but a part of one solution always meets a part of the other: sizes stay equal. Only the very
     last chunk of items can be short of k; its missing members are parts without cost."""
     pad = k - min(len(first), len(second))
     if pad:
         short = first if len(first) < len(second) else second
-        short.extend(_Part() for _ in range(pad))
+        short.extend(_Bin() for _ in range(pad))
     merged = [a.absorb(b) for a, b in zip(first, reversed(second), strict=True)]
     merged.sort(key=lambda part: part.rank, reverse=True)
     return merged
@@ -110,32 +108,32 @@ def _merge_equal(first: list[_Part], second: list[_Part], k: int) -> list[_Part]
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """First-fit decreasing: always within the budget, and at most about 22 % more bins than the optimum."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     for i in order:
-        at = next((at for at, free in enumerate(room) if free >= lengths[i]), None)
+        at = next((at for at, left in enumerate(free) if left >= lengths[i]), None)
         if at is None:
             bins.append([])
-            room.append(max_tokens)
+            free.append(max_tokens)
             at = len(bins) - 1
         bins[at].append(i)
-        room[at] -= lengths[i]
+        free[at] -= lengths[i]
     return bins
 
 
 def _lightest_fit(
     order: Sequence[int], lengths: Sequence[int], work: Sequence[float], max_tokens: int, count: int
 ) -> list[list[int]] | None:
-    """Longest first into the batch with the least work that has room; None where one finds no room."""
+    """Longest first into the batch with the least work with enough free tokens; None where a sequence fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    room = [max_tokens] * count
+    free = [max_tokens] * count
     load: list[float] = [0] * count
     for i in order:
-        fitting = [at for at in range(count) if room[at] >= lengths[i]]
+        fitting = [at for at in range(count) if free[at] >= lengths[i]]
         if not fitting:
             return None
         at = min(fitting, key=lambda b: (load[b], b))
         bins[at].append(i)
-        room[at] -= lengths[i]
+        free[at] -= lengths[i]
         load[at] += work[i]
     return bins
 

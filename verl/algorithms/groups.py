@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.masked import as_bool, masked_sum, row_blocks
+from verl.algorithms.masked import as_bool, masked_sum
 from verl.errors import DataError
 
 
@@ -76,11 +76,7 @@ class Groups:
 
 def sequence_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     """s_i: the sum of a sequence's rewards over its policy tokens, [B], float64."""
-    parts = [
-        masked_sum(token_level_rewards[rows], response_mask[rows], axis=-1)
-        for rows in row_blocks(token_level_rewards)
-    ]
-    return torch.cat(parts).to(torch.float64)
+    return masked_sum(token_level_rewards, response_mask, axis=-1).to(torch.float64)
 
 
 def spread(per_sequence: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ negative. A trailing `+` keeps an estimator's value and takes the gradient of `k
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +47,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     estimator = _ESTIMATORS.get(kl_penalty.removesuffix("+"))
     if estimator is None:
         raise ConfigError(
-            f"KL estimator {kl_penalty!r} is not known; allowed: {', '.join(KL_ESTIMATORS)} "
-            f"(actor_rollout_ref.actor.kl_loss_type for the loss, algorithm.kl_penalty for the reward)"
+            f"KL estimator {kl_penalty!r} is unknown; allowed: {', '.join(KL_ESTIMATORS)} "
+            f"(actor.kl_loss_type in the loss, algorithm.kl_penalty in the reward)"
         )
     x = logprob - ref_logprob
     value = estimator(x)
@@ -75,14 +75,6 @@ def apply_kl_penalty(
     return keep(rewards, response_mask), float(masked_mean(per_sequence, has_tokens))
 
 
-class KLController(Protocol):
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-    def state_dict(self) -> dict[str, float]: ...
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
 class FixedKLController:
     """A coefficient that stays."""
 
@@ -103,14 +95,9 @@ class AdaptiveKLController:
     """coef *= 1 + clip(current / target - 1, +-0.2) * steps / horizon (Ziegler et al. 2019)."""
 
     def __init__(self, kl_coef: float, target_kl: float, horizon: float) -> None:
-        if target_kl <= 0:
-            raise ConfigError(
-                f"algorithm.kl_ctrl.target_kl={target_kl} must be above 0 for an adaptive controller"
-            )
-        if horizon <= 0:
-            raise ConfigError(
-                f"algorithm.kl_ctrl.horizon={horizon} must be above 0 for an adaptive controller"
-            )
+        for name, value in (("target_kl", target_kl), ("horizon", horizon)):
+            if value <= 0:
+                raise ConfigError(f"algorithm.kl_ctrl.{name}={value} must be above 0 for type=adaptive")
         self.value = float(kl_coef)
         self.target = float(target_kl)
         self.horizon = float(horizon)
@@ -133,4 +120,4 @@ def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
         return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
         return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-    raise ConfigError(f"algorithm.kl_ctrl.type={kl_ctrl.type!r} is not known; allowed: fixed, adaptive")
+    raise ConfigError(f"algorithm.kl_ctrl.type={kl_ctrl.type!r} is unknown; allowed: fixed, adaptive")

@@ -1,6 +1,6 @@
-"""Names of advantage estimators and policy losses. A user's own join ours here, without touching our files.
+"""Registries of advantage estimators and policy losses, ours and those of plug-ins.
 
-Importing this loads no torch; asking for a name loads the maths. Every function is called by keyword.
+Importing this loads no torch. Every registered function is called by keyword.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _register(table: dict[str, Any], name: str, fn: Any, what: str) -> None:
     if known is not None and (known.__module__, known.__qualname__) != (fn.__module__, fn.__qualname__):
         raise ConfigError(
             f"{what} {name!r} is registered already, by {known.__module__}.{known.__qualname__}; "
-            f"choose another name for {fn.__module__}.{fn.__qualname__}"
+            f"rename {fn.__module__}.{fn.__qualname__}"
         )
     table[name] = fn
 
@@ -68,30 +68,30 @@ def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[
     return decorate
 
 
-def _find(table: Mapping[str, Any], name: str, what: str, key: str) -> Any:
+def _find(table: Mapping[str, Any], name: str, key: str) -> Any:
     if name not in table:
         near = difflib.get_close_matches(name, table, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"{what} {name!r} is not known; known: {', '.join(sorted(table))}.{hint} Set {key} to one of these, or "
-            f"register your own in a module named in trainer.plugins"
+            f"{key}={name!r} is unknown; allowed: {', '.join(sorted(table))}, or what a module in trainer.plugins "
+            f"registers.{hint}"
         )
     return table[name]
 
 
-def _load_ours() -> None:
+def _load_builtin() -> None:
     importlib.import_module("verl.algorithms.advantages")
-    importlib.import_module("verl.algorithms.policy_losses")
+    importlib.import_module("verl.algorithms.losses")
 
 
 def get_adv_estimator_fn(name: str) -> AdvEstimator:
-    _load_ours()
-    return _find(_adv_estimators, name, "advantage estimator", "algorithm.adv_estimator")
+    _load_builtin()
+    return _find(_adv_estimators, name, "algorithm.adv_estimator")
 
 
 def get_policy_loss_fn(name: str) -> PolicyLoss:
-    _load_ours()
-    return _find(_policy_losses, name, "policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode")
+    _load_builtin()
+    return _find(_policy_losses, name, "actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 def get_policy_loss_prepare(name: str) -> Prepare | None:
@@ -101,12 +101,12 @@ def get_policy_loss_prepare(name: str) -> Prepare | None:
 
 
 def adv_estimator_names() -> tuple[str, ...]:
-    _load_ours()
+    _load_builtin()
     return tuple(sorted(_adv_estimators))
 
 
 def policy_loss_names() -> tuple[str, ...]:
-    _load_ours()
+    _load_builtin()
     return tuple(sorted(_policy_losses))
 
 
@@ -121,6 +121,6 @@ def call_with_known(fn: Callable[..., Any], available: Mapping[str, Any], what: 
             continue
         if parameter.default is inspect.Parameter.empty and name not in given:
             raise ConfigError(
-                f"{what} needs the argument {name!r}, which is not at hand; at hand: {', '.join(sorted(available))}"
+                f"{what} needs the argument {name!r}; available: {', '.join(sorted(available))}"
             )
     return fn(**given)

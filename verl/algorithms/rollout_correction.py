@@ -1,8 +1,7 @@
-"""Between the engine that sampled the tokens and the trainer that learns from them: how far apart their
-probabilities are, weights that make up for it, and rejection of what lies too far out.
+"""Rollout correction: importance weights and rejection for the gap between rollout engine and trainer.
 
-With l = old - roll (clamped to +-20) on policy tokens. What always holds: weights carry no gradient and are zero
-off the mask; what is rejected leaves the returned mask, and with it every loss denominator counted from that.
+With l = old - roll (clamped to +-20) on policy tokens. Weights carry no gradient and are zero off the mask; what is
+rejected leaves the returned mask, and with it every loss denominator counted from that.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.loss_inputs import sequence_mean
-from verl.algorithms.masked import as_bool, keep, masked_mean
+from verl.algorithms.masked import as_bool, keep, masked_mean, sequence_mean
 from verl.errors import ConfigError
 
 SECTION = "algorithm.rollout_correction"
@@ -43,8 +41,7 @@ class Bounds:
         if len(parts) == 2 and 0 <= parts[0] < parts[1]:
             return cls(parts[0], parts[1])
         raise ConfigError(
-            f"{SECTION}.{key}={value!r} is neither a number above 0 nor two numbers 'lo_hi' with 0 <= lo < hi "
-            f"(for example 2.0 or '0.5_2.0')"
+            f"{SECTION}.{key}={value!r} must be a number above 0 or 'lo_hi' with 0 <= lo < hi, such as '0.5_2.0'"
         )
 
 
@@ -61,16 +58,14 @@ def _rules(config: Any) -> list[tuple[str, Bounds]]:
     threshold = getattr(config, "rollout_rs_threshold", None)
     if threshold is None:
         raise ConfigError(
-            f"{SECTION}.rollout_rs={text} needs {SECTION}.rollout_rs_threshold: one bound for all rules, or one each, "
-            f"comma separated"
+            f"{SECTION}.rollout_rs={text} needs {SECTION}.rollout_rs_threshold: one bound, or one per rule"
         )
     bounds = [Bounds.parse(part, "rollout_rs_threshold") for part in str(threshold).split(",")]
     if len(bounds) == 1:
         bounds *= len(names)
     if len(bounds) != len(names):
         raise ConfigError(
-            f"{SECTION}.rollout_rs_threshold has {len(bounds)} bounds for {len(names)} rules ({', '.join(names)}); "
-            f"give one, or one each"
+            f"{SECTION}.rollout_rs_threshold has {len(bounds)} bounds for {len(names)} rules ({', '.join(names)})"
         )
     return list(zip(names, bounds, strict=True))
 
@@ -108,7 +103,7 @@ def _importance_weights(
 ) -> tuple[Tensor, dict[str, float]]:
     level = config.rollout_is
     if level not in ("token", "sequence"):
-        raise ConfigError(f"{SECTION}.rollout_is={level!r} is not known; allowed: token, sequence (or unset)")
+        raise ConfigError(f"{SECTION}.rollout_is={level!r} is unknown; allowed: token, sequence")
     bounds = Bounds.parse(config.rollout_is_threshold, "rollout_is_threshold")
     exponent = log_ratio
     if level == "sequence":

@@ -1,7 +1,4 @@
-"""Which samples are learned from, and with what reward: dynamic sampling, overlong shaping, PF-PPO resampling.
-
-Nothing here draws from a global generator, and nothing here is a loop over sequences.
-"""
+"""Which samples are learned from, and with what reward: dynamic sampling, overlong shaping, PF-PPO resampling."""
 
 from __future__ import annotations
 
@@ -31,14 +28,14 @@ def group_filter_values(
     extra = extra or {}
     if metric not in FILTER_METRICS:
         raise ConfigError(
-            f"algorithm.filter_groups.metric={metric!r} is not known; allowed: {', '.join(FILTER_METRICS)}"
+            f"algorithm.filter_groups.metric={metric!r} is unknown; allowed: {', '.join(FILTER_METRICS)}"
         )
     if metric in extra:
         return torch.as_tensor([float(value) for value in extra[metric]], dtype=torch.float64)
     if metric == "acc":
         raise ConfigError(
-            "algorithm.filter_groups.metric=acc needs a reward function that returns a dict with 'acc'; it returned "
-            f"{', '.join(extra) or 'only a number'}. Use algorithm.filter_groups.metric=seq_reward instead"
+            "algorithm.filter_groups.metric=acc needs a reward function that returns a dict with 'acc', not "
+            f"{', '.join(extra) or 'only a number'}; or set metric=seq_reward"
         )
     if metric == "seq_final_reward":
         if token_level_rewards is None:
@@ -57,11 +54,11 @@ def dynamic_sampling_failed(rounds: int, groups: int, constant: int, wanted: int
     """What to raise when `algorithm.filter_groups.max_num_gen_batches` rounds did not fill the batch."""
     share = constant / max(groups, 1)
     return TrainingHalted(
-        f"dynamic sampling found {groups - constant} of the {wanted} prompts wanted in {rounds} rounds of generation: "
-        f"{constant} of {groups} groups ({share:.0%}) had the same value for every response, so there was nothing to "
-        f"learn from them. The data is too easy or too hard for this model, or the reward does not tell responses "
-        f"apart. Raise algorithm.filter_groups.max_num_gen_batches (0: no limit) or actor_rollout_ref.rollout.n, or "
-        f"set algorithm.filter_groups.enable=False"
+        f"dynamic sampling found {groups - constant} of {wanted} prompts in {rounds} rounds of generation: in "
+        f"{constant} of {groups} groups ({share:.0%}) every response had the same value. The data is too easy or too "
+        "hard for this model, or the reward does not tell responses apart. Raise "
+        "algorithm.filter_groups.max_num_gen_batches (0: no limit) or actor_rollout_ref.rollout.n, or set "
+        "algorithm.filter_groups.enable=False"
     )
 
 
@@ -100,7 +97,7 @@ def pf_ppo_weights(scores: Tensor, method: str = "pow", weight_pow: float = 2.0)
     if method == "max_random":
         return torch.where(best, 4.0, 1.0).to(torch.float64)
     raise ConfigError(
-        f"algorithm.pf_ppo.reweight_method={method!r} is not known; allowed: {', '.join(PF_PPO_METHODS)}"
+        f"algorithm.pf_ppo.reweight_method={method!r} is unknown; allowed: {', '.join(PF_PPO_METHODS)}"
     )
 
 

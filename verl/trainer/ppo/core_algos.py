@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verl.algorithms.aggregation import agg_loss
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
+from verl.algorithms.losses import compute_value_loss
 from verl.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from verl.algorithms.registry import (
     get_adv_estimator_fn,
@@ -13,7 +14,6 @@ from verl.algorithms.registry import (
     register_policy_loss,
 )
 from verl.algorithms.rollout_correction import compute_rollout_correction, rollout_probs_diff_metrics
-from verl.algorithms.value_loss import compute_value_loss
 
 __all__ = [
     "AdaptiveKLController",
