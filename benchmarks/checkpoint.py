@@ -114,7 +114,7 @@ class Ways:
     def torch_save(self) -> None:
         self._step += 1
         self._files.append(self._folder / f"state_{self._step}.pt")
-        torch.save(self.engine.state_dict(), self.file)
+        torch.save(self.engine.state(), self.file)
 
     def torch_save_synced(self) -> None:
         self.torch_save()
@@ -139,7 +139,7 @@ class Ways:
         self.background.wait()
 
     def torch_load(self) -> None:
-        self.engine.load_state_dict(torch.load(self.file, weights_only=True))
+        self.engine.load_state(torch.load(self.file, weights_only=True))
 
     def load(self) -> None:
         self.plain.resume({"actor": self.engine})
@@ -234,7 +234,7 @@ def _verdict(held: bool) -> str:
 
 def run(args: argparse.Namespace) -> int:
     engine = make_engine(args.millions, args.device)
-    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
+    parameters = sum(tensor.numel() for tensor in engine.state()["model"].values())
     folder = Path(tempfile.mkdtemp(prefix="verl-bench-", dir=args.folder))
     try:
         ways = Ways(engine, folder)

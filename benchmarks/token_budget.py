@@ -5,18 +5,19 @@ Its last lines are rows for `verl.engines.budget.BEST_TOKENS`: the smallest budg
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks.train_shapes import SHAPES
 from benchmarks.train_steps import Workload, clean, grpo_loss, make_batch, new_model, ragged
+from verl.algorithms import token_budget_batches
 from verl.config.schema import ActorConfig, ModelConfig
 from verl.data.proto import DataProto
-from verl.engines.microbatches import cut
 
 CLOSE = 0.97
 LONGEST = 1024
@@ -76,35 +77,38 @@ def measure_case(
 
     work = case.workload(tokens)
     total = sum(work.lengths)
-    role = ActorConfig(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=max(budgets))
-    role.optim.lr = 1e-5
     config = ModelConfig(
         dtype=str(dtype).removeprefix("torch."),
         enable_gradient_checkpointing=case.checkpointing,
         lora_rank=case.lora_rank,
     )
-    clean(device)
-    engine: Any = build_engine("actor", config, role, model=new_model(work, device, dtype), device=device)
     batch = make_batch(work)
+    micro_batches = 0
 
     def loss_fn(output: Any, micro: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+        nonlocal micro_batches
+        micro_batches += 1
         return grpo_loss(output.log_probs, micro, micro.meta_info["batch_num_tokens"]), {}
 
-    def update() -> None:
+    def update(engine: Any) -> None:
+        nonlocal micro_batches
+        micro_batches = 0
         engine.forward_backward(batch, loss_fn, with_entropy=True)
         engine.optimizer_step()
 
     for budget in sorted(budgets):
         if budget > 2 * total:
             return
-        rules = engine.passes.rules
-        for kind in rules:
-            rules[kind] = replace(rules[kind], max_sequences=None, max_tokens=budget)
-        micro_batches = len(cut(work.lengths, rules["train"]))
-        seconds, peak = timed(update, device, case.timed)
-        forward, _ = timed(lambda: engine.log_probs(batch), device, case.timed)
-        if any(rule.max_tokens != budget for rule in rules.values()):
-            yield f"{case.shape}: {budget} tokens do not fit"
+        clean(device)
+        role = ActorConfig(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=budget)
+        role.optim.lr = 1e-5
+        engine = build_engine("actor", config, role, model=new_model(work, device, dtype), device=device)
+        seconds, peak = timed(functools.partial(update, engine), device, case.timed)
+        forward, _ = timed(functools.partial(engine.log_probs, batch), device, case.timed)
+        hidden = engine.info.hidden_size
+        del engine
+        if micro_batches > len(token_budget_batches(work.lengths, budget, hidden_size=hidden)):
+            yield f"{case.shape}: {budget} tokens do not fit"  # the engine has split what ran out of memory
             return
         yield Found(budget, micro_batches, total / seconds, total / forward, peak)
 

@@ -63,8 +63,8 @@ def check_packing(device: torch.device) -> Iterator[Row]:
 
             logs = engine.log_probs(batch)["log_probs"]
             engine.forward_backward(batch, loss)
-            gradient = torch.cat([g.flatten().float() for g in engine.optimizer.gradients()])  # type: ignore[attr-defined]
-            found.append((logs, gradient, engine.passes.packed))  # type: ignore[attr-defined]
+            gradient = torch.cat([g.flatten().float() for g in engine._optimizer.named_gradients().values()])  # type: ignore[attr-defined]
+            found.append((logs, gradient, engine.info.packed))
         (logs, gradient, packed_ran), (other_logs, other_gradient, _) = found
         gap = float((logs - other_logs).abs().max())
         relative = float((gradient - other_gradient).norm() / other_gradient.norm())
@@ -75,7 +75,8 @@ def check_packing(device: torch.device) -> Iterator[Row]:
 
 def check_layers(device: torch.device) -> Iterator[Row]:
     """The fused norms and MLPs, and the one-pass optimiser, against the plain ones."""
-    from verl.engines.optim import MasterAdamW, OnePassAdamW, TorchAdamW
+    from verl.engines.adamw import OnePassAdamW, TorchAdamW
+    from verl.engines.optim import MasterAdamW
     from verl.engines.schedule import Schedule
     from verl.models.fused_layers import fuse
 
@@ -301,5 +302,5 @@ def _trained(
         if between:
             engine.offload()
     after = {name: value.clone().cpu() for name, value in engine.weights().named_tensors()}
-    offload = engine.passes.activation_offload  # type: ignore[attr-defined]
+    offload = engine._runner.activation_offload  # type: ignore[attr-defined]
     return after, before, offload.moved_bytes if offload else 0

@@ -26,13 +26,26 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def quiet_transformers() -> None:
-    """No progress bars and no reports on loading and saving weights: they tear the display, and what is wrong
-    with a model folder is said by our own errors."""
-    from transformers.utils import logging
+class quiet_transformers:
+    """No progress bars and load reports of transformers from this call on; as a context, until its end. What is wrong
+    with a model folder is in our own errors."""
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    def __init__(self) -> None:
+        from transformers.utils import logging
+
+        self._bars, self._level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity(max(self._level, logging.ERROR))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self._level)
+        if self._bars:
+            logging.enable_progress_bar()
 
 
 class Terminated(KeyboardInterrupt):

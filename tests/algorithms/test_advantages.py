@@ -71,16 +71,6 @@ def test_what_stands_behind_the_mask_changes_no_bit(name, make_batch):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("elements", [1, 20])
-def test_working_block_by_block_changes_nothing(name, elements, make_batch, monkeypatch):
-    batch = make_batch(6)
-    monkeypatch.setattr("verl.algorithms.masked.CACHE_ELEMENTS", elements)
-    assert len(row_blocks(batch.rewards)) == (12 if elements == 1 else 6)
-    for got, wanted in zip(estimate(name, batch), reference(name, batch), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=10, deadline=None)
 def test_order_of_the_batch_does_not_matter(name, seed, make_batch):

@@ -381,9 +381,9 @@ class Unlucky:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self.loads += 1
-        self._engine.load_state_dict(state)
+        self._engine.load_state(state)
         if self.loads == 1:
             raise RuntimeError("in the middle")
 

@@ -124,7 +124,7 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
             for key, value in tree.items():
                 walk(value, f"{path}/{key}")
 
-    state = engine.state_dict()
+    state = engine.state()
     walk(state["model"], "model")
     walk(state["optimizer"], "optimizer")
     return found

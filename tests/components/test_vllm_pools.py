@@ -105,7 +105,8 @@ def sync_weights(self, version):
     global crossed
     crossed = 0
     sent = _sync_weights(self, version)
-    held = self.group.actor_engine.model.state_dict()
+    with self.group.actor_engine.weights().structure() as module:
+        held = module.state_dict()
     sizes = [(plain_name(name) is None, t.numel() * t.element_size()) for name, t in held.items()]
     adapter, everything = sum(size for own, size in sizes if own), sum(size for _, size in sizes)
     with Path({note!r}).open("a") as file:

@@ -98,7 +98,8 @@ def make_engine(
 ) -> Any:
     """An engine with config changes: `role` for the actor, critic or ref section, the rest for the model section,
     except what `build_engine` takes itself."""
-    own = {k: options.pop(k) for k in ("total_steps", "max_skipped_steps", "bad_batch_dir") if k in options}
+    names = ("optimizer", "total_steps", "max_skipped_steps", "bad_batch_dir")
+    own = {name: options.pop(name) for name in names if name in options}
     section = {"actor": ActorConfig, "critic": CriticConfig, "ref": RefConfig}[kind]()
     for name, value in (role or {}).items():
         target: Any = section
@@ -109,6 +110,21 @@ def make_engine(
     return build_engine(kind, ModelConfig(**options), section, model=model, device="cpu", **own)
 
 
+def module_of(engine: Any) -> Any:
+    """The engine's module; with several ranks its parameters are shards."""
+    with engine.weights().structure() as module:
+        return module
+
+
+def runner_of(engine: Any) -> Any:
+    """This and `gradients_of` are the only places where tests reach into an engine."""
+    return engine._runner
+
+
+def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
+    return engine._optimizer.named_gradients()
+
+
 class Toolbox:
     """What tests share; a fixture, because test modules cannot import one another."""
 
@@ -117,6 +133,9 @@ class Toolbox:
     model = staticmethod(make_model)
     batch = staticmethod(make_batch)
     engine = staticmethod(make_engine)
+    module = staticmethod(module_of)
+    runner = staticmethod(runner_of)
+    gradients = staticmethod(gradients_of)
     policy_loss = staticmethod(policy_loss)
     value_loss = staticmethod(value_loss)
 

@@ -40,6 +40,11 @@ def check(function: Callable[[], str]) -> Callable[[], str]:
     return function
 
 
+def module_of(engine: Any) -> Any:
+    with engine.weights().structure() as module:
+        return module
+
+
 def require(fact: bool, otherwise: str) -> None:
     if not fact:
         raise AssertionError(otherwise)
@@ -245,7 +250,7 @@ def offloaded_weights_come_back_to_captured_graphs() -> str:
     """fsdp_config.param_offload on one GPU, unsharded."""
     engine = make_engine(make_model())
     rollout = make_rollout(engine)
-    size = sum(param.nbytes for param in engine.model.parameters())
+    size = sum(param.nbytes for param in module_of(engine).parameters())
     kept, freed = [], 0
     for step in range(3):
         before = free_bytes()
@@ -256,7 +261,7 @@ def offloaded_weights_come_back_to_captured_graphs() -> str:
         ):  # the first time they leave torch's allocator, not memory of their own
             require(freed > 0.9 * size, f"{freed} bytes released of {size}")
         tokens = generate(rollout)
-        weights = {name: param.detach().clone() for name, param in engine.model.named_parameters()}
+        weights = {name: param.detach().clone() for name, param in module_of(engine).named_parameters()}
         require_equal(tokens, unsharded_tokens(weights), "a model that stays")
         del weights
         kept.append((rollout._session, graphs(rollout)))
@@ -275,14 +280,14 @@ def offloaded_activations_lower_the_peak() -> str:
     for offloads in (False, True):
         engine = make_engine(copy.deepcopy(model), enable_activation_offload=offloads)
         if offloads and DEVICE.type == "cpu":
-            engine.passes.activation_offload = ActivationOffload(DEVICE, smallest_bytes=1024)
+            engine._runner.activation_offload = ActivationOffload(DEVICE, smallest_bytes=1024)
 
         def loss(output: Any, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
             return -(output.log_probs * micro.batch["advantages"]).mean(), {}
 
         peak = 0
         for _ in range(2):  # the first pass compiles kernels and allocates workspaces
-            engine.optimizer.zero_grad()
+            engine._optimizer.zero_grad()
             free_bytes()
             if DEVICE.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -291,8 +296,10 @@ def offloaded_activations_lower_the_peak() -> str:
             if DEVICE.type == "cuda":
                 torch.cuda.synchronize()
                 peak += torch.cuda.max_memory_allocated()
-        moved = engine.passes.activation_offload.moved_bytes if offloads else 0
-        gradient = torch.cat([g.detach().flatten().float() for g in engine.optimizer.gradients()])
+        moved = engine._runner.activation_offload.moved_bytes if offloads else 0
+        gradient = torch.cat(
+            [g.detach().flatten().float() for g in engine._optimizer.named_gradients().values()]
+        )
         found.append((gradient, peak, moved))
         del engine
     (plain, held, _), (gradient, peak, moved) = found
@@ -345,7 +352,7 @@ def rank_main(rank: int, meeting: str) -> None:
                 tokens = generate(rollout)
             with held.module() as module:
                 weights = {name: param.detach().clone() for name, param in module.named_parameters()}
-        for name, shard in engine.model.named_parameters():
+        for name, shard in module_of(engine).named_parameters():
             own = shard.to_local().to(DTYPE)
             start = rank * -(-shard.shape[0] // 2)
             require(

@@ -59,7 +59,8 @@ def hybrid(rank: int, world: int, folder: Path) -> dict[str, Any]:
     role = {**ROLE, "fsdp_config.fsdp_size": 1}
     engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=role)
     if world > 1:
-        assert engine.ranks.mesh.mesh_dim_names == ("replicate", "shard")
+        mesh = next(conftest.module_of(engine).parameters()).device_mesh
+        assert mesh.mesh_dim_names == ("replicate", "shard")
     return train(engine, rank, world)
 
 
@@ -83,7 +84,7 @@ def generate_and_resume(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Whole weights for generating, sharded again after; a state taken in between comes back bit for bit."""
     engine = conftest.make_engine(model=conftest.make_model(), role=ROLE)
     first = train(engine, rank, world)
-    state = engine.state_dict()
+    state = engine.state()
     held = {name: _whole(value).clone() for name, value in state["model"].items()}
     moments = {name: _whole(value).clone() for name, value in state["optimizer"]["exp_avg"].items()}
     batch = conftest.make_batch()
@@ -94,11 +95,11 @@ def generate_and_resume(rank: int, world: int, folder: Path) -> dict[str, Any]:
         whole = model(batch.batch["input_ids"][:1, -8:]).logits.detach().clone()
         model.set_attn_implementation("verl")
     if world > 1:
-        assert all(hasattr(param, "to_local") for param in engine.model.parameters())
+        assert all(hasattr(param, "to_local") for param in conftest.module_of(engine).parameters())
     copied = _copied(state)
     train(engine, rank, world)
-    engine.load_state_dict(copied)
-    after = engine.state_dict()
+    engine.load_state(copied)
+    after = engine.state()
     assert all(torch.equal(_whole(after["model"][name]), value) for name, value in held.items())
     assert all(torch.equal(_whole(after["optimizer"]["exp_avg"][name]), v) for name, v in moments.items())
     assert after["scheduler"] == {"step": STEPS}
@@ -120,7 +121,7 @@ def _float32_log_probs(engine: Any, exact: Any, rank: int, world: int) -> None:
     """Log-probs of a bfloat16 engine in float32; and when one rank refuses, all go on without them."""
     batch = conftest.make_batch()
     expected, rounded = exact.log_probs(batch)["log_probs"], engine.log_probs(batch)["log_probs"]
-    if world > 1 and not engine.passes.in_step.can_recover:
+    if world > 1 and not conftest.runner_of(engine).replay.can_recover:
         assert engine.float32_log_probs(batch) is None
         return
     torch.testing.assert_close(engine.float32_log_probs(batch), expected, rtol=1e-3, atol=1e-3)
@@ -130,7 +131,7 @@ def _float32_log_probs(engine: Any, exact: Any, rank: int, world: int) -> None:
         if rank == 0 and args[0].dtype == torch.float32:
             raise RuntimeError("expected bfloat16")
 
-    engine.model.model.layers[3].mlp.register_forward_pre_hook(refuse)
+    conftest.module_of(engine).model.layers[3].mlp.register_forward_pre_hook(refuse)
     assert [engine.float32_log_probs(batch) for _ in range(2)] == [None, None]
     assert torch.equal(engine.log_probs(batch)["log_probs"], rounded)
 
@@ -141,21 +142,22 @@ def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     from verl.models.packability import _Probe, _rows
 
     sharp = conftest.make_engine(model=_sharp_model(), role=ROLE, dtype="bfloat16")
-    assert sharp.passes.packed
+    assert sharp.info.packed
     exact = _sharp_model()
     for dtype in (torch.bfloat16, torch.float32):  # the values the other has
         cast_parameters(exact, dtype)
     exactly = conftest.make_engine(model=exact, role=ROLE)  # attached, and sharded like the other
     rows = _rows(conftest.VOCAB, 11)
     probes = [
-        _Probe(model, torch.device("cpu"), exact=True)(rows, packed=True) for model in (sharp.model, exact)
+        _Probe(model, torch.device("cpu"), exact=True)(rows, packed=True)
+        for model in (conftest.module_of(sharp), exact)
     ]
     torch.testing.assert_close(*probes, rtol=1e-3, atol=1e-2)
-    rounded = _Probe(sharp.model, torch.device("cpu"), exact=False)(rows, packed=True)
+    rounded = _Probe(conftest.module_of(sharp), torch.device("cpu"), exact=False)(rows, packed=True)
     assert (rounded - probes[1]).abs().max() > 0.1, "bfloat16 rounds, or nothing was tested"
     _float32_log_probs(sharp, exactly, rank, world)
     engine = conftest.make_engine(model=conftest.make_model(), role=ROLE, dtype="bfloat16")
-    masters = {str(master.dtype) for master in engine.optimizer.masters.values()}
+    masters = {str(master.dtype) for master in engine.state()["model"].values()}
     assert masters == {"torch.float32"}
     with engine.weights().module() as model:
         assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
@@ -186,8 +188,9 @@ def small_moments(rank: int, world: int, folder: Path) -> dict[str, Any]:
     role = {**ROLE, "optim.moments": "int8"}
     engine = conftest.make_engine(model=conftest.make_model(), role=role)
     result = train(engine, rank, world)
-    held = engine.state_dict()["optimizer"]["exp_avg"]
-    assert all(value.shape == engine.optimizer.masters[name].shape for name, value in held.items())
+    state = engine.state()
+    moments = state["optimizer"]["exp_avg"]
+    assert all(value.shape == state["model"][name].shape for name, value in moments.items())
     return result
 
 
@@ -199,9 +202,11 @@ def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -
 
     engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=ROLE)
     if world > 1:  # ranks whose collectives do not match wait for one another: not for long
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=240), engine.ranks.mesh.get_group())
+        dist.distributed_c10d._set_pg_timeout(
+            timedelta(seconds=240), next(conftest.module_of(engine).parameters()).device_mesh.get_group()
+        )
     if without_copy:
-        engine.whole_copy = None
+        engine._gathered_copy = None
     held = GatheredWeights(engine.weights())
     rollout = NativeRollout(held, None, Limits(max_num_seqs=4, cache_tokens=512), on_device=True)
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -251,13 +256,14 @@ def same_as_sharded(rank: int, world: int, folder: Path) -> dict[str, Any]:
         engine = conftest.make_engine(model=model, role=ROLE, **options)
         engine.forward_backward(batch, conftest.policy_loss)
         engine.optimizer_step()
-        described = engine.passes.describe(batch)
+        runner = conftest.runner_of(engine)
+        pack = runner.pack(batch)
         with torch.no_grad():
-            expected = engine.passes.run(described, HeadOptions())["log_probs"]
-            engine.passes.release()
+            expected = conftest.module_of(engine).verl_forward(pack, HeadOptions())["log_probs"]
+            runner.reshard()
             with engine.weights().module() as module:
                 assert not any(type(part).__name__.startswith("FSDP") for part in module.modules())
-                own = module.verl_forward(described, HeadOptions())["log_probs"]
+                own = module.verl_forward(pack, HeadOptions())["log_probs"]
         assert torch.equal(own, expected), architecture
         if world > 1:  # pages that were released read as zeros
             assert not any(param.any() for param in module.parameters()), architecture

@@ -26,7 +26,7 @@ import gloo_worker
 from verl.engines import build
 from verl.engines.sharding import decoder_layers
 from verl.models.meta_init import CannotStream
-from verl.models.weight_files import WeightFiles
+from verl.models.tensor_index import SafetensorsFiles
 
 
 @contextmanager
@@ -46,15 +46,13 @@ def whole_models() -> Iterator[None]:
 
 def state(engine: Any) -> dict[str, Any]:
     """This rank's part of everything, bit for bit."""
-    params = dict(engine.model.named_parameters())
+    params = dict(conftest.module_of(engine).named_parameters())
     assert all(hasattr(param, "to_local") for param in params.values())
     return {
         "shards": {name: param.to_local().detach().clone() for name, param in params.items()},
         "trained": [name for name, param in params.items() if param.requires_grad],
-        "masters": {name: m.to_local().detach().clone() for name, m in engine.optimizer.masters.items()}
-        if engine.optimizer
-        else {},
-        "buffers": {name: buffer.clone() for name, buffer in engine.model.named_buffers()},
+        "masters": {name: m.to_local().detach().clone() for name, m in engine.state()["model"].items()},
+        "buffers": {name: buffer.clone() for name, buffer in conftest.module_of(engine).named_buffers()},
     }
 
 
@@ -154,7 +152,7 @@ def live_bytes() -> int:
 
 def live_while_building(path: Path, **role: Any) -> int:
     """The most bytes of tensors an engine has at the last layer of any of its first passes, and when it is built."""
-    fill, found = build.fill, []
+    fill, found = build.load_shards, []
 
     def watch(module: Any, *arguments: Any) -> None:
         fill(module, *arguments)
@@ -162,9 +160,9 @@ def live_while_building(path: Path, **role: Any) -> int:
 
     gc.collect()
     gc.freeze()  # what there is already is not looked through again and again
-    build.fill = watch
+    build.load_shards = watch
     engine = conftest.make_engine(path=str(path), role=role)
-    build.fill = fill
+    build.load_shards = fill
     assert found, "no pass was seen"
     found.append(live_bytes())
     del engine
@@ -178,7 +176,7 @@ def memory(rank: int, world: int, folder: Path) -> dict[str, int]:
     again and, to compare, kept whole."""
     path = folder / "large"
     size = (path / "model.safetensors").stat().st_size
-    fill, read_rows, found = build.fill, WeightFiles.read_rows, {"read": 0}
+    fill, read_rows, found = build.load_shards, SafetensorsFiles.read_rows, {"read": 0}
 
     def count(self: Any, name: str, start: int, stop: int, into: Any, through: Any) -> None:
         found["read"] += into.nbytes
@@ -188,11 +186,11 @@ def memory(rank: int, world: int, folder: Path) -> dict[str, int]:
         fill(*arguments)
         raise Filled
 
-    WeightFiles.read_rows, build.fill = count, fill_and_stop
+    SafetensorsFiles.read_rows, build.load_shards = count, fill_and_stop
     with most_held(size) as held, suppress(Filled):
         conftest.make_engine(path=str(path))
     found["filled"] = held[0]
-    WeightFiles.read_rows, build.fill = read_rows, fill
+    SafetensorsFiles.read_rows, build.load_shards = read_rows, fill
     with most_held(size) as held:
         conftest.make_model(**LARGE)
     found["whole"] = held[0]

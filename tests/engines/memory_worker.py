@@ -29,7 +29,7 @@ class SmallDevice:
 
     def __init__(self, engine: Any, limit: int, layer: int, backward: bool) -> None:
         self.limit, self.backward, self.failures = limit, backward, 0
-        engine.model.model.layers[layer].self_attn.register_forward_hook(self._hook)
+        conftest.module_of(engine).model.layers[layer].self_attn.register_forward_hook(self._hook)
 
     def _hook(self, module: Any, inputs: Any, outputs: Any) -> None:
         hidden = outputs[0]
@@ -77,8 +77,7 @@ def compare(
         answers = [engine.log_probs(batch)["log_probs"]]
         engine.forward_backward(batch, conftest.policy_loss)  # a second mini-batch of the same step
         gradients = {
-            key: gloo_worker._whole(value).clone()
-            for key, value in engine.optimizer.named_gradients().items()
+            key: gloo_worker._whole(value).clone() for key, value in conftest.gradients_of(engine).items()
         }
         norm = engine.optimizer_step()["grad_norm"]
         answers.append(engine.log_probs(batch)["log_probs"])
@@ -182,7 +181,7 @@ def measured(rank: int, world: int, folder: Path) -> dict[str, Any]:
         if rank == world - 1:
             SmallDevice(engine, limit, 2, backward=True)
         engine.forward_backward(batch, conftest.policy_loss)
-        budgets[name] = engine.passes.rules["train"].max_tokens
+        budgets[name] = conftest.runner_of(engine).sizes["train"].max_tokens
     return budgets
 
 

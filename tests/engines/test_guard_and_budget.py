@@ -35,7 +35,7 @@ def test_a_batch_that_cannot_be_saved_does_not_end_the_run(tools, tmp_path, capl
 def test_a_loss_scale_that_holds_grows_again(monkeypatch):
     monkeypatch.setattr("verl.engines.optim.GROW_EVERY", 3)
     weight = torch.nn.Parameter(torch.ones(4, 4))
-    optimizer = MasterAdamW([("weight", weight)], schedule=Schedule.constant(0.1), scale_loss=True)
+    optimizer = MasterAdamW([("weight", weight)], schedule=Schedule(lr=0.1), scale_loss=True)
     first = optimizer.loss_scale
     scales = []
     for finite in (True, True, False, True, True, True, True):
@@ -74,6 +74,8 @@ def test_every_model_takes_the_budget_of_the_measured_size_nearest_to_it():
 
 def test_room_is_left_for_moments_that_do_not_exist_yet(tools, monkeypatch):
     """Also beside passes without gradient: the first of them comes before the first step, and later ones after it."""
+    from verl.models.fused_linear import slice_bytes
+
     engine = tools.engine(model=tools.model(), role={"ppo_micro_batch_size_per_gpu": None})
     asked = {}
 
@@ -84,23 +86,25 @@ def test_room_is_left_for_moments_that_do_not_exist_yet(tools, monkeypatch):
     monkeypatch.setattr(budget, "measure", measure)
     engine.log_probs(tools.batch())
     engine.forward_backward(tools.batch(), tools.policy_loss)
-    numbers, head = sum(p.numel() for p in engine.model.parameters()), engine.passes._head_bytes()
+    numbers = sum(p.numel() for p in tools.module(engine).parameters())
+    head = slice_bytes(budget.CAP_CPU, tools.vocab, torch.device("cpu"))
     assert asked == {"actor (forward)": 8 * numbers + head, "actor (train)": 12 * numbers + head}
-    engine.optimizer_step()
-    assert engine.passes.reserve_bytes("forward") == 0
-    assert engine.passes.reserve_bytes("train") == 4 * numbers
-    away = tools.engine(model=tools.model(), role={"fsdp_config.optimizer_offload": True})
-    assert away.passes.reserve_bytes("forward") == 0, "moments wait in host memory"
+    asked.clear()
+    offloaded = tools.engine(model=tools.model(), role={"fsdp_config.optimizer_offload": True})
+    offloaded.log_probs(tools.batch())
+    assert asked == {"actor (forward)": head}, "moments wait in host memory"
 
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 def test_moments_are_missing_until_the_first_step(moments):
     weight = torch.nn.Parameter(torch.ones(40, 10))
-    optimizer = MasterAdamW([("weight", weight)], schedule=Schedule.constant(0.1), moments=moments)
-    assert optimizer.missing_moments() == 400 * {"float32": 8, "int8": 2}[moments]
+    optimizer = MasterAdamW([("weight", weight)], schedule=Schedule(lr=0.1), moments=moments)
+    each = {"float32": 8, "int8": 2}[moments]
+    assert optimizer.bytes_to_allocate("forward", moments_on_host=False) == 400 * each
+    assert optimizer.bytes_to_allocate("train", moments_on_host=True) == 400 * (each + 4)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert optimizer.missing_moments() == 0
+    assert optimizer.bytes_to_allocate("forward", moments_on_host=False) == 0
 
 
 @pytest.mark.parametrize("kind", ["train", "forward"])
@@ -118,7 +122,7 @@ def test_the_probe_does_not_take_the_slice_of_logits_for_a_cost_of_every_token(t
 
     monkeypatch.setattr(fused_linear, "_product", recorded)
     for tokens in (128, 512):
-        engine.passes._probe(tokens, kind)
+        tools.runner(engine)._probe(tokens, kind)
     assert max(widths) == fused_linear.FEWEST_COLUMNS
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from verl.engines import optim
 from verl.engines.low_memory_adamw import Quantised, round_stochastically
-from verl.engines.optim import MasterAdamW
+from verl.engines.optim import FIRST_LOSS_SCALE, MasterAdamW
 from verl.engines.schedule import Schedule
 from verl.errors import ConfigError
 
@@ -104,12 +106,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype, poison):
     optimizer = MasterAdamW(params.items(), schedule=Schedule(lr=0.1, kind="linear", total_steps=10))
     run(optimizer, params, steps=2)
     before = {name: param.detach().clone() for name, param in params.items()}
-    moments = {n: s.clone() for n, s in optimizer.state_dict()["exp_avg"].items()}
+    moments = {n: s.clone() for n, s in optimizer.state()["exp_avg"].items()}
     (params["vector"].float() * torch.tensor([poison, 1, 1, 1, 1, 1, 1])).sum().backward()
     result = optimizer.step()
     assert result["skipped"] == 1.0 and optimizer.step_count == 2
     assert all(torch.equal(param, before[name]) for name, param in params.items())
-    assert all(torch.equal(s, moments[n]) for n, s in optimizer.state_dict()["exp_avg"].items())
+    assert all(torch.equal(s, moments[n]) for n, s in optimizer.state()["exp_avg"].items())
     assert run(optimizer, params, steps=1)[0]["skipped"] == 0.0
 
 
@@ -119,12 +121,12 @@ def test_state_comes_back_bit_for_bit():
         first = MasterAdamW(params.items(), schedule=Schedule(lr=0.05))
         second = MasterAdamW(other.items(), schedule=Schedule(lr=0.05))
         run(first, params)
-        state = first.state_dict()
+        state = first.state()
         for name, master in second.masters.items():
             with torch.no_grad():
                 master.copy_(first.masters[name])
         second.write_back()
-        second.load_state_dict(state)
+        second.load_state(state)
         run(first, params)
         run(second, other)
         assert all(torch.equal(param, other[name]) for name, param in params.items())
@@ -142,11 +144,9 @@ def test_gradients_can_be_rolled_back():
 
 
 def test_many_buckets_step_like_one(monkeypatch):
-    from verl.engines import optim
-
     params, other = parameters(), parameters()
     whole = MasterAdamW(params.items(), schedule=Schedule(lr=0.1), grad_clip=0.3)
-    monkeypatch.setattr(optim, "BUCKET", 8)
+    monkeypatch.setattr("verl.engines.adamw.BUCKET", 8)
     cut = MasterAdamW(other.items(), schedule=Schedule(lr=0.1), grad_clip=0.3)
     assert len(cut.rule.buckets) == 2
     run(whole, params)
@@ -187,15 +187,15 @@ def test_int8_state_survives_a_round_trip():
     optimizer = MasterAdamW(params.items(), schedule=Schedule(lr=0.05), moments="int8")
     run(optimizer, params)
     codes = {name: held.codes.clone() for name, held in optimizer.rule._root_second.items()}
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state(optimizer.state())
     assert all(torch.equal(held.codes, codes[name]) for name, held in optimizer.rule._root_second.items())
 
 
 def test_quantising_the_second_moment_never_shrinks_it():
     x = torch.rand(1000, generator=torch.Generator().manual_seed(0)) ** 4
     held = Quantised(x, signed=False)
-    held.set(x, up=True)
-    assert (held.get() >= x * 0.99 - 1e-5).all()
+    held.quantize_(x, up=True)
+    assert (held.dequantize() >= x * 0.99 - 1e-5).all()
 
 
 def test_stochastic_rounding_is_right_on_average():
@@ -262,3 +262,60 @@ def test_warm_up_in_steps_or_as_a_share():
 def test_impossible_schedules_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         Schedule.from_config(type("Changed", (Section,), changes), None)
+
+
+# -- the loss scale of float16 -------------------------------------------------------------------------------------
+
+
+def float16_optimizer(scale_loss: bool = True) -> tuple[MasterAdamW, nn.Parameter]:
+    weight = nn.Parameter(torch.ones(7, dtype=torch.float16))
+    return MasterAdamW([("w", weight)], schedule=Schedule(lr=0.0), scale_loss=scale_loss), weight
+
+
+def take_step(made: MasterAdamW, weight: nn.Parameter, poison: float = 1.0) -> float:
+    (weight.float().sum() * made.loss_scale * poison).backward()
+    return made.step()["skipped"]
+
+
+def test_a_scale_that_fell_to_one_grows_again(monkeypatch):
+    monkeypatch.setattr(optim, "GROW_EVERY", 3)
+    made, weight = float16_optimizer()
+    for _ in range(20):
+        assert take_step(made, weight, poison=float("inf")) == 1
+    assert made.loss_scale == 1.0
+    scales = []
+    for _ in range(6):
+        assert take_step(made, weight) == 0
+        scales.append(made.loss_scale)
+    assert scales == [1, 1, 2, 2, 2, 4]
+
+
+def test_without_scaling_the_scale_stays_one(monkeypatch):
+    monkeypatch.setattr(optim, "GROW_EVERY", 1)
+    made, weight = float16_optimizer(scale_loss=False)
+    take_step(made, weight)
+    take_step(made, weight, poison=float("inf"))
+    assert made.loss_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scales", "saved", "taken"),
+    [(True, 512.0, 512.0), (True, 1.0, FIRST_LOSS_SCALE), (False, 512.0, 1.0)],
+    ids=["the same precision", "saved in another", "loaded in another"],
+)
+def test_a_checkpoint_of_another_precision_brings_no_scale(scales, saved, taken):
+    made, _ = float16_optimizer(scales)
+    made.take_loss_scale(saved)
+    assert made.loss_scale == taken
+
+
+def test_an_engine_resumes_in_another_precision(tools):
+    half = tools.engine(model=tools.model(), dtype="float16")
+    assert half.state()["extra"]["loss_scale"] == FIRST_LOSS_SCALE
+    state = copy.deepcopy(half.state())
+    whole = tools.engine(model=tools.model(), dtype="bfloat16")
+    whole.load_state(state)
+    assert whole.state()["extra"]["loss_scale"] == 1.0
+    state["extra"]["loss_scale"] = 64.0
+    half.load_state(state)
+    assert half.state()["extra"]["loss_scale"] == 64.0

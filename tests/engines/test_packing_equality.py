@@ -28,17 +28,13 @@ def one_by_one(model, batch, temperature):
     return found
 
 
-def gradients(engine):
-    return {name: grad.clone() for name, grad in engine.optimizer.named_gradients().items()}
-
-
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_outputs_equal_one_by_one(tools, architecture, packed):
     model = tools.model(architecture)
     reference = copy.deepcopy(model).eval()
     batch = tools.batch(holes=True)
     engine = tools.engine(model=model, use_remove_padding=packed, role={"ppo_micro_batch_size_per_gpu": 4})
-    assert engine.passes.packed == packed
+    assert engine.info.packed == packed
     out = engine.log_probs(batch, temperature=0.7, with_entropy=True, with_sum_pi_squared=True)
     expected = one_by_one(reference, batch, 0.7)
     for name, values in expected.items():
@@ -58,7 +54,7 @@ def test_gradients_equal_one_by_one(tools, architecture):
     for packed in (True, False):
         engine = tools.engine(model=copy.deepcopy(model), use_remove_padding=packed)
         engine.forward_backward(batch, tools.policy_loss, temperature=0.7, with_entropy=True)
-        own = gradients(engine)
+        own = tools.gradients(engine)
         for name, grad in expected.items():
             torch.testing.assert_close(own[name], grad, rtol=1e-4, atol=TOLERANCE * max(scale, 1.0), msg=name)
 
@@ -70,11 +66,11 @@ def test_values_and_their_gradients_do_not_depend_on_packing(tools, architecture
     for packed in (True, False):
         engine = tools.engine("critic", model=copy.deepcopy(model), use_remove_padding=packed)
         with torch.no_grad():
-            engine.model.score.weight.copy_(torch.linspace(-1, 1, 32)[None])
+            tools.module(engine).score.weight.copy_(torch.linspace(-1, 1, 32)[None])
         values = engine.values(batch)
         assert values.abs().sum() > 0
         engine.forward_backward(batch, tools.value_loss)
-        results.append((values, gradients(engine)))
+        results.append((values, tools.gradients(engine)))
     (values, grads), (padded_values, padded_grads) = results
     torch.testing.assert_close(values, padded_values, rtol=TOLERANCE, atol=TOLERANCE)
     for name, grad in grads.items():
@@ -104,7 +100,7 @@ def test_positions_start_at_zero_in_every_sequence(tools):
     """Learned absolute positions would show a shift at once."""
     model = tools.model("gpt2")
     engine = tools.engine(model=model)
-    pack = engine.passes.describe(tools.batch())
+    pack = tools.runner(engine).pack(tools.batch())
     lengths = pack.attention.lengths
     assert pack.position_ids[0].tolist() == [at for length in lengths for at in range(length)]
 
@@ -119,8 +115,8 @@ def test_gradients_do_not_depend_on_the_cut(tools, cut):
     for role in (cut, budget):
         engine = tools.engine(model=copy.deepcopy(model), role=role)
         engine.forward_backward(batch, tools.policy_loss, with_entropy=True)
-        for name, grad in gradients(whole).items():
-            torch.testing.assert_close(gradients(engine)[name], grad, rtol=1e-4, atol=TOLERANCE)
+        for name, grad in tools.gradients(whole).items():
+            torch.testing.assert_close(tools.gradients(engine)[name], grad, rtol=1e-4, atol=TOLERANCE)
 
 
 def test_tied_embeddings_get_both_gradients(tools):
@@ -133,10 +129,30 @@ def test_tied_embeddings_get_both_gradients(tools):
     engine = tools.engine(model=model)
     engine.forward_backward(batch, tools.policy_loss)
     torch.testing.assert_close(
-        gradients(engine)["model.embed_tokens.weight"],
+        tools.gradients(engine)["model.embed_tokens.weight"],
         reference.model.embed_tokens.weight.grad,
         rtol=1e-4,
         atol=TOLERANCE,
     )
     engine.optimizer_step()
-    assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
+    assert tools.module(engine).lm_head.weight is tools.module(engine).model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("granite", {"logits_scaling": 4.0}), ("cohere", {"logit_scale": 0.25})],
+)
+def test_logits_that_a_model_scales_are_scaled(tools, name, changes):
+    model = tools.model(name, **changes)
+    batch = tools.batch(holes=True)
+    t = batch.batch
+    attended, ids = t["attention_mask"], t["input_ids"]
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids, attention_mask=attended, position_ids=(attended.cumsum(-1) - 1).clamp(min=0)
+        ).logits
+    width = t["response_mask"].shape[1]
+    each = (logits[:, :-1] / 0.7).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -width:]
+    answers = tools.engine(model=model).log_probs(batch, temperature=0.7)
+    torch.testing.assert_close(answers["log_probs"], each * t["response_mask"], atol=1e-4, rtol=1e-4)
+    assert each.std() > 0.1, "the scale matters"

@@ -249,7 +249,8 @@ def test_a_model_that_refuses_float32_is_probed_without_noise(
             refused.append(module)
             raise RuntimeError("expected bfloat16")
 
-    engine.model.model.layers[1].mlp.register_forward_pre_hook(refuse)
+    with engine.weights().structure() as module:
+        module.model.layers[1].mlp.register_forward_pre_hook(refuse)
     prompt, tokens = list(probe_request(97, None).prompt_ids), [[3, 50, 9], [7, 7, 80]]
     with caplog.at_level(logging.WARNING):
         first, second = (engine.weights().log_probs(prompt, tokens) for _ in range(2))

@@ -93,7 +93,8 @@ class Pair:
     @property
     def model(self) -> Any:
         engine: Any = self.trainer.group.actor_engine
-        return engine.model
+        with engine.weights().structure() as module:
+            return module
 
     def sync_weights(self, version: int) -> float:
         """As the controller does it; the difference of log-probs."""

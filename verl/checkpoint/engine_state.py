@@ -95,7 +95,7 @@ def check_part(
     folder: Path, manifest: Manifest, part: str, engine: TrainEngine, contents: Sequence[str] | None = None
 ) -> None:
     """Raise unless `load_part` would do. Reads no values of tensors and changes nothing."""
-    state = engine.state_dict()
+    state = engine.state()
     for section in wanted_sections(manifest, part, contents):
         target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
         tensors = _tensors_by_name(target)
@@ -118,7 +118,7 @@ def load_part(
                 part,
                 ", ".join(manifest.parts.get(part, [])),
             )
-    state = engine.state_dict()
+    state: Any = engine.state()
     for section in sections:
         target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
         tensors = _tensors_by_name(target)
@@ -126,7 +126,7 @@ def load_part(
             read_into(shards, tensors, f"{folder.name}/{part}/{section}")
         merged = _with_plain(target, plain)
         state.update(merged if section == "extra" else {section: merged})
-    engine.load_state_dict(state)
+    engine.load_state(state)
 
 
 def _section(

@@ -168,7 +168,7 @@ class CheckpointManager:
     ) -> None:
         """Everything as it is at this moment; tensors are the engines' own, not copies."""
         for name, engine in engines.items():
-            state = engine.state_dict()
+            state = engine.state()
             op.contents[name] = self._contents(name, state)
             op.snapshots[name] = snapshot(state, op.contents[name], engine.info.rank)
         op.trees[RANDOM_STATE.format(self._ranks.rank)] = encode(rng.capture(), indent=False)
@@ -213,7 +213,7 @@ class CheckpointManager:
             engine.info.device.type != "cpu" for engine in engines.values()
         ):
             return
-        states = {name: engine.state_dict() for name, engine in engines.items()}
+        states = {name: engine.state() for name, engine in engines.items()}
         taken = {n: snapshot(s, self._contents(n, s), engines[n].info.rank) for n, s in states.items()}
 
         def reserve() -> None:

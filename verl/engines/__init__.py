@@ -1,7 +1,4 @@
-"""Training engines behind one interface; which one is chosen by `strategy`.
-
-What always holds: importing this package loads no torch; an engine's module is imported when it is built.
-"""
+"""Training engines behind one interface, selected by `strategy`. Importing this package loads no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _strategies: dict[str, str | Builder] = {
 
 
 def register_strategy(name: str, builder: str | Builder) -> None:
-    """Add an engine under `strategy=name`: a callable with the arguments of `build_engine`, or "module:callable"."""
+    """Add an engine as `strategy=name`: a callable with the arguments of `build_engine`, or "module:callable"."""
     _strategies[name] = builder
 
 
@@ -41,6 +38,7 @@ def build_engine(
     role_cfg: Any,
     *,
     model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     device: str | torch.device,
     total_steps: int | None = None,
     seed: int = 0,
@@ -52,9 +50,10 @@ def build_engine(
 
     model_cfg, role_cfg: the model section and the actor, ref or critic section of the config; log_prob_cfg: for
     the actor, the rollout section, whose `log_prob_*` keys say how log-probabilities are recomputed. `model` is
-    used instead of loading `model_cfg.path`. `total_steps` counts optimiser steps (cosine and linear schedules,
-    warm-up ratio). A batch with a non-finite gradient is saved under `bad_batch_dir`; `max_skipped_steps` of
-    them in a row halt the run. A `ref` engine has no optimiser.
+    used instead of loading `model_cfg.path`; `optimizer`, made from its parameters, steps them at its own learning
+    rate instead of the engine's AdamW (one rank only). `total_steps` counts optimiser steps (cosine and linear
+    schedules, warm-up ratio). A batch with a non-finite gradient is saved under `bad_batch_dir`; `max_skipped_steps`
+    of them in a row halt the run. A `ref` engine has no optimiser.
     """
     if role_cfg.strategy not in _strategies:
         raise ConfigError(
@@ -69,6 +68,7 @@ def build_engine(
         model_cfg,
         role_cfg,
         model=model,
+        optimizer=optimizer,
         device=device,
         total_steps=total_steps,
         seed=seed,

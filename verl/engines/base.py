@@ -1,14 +1,13 @@
-"""The contract of a training engine. Sharding, packing, precision and memory are the engine's secret.
+"""The interface of a training engine. Sharding, packing, precision and memory stay inside the engine.
 
 A batch is a DataProto whose tensors are padded: `input_ids` [B, L] and `attention_mask` [B, L] (left and
 right padding allowed), and `response_mask` [B, T] (1 = token to learn from). The last T columns of
 `input_ids` are the response; T may equal L (supervised fine-tuning), then the first column's mask is 0,
 because nothing predicts it. Outputs are [B, T], aligned with `response_mask` and zero where it is 0.
 
-What always holds: outputs and gradients do not depend on how the batch is cut into micro-batches, packed or
-spread over ranks. A loss function must therefore normalise by the counts of the whole mini-batch,
-which it reads from `micro_batch.meta_info`: `batch_num_tokens` (policy tokens, all ranks),
-`global_batch_size` (sequences, all ranks) and `dp_size`.
+Outputs and gradients do not depend on how the batch is split into micro-batches, packed or spread over ranks. A loss
+function must therefore normalise by the counts of the whole mini-batch, which it reads from `micro_batch.meta_info`:
+`batch_num_tokens` (policy tokens, all ranks), `global_batch_size` (sequences, all ranks) and `dp_size`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelOutput:
-    """What the model says about one micro-batch; each is [b, T] with gradient, or None where not asked for."""
+    """Of one micro-batch; each is [b, T] with gradient, or None where not asked for."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -67,12 +66,24 @@ class EngineInfo:
     """That take part in matrix products for each token (of a mixture: the experts a token is sent to)."""
     frozen_parameters: int
     """Those of `active_parameters` that get no gradient (under LoRA, the base model's)."""
+    packed: bool = True
+    """Whether micro-batches are packed; if not, they are padded."""
     lora_config: Any = None
     """peft's `LoraConfig`; None without adapters."""
 
     @property
     def world_size(self) -> int:
         return self.layout.dp * self.layout.tp * self.layout.pp * self.layout.cp
+
+
+class TrainState(TypedDict):
+    """What a checkpoint holds of an engine: tensors (DTensors where sharded) by name, and plain values."""
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    """By kind (`exp_avg`, `exp_avg_sq`, `step`), then by parameter name; empty without an optimiser."""
+    scheduler: dict[str, int]
+    extra: dict[str, float]
 
 
 class TrainEngine(ABC):
@@ -93,7 +104,7 @@ class TrainEngine(ABC):
 
     def float32_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor | None:
         """`log_probs` of a few short rows with float32 arithmetic, whatever the precision of the weights; None where
-        the engine cannot. With several ranks all of them call it."""
+        the engine cannot. Collective."""
         return None
 
     @abstractmethod
@@ -126,17 +137,24 @@ class TrainEngine(ABC):
         """[B, T] under the weights before LoRA adapters (adapters off). An error without adapters."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """{"model": name -> tensor (or DTensor shard), "optimizer": ..., "scheduler": ..., "extra": plain data},
-        made of tensors and plain values only, as torch.distributed.checkpoint takes it."""
+    def state(self) -> TrainState:
+        """Tensors are the engine's own, not copies; an optimiser that has not stepped yet allocates its moments."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, in place, bit for bit."""
+    def load_state(self, state: TrainState) -> None:
+        """Take back what `state` returned, in place, bit for bit."""
 
     @abstractmethod
     def save_hf(self, folder: Path) -> None:
-        """Write an ordinary Hugging Face folder: weights as safetensors, config, generation config (rank 0 writes)."""
+        """Write a Hugging Face folder: weights as safetensors, config, generation config (rank 0 writes)."""
+
+    @abstractmethod
+    def save_hf_config(self, folder: Path) -> None:
+        """Write only config and generation config, as `save_hf` does, on the rank that calls it."""
+
+    @abstractmethod
+    def save_adapter(self, folder: Path) -> None:
+        """Write the LoRA adapter alone, as peft opens it (rank 0 writes). An error without adapters."""
 
     @abstractmethod
     def save_hf_config(self, folder: Path) -> None:

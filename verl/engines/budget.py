@@ -1,10 +1,8 @@
-"""How many tokens one micro-batch has: as many as make the device busy, and no more than fit into memory.
+"""Tokens per micro-batch: as many as the device is fast with, and no more than fit into memory.
 
-Throughput sets a cap by the size of the model (`best_tokens`, a table of measurements: nothing is timed in a run, so
-that two runs of a config are cut the same way); memory is found by measuring a small pass.
-
-Invariants: the answer is a power of two between `SMALLEST` and the cap, so that small differences in free memory do not
-change how a run is cut; the probe leaves neither gradients nor memory behind.
+The cap by throughput is a table of measurements (`best_tokens`): nothing is timed in a run, so that two runs of a
+config split alike. Memory is measured with a small pass; rounding down to a power of two keeps small differences in
+free memory from changing the split.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ BEST_TOKENS: dict[float, int] = {
     46.8e6: 16384,  # Qwen2.5-1.5B
     233e6: 16384,  # Qwen2.5-7B
 }
-"""On a GPU: weights a token meets in one decoder layer -> tokens of a micro-batch. A model takes the row nearest to it.
+"""On a GPU: weights a token is multiplied with in one decoder layer -> tokens per micro-batch; the nearest row applies.
 
 The smallest budget within 3 % of the best throughput of an update, measured on one H200 by
 `python -m benchmarks.train --token-budgets`, whose last lines are these rows (benchmarks/results). Larger
@@ -35,7 +33,7 @@ micro-batches cost memory and gain nothing."""
 
 
 def best_tokens(layer_weights: float) -> int:
-    """The budget for a model whose tokens meet so many weights in each decoder layer."""
+    """For a model whose tokens are multiplied with so many weights in each decoder layer."""
     nearest = min(BEST_TOKENS, key=lambda known: abs(math.log(known / max(layer_weights, 1.0))))
     return BEST_TOKENS[nearest]
 
@@ -46,8 +44,7 @@ def power_of_two_below(tokens: float) -> int:
 
 def fitting_tokens(free_bytes: float, fixed_bytes: float, bytes_per_token: float, cap: int) -> int:
     """The largest power of two whose estimated memory stays within `SAFETY` of what is free."""
-    room = max(free_bytes * SAFETY - fixed_bytes, 0.0)
-    tokens = room / max(bytes_per_token, 1.0)
+    tokens = max(free_bytes * SAFETY - fixed_bytes, 0.0) / max(bytes_per_token, 1.0)
     return min(max(power_of_two_below(tokens), SMALLEST), cap)
 
 
@@ -80,15 +77,13 @@ def measure(
 
 
 def smallest(label: str) -> int:
-    """What is tried where not even the probe fits."""
-    log.warning(
-        "%s: even the probe does not fit into device memory; micro-batches of %d tokens", label, SMALLEST
-    )
+    """The size to try when not even the probe fits."""
+    log.warning("%s: the probe does not fit into device memory; micro-batches of %d tokens", label, SMALLEST)
     return SMALLEST
 
 
 def _cuda_cost(probe: Callable[[int], None], device: torch.device) -> tuple[float, float]:
-    """Peak memory as a line over tokens: (fixed, per token). The first run warms kernels and workspaces up."""
+    """Peak memory as a line over tokens: (fixed, per token). The first run allocates workspaces."""
     few, many = 512, 2048
     probe(few)
     peaks = []
@@ -104,7 +99,7 @@ def _cuda_cost(probe: Callable[[int], None], device: torch.device) -> tuple[floa
 
 
 def _host_cost(probe: Callable[[int], None]) -> tuple[float, float]:
-    """What autograd keeps for the backward pass, each storage once: (0, per token)."""
+    """What autograd saves for the backward pass, each storage once: (0, per token)."""
     tokens = 128
     seen: dict[int, int] = {}
 

@@ -1,14 +1,13 @@
-"""Put an FSDP engine together: load or take the model, prepare and shard it, make the optimiser.
+"""Build an FSDP engine: load or take the model, prepare and shard it, make the optimiser.
 
-What always holds: adapters, freezing and checkpointing are settled before sharding, the optimiser sees what is
-left after it; whether the model can be packed or compiled is found out by running it once.
+Order matters: adapters, freezing, checkpointing and fused layers come before sharding, the optimiser after it, because
+sharding replaces parameters. Whether the model can be packed or compiled is found out by running it once.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl.engines import budget
 from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.fsdp import FSDPEngine
-from verl.engines.load_shards import fill
+from verl.engines.gathered_copy import GatheredCopy, copy_to_meta
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ActivationOffload
 from verl.engines.optim import MasterAdamW
 from verl.engines.ranks import Ranks
 from verl.engines.schedule import Schedule
 from verl.engines.settings import EngineSettings, Kind, read_settings
-from verl.engines.sharding import decoder_layers, release, shard
-from verl.engines.whole_copy import WholeCopy, copy_without_weights
+from verl.engines.sharding import load_shards, shard
 from verl.errors import ModelError
-from verl.models.attention import use_verl_attention
+from verl.models.attention import register_attention, use_verl_attention
 from verl.models.forward import attach
 from verl.models.fused_layers import fuse
+from verl.models.introspection import decoder_layers, token_weights
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
-from verl.models.meta_init import CannotStream, WeightSource, open_causal_lm, open_value_model
+from verl.models.meta_init import CannotStream, ParameterIndex, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
-from verl.models.sizes import token_weights
 from verl.models.value_model import ValueModel
 
 log = logging.getLogger(__name__)
@@ -48,10 +46,11 @@ def build_fsdp(
     model_cfg: Any,
     role_cfg: Any,
     *,
-    model: nn.Module | None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     device: str | torch.device,
-    total_steps: int | None,
-    seed: int,
+    total_steps: int | None = None,
+    seed: int = 0,
     log_prob_cfg: Any = None,
     max_skipped_steps: int = 3,
     bad_batch_dir: Path | None = None,
@@ -72,13 +71,20 @@ def build_fsdp(
     schedule = None if optim is None else Schedule.from_config(optim, total_steps)
     ranks = Ranks(device, settings.sharding.fsdp_size)
     torch.manual_seed(seed)
-    source = None
+    index = None
     if model is None:
-        module, source = _load(kind, model_cfg, settings, ranks)
+        module, index = _load(kind, model_cfg, settings, ranks)
     else:
-        module = _given(kind, model_cfg, settings, model, ranks)
+        module = _prepared(kind, model_cfg, settings, model, ranks)
     return assemble(
-        module, settings, ranks, optim=optim, schedule=schedule, base_path=model_cfg.path, source=source
+        module,
+        settings,
+        ranks,
+        optim=optim,
+        schedule=schedule,
+        base_path=model_cfg.path,
+        index=index,
+        external=optimizer,
     )
 
 
@@ -90,15 +96,16 @@ def assemble(
     optim: Any,
     schedule: Schedule | None,
     base_path: str = "",
-    source: WeightSource | None = None,
+    index: ParameterIndex | None = None,
+    external: torch.optim.Optimizer | None = None,
 ) -> FSDPEngine:
-    """From a loaded module to an engine. `optim` is the optimiser section, None for a frozen engine; `source` has
-    the weights of a module that was opened without them, for several ranks."""
+    """From a loaded module to an engine. `optim` is the optimiser section, None for a frozen engine; `index` has the
+    weights of a module on the meta device; `external` is a user's optimiser."""
     _choose_trained(module, settings, base_path, trained=optim is not None)
     stock_attention = module.config._attn_implementation or "sdpa"
     packed = settings.packed and use_verl_attention(module)
     if settings.packed and not packed:
-        _tell_padded(module, "it does not use transformers' attention interface")
+        _warn_padded(module, "it does not use transformers' attention interface")
     if settings.gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module.eval()
@@ -106,57 +113,53 @@ def assemble(
         fuse(module, ranks.device)
     attach(module)
     mesh = _mesh(settings, ranks)
-    whole_copy = None
+    gathered_copy = replay = None
     if mesh is not None:
-        copy = copy_without_weights(module)
+        copy = copy_to_meta(module)
         in_place = optim is not None and optim.stochastic_rounding
         shard(module, mesh, settings.sharding, settings.dtype, float32_masters=not in_place)
-        if source is not None:
+        if index is not None:
             on_host = settings.sharding.offload_policy
-            fill(module, mesh, source, torch.device("cpu") if on_host else ranks.device)
+            load_shards(module, mesh, index, torch.device("cpu") if on_host else ranks.device)
         if copy is not None:
-            whole_copy = WholeCopy(module, copy, ranks.device, settings.dtype)
+            gathered_copy = GatheredCopy(module, copy, ranks.device, settings.dtype)
+        replay = CollectiveReplay(module, replicated=mesh.ndim == 2)
     text_config = module.config.get_text_config()
-    hidden_size = int(text_config.hidden_size)
     layers = decoder_layers(module)
-    layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config)) / len(
-        layers
-    )
-    passes = MicroBatchRunner(
+    layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config))
+    on_gpu = ranks.device.type == "cuda"
+    runner = MicroBatchRunner(
         module,
-        ranks.device,
         ranks,
         packed=packed,
-        train_cut=replace(settings.train_cut, hidden_size=hidden_size),
-        forward_cut=replace(settings.forward_cut, hidden_size=hidden_size),
+        train_size=replace(settings.train_size, hidden_size=int(text_config.hidden_size)),
+        forward_size=replace(settings.forward_size, hidden_size=int(text_config.hidden_size)),
         label=settings.kind,
-        cap_tokens=budget.best_tokens(layer_weights) if ranks.device.type == "cuda" else budget.CAP_CPU,
+        max_tokens=budget.best_tokens(layer_weights / len(layers)) if on_gpu else budget.CAP_CPU,
+        replay=replay,
+        activation_offload=ActivationOffload(ranks.device)
+        if settings.activation_offload and on_gpu
+        else None,
     )
-    if mesh is not None:
-        passes.release = lambda: release(module)
-        passes.in_step = CollectiveReplay(module, replicated=mesh.ndim == 2)
-    _find_out(module, passes, stock_attention)
+    _check_model(module, runner, stock_attention)
     if settings.torch_compile:
-        _try_compiled(passes, layers)
-    if settings.activation_offload and ranks.device.type != "cpu":
-        passes.activation_offload = ActivationOffload(ranks.device)
-    optimizer = _optimizer(module, settings, optim, schedule)
-    if optimizer is not None:
-        passes.clear_gradients = optimizer.zero_grad
-        passes.reserve_bytes = partial(_reserved_bytes, optimizer, settings.sharding.optimizer_offload)
+        _try_compiled(runner, layers)
+    optimizer = None
+    if optim is not None and schedule is not None:
+        optimizer = _optimizer(module, settings, optim, schedule, external)
+        runner.optimizer = optimizer
+        runner.moments_on_host = settings.sharding.optimizer_offload
     return FSDPEngine(
-        module, settings, ranks, passes, optimizer, sharded=mesh is not None, whole_copy=whole_copy
+        module, settings, ranks, runner, optimizer, sharded=mesh is not None, gathered_copy=gathered_copy
     )
 
 
 def _load(
     kind: Kind, model_cfg: Any, settings: EngineSettings, ranks: Ranks
-) -> tuple[nn.Module, WeightSource | None]:
-    """The model of `model.path`: whole with one rank; with several, its shell and where its weights are."""
+) -> tuple[nn.Module, ParameterIndex | None]:
+    """The model of `model.path`: loaded with one rank; with several, on the meta device with an index of its files."""
     if not model_cfg.path:
-        raise ModelError(
-            "no model is given; set actor_rollout_ref.model.path to a Hugging Face folder or name"
-        )
+        raise ModelError("no model: set actor_rollout_ref.model.path to a Hugging Face folder or name")
     options: dict[str, Any] = {
         "dtype": settings.dtype,
         "trust_remote_code": bool(model_cfg.trust_remote_code),
@@ -169,16 +172,17 @@ def _load(
         return (open_value_model if kind == "critic" else open_causal_lm)(model_cfg.path, **options)
     except CannotStream as reason:
         log.warning(
-            "%s: every rank loads the whole of %r into host memory before it is sharded: %s",
+            "%s: every rank loads all of %r into host memory before sharding: %s",
             settings.kind,
             model_cfg.path,
             reason,
         )
-    # Sharding moves layer by layer to the device, so that a rank never holds the whole model there.
+    # Sharding moves it to the device layer by layer, so that the device never holds all of it.
     return load(model_cfg.path, device=torch.device("cpu"), **options), None
 
 
-def _given(kind: Kind, model_cfg: Any, settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
+def _prepared(kind: Kind, model_cfg: Any, settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
+    """A user's model as the engine needs it."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if kind == "critic" and not isinstance(model, ValueModel):
@@ -212,10 +216,12 @@ def _mesh(settings: EngineSettings, ranks: Ranks) -> DeviceMesh | None:
 
 
 def _optimizer(
-    module: nn.Module, settings: EngineSettings, optim: Any, schedule: Schedule | None
-) -> MasterAdamW | None:
-    if optim is None or schedule is None:
-        return None
+    module: nn.Module,
+    settings: EngineSettings,
+    optim: Any,
+    schedule: Schedule,
+    external: torch.optim.Optimizer | None,
+) -> MasterAdamW:
     return MasterAdamW(
         [(name, param) for name, param in module.named_parameters() if param.requires_grad],
         schedule=schedule,
@@ -227,62 +233,59 @@ def _optimizer(
         stochastic_rounding=bool(optim.stochastic_rounding),
         seed=settings.seed,
         scale_loss=settings.dtype == torch.float16,
+        external=external,
     )
 
 
-def _reserved_bytes(optimizer: MasterAdamW, moments_on_host: bool, kind: str) -> int:
-    """What the optimiser will hold beside a pass of this kind and does not hold yet."""
-    if kind == "train":
-        return optimizer.missing_moments() + optimizer.gradient_sums()
-    return 0 if moments_on_host else optimizer.missing_moments()
-
-
-def _find_out(module: Any, passes: MicroBatchRunner, stock_attention: str) -> None:
+def _check_model(module: Any, runner: MicroBatchRunner, stock_attention: str) -> None:
     """Run the model on a few tokens: pad what cannot be packed, refuse what cannot be trained."""
-    if passes.packed:
-        fault = packing_fault(module, passes.device, stock_attention)
+    device = runner.device
+    if runner.packed:
+        fault = packing_fault(module, device, stock_attention)
         if fault:
-            passes.packed = False
+            runner.packed = False
             module.set_attn_implementation(stock_attention)
-            _tell_padded(module, fault)
-            _forget_broken_pass(passes)
-    fault = None if passes.packed else padding_fault(module, passes.device)
-    fault = fault or randomness_fault(module, passes.device, passes.packed)
+            _warn_padded(module, fault)
+            if runner.replay is not None and runner.replay.can_recover:
+                runner.replay.reset()  # a check that raised has left a sharded pass unfinished
+    fault = None if runner.packed else padding_fault(module, device)
+    fault = fault or randomness_fault(module, device, runner.packed)
     if not fault and not isinstance(module, ValueModel):
-        fault = head_fault(module, passes.device, passes.packed, stock_attention)
+        fault = head_fault(module, device, runner.packed, stock_attention)
     if fault:
-        raise ModelError(f"{type(module).__name__} cannot be trained here: {fault}")
-    passes.release()
+        raise ModelError(f"{type(module).__name__} cannot be trained: {fault}")
+    runner.reshard()
 
 
-def _forget_broken_pass(passes: MicroBatchRunner) -> None:
-    """A check that raised in the middle of a sharded pass leaves it unfinished."""
-    if passes.in_step is not None and passes.in_step.can_recover:
-        passes.in_step.forget()
+def _try_compiled(runner: MicroBatchRunner, layers: list[nn.Module]) -> None:
+    """torch.compile of each decoder layer, tried with one small pass; undone where that fails.
 
-
-def _try_compiled(passes: MicroBatchRunner, layers: list[nn.Module]) -> None:
-    """One small pass forward and backward; where it fails, the model goes on uncompiled."""
-    from verl.models.compiling import compile_layers, undo
-
-    compile_layers(layers)
+    Our attention stays outside the graphs, because its arguments (the lengths of the pack) differ at every call; shapes
+    are dynamic, so that a new pack is not a new graph."""
+    register_attention(outside_graphs=True)
+    for layer in layers:
+        layer.compile(dynamic=True)
     try:
-        passes.try_once()
+        runner.try_once()
     except (
         Exception
     ) as error:  # compilers fail with anything: missing toolchain, unsupported op, internal error
-        undo(layers)
+        for layer in layers:
+            layer._compiled_call_impl = None
+        import torch._dynamo
+
+        torch._dynamo.reset()
         log.warning(
-            "use_torch_compile: compiling failed, training goes on without it (%s: %s)",
+            "use_torch_compile: compiling failed, training continues without it (%s: %s)",
             type(error).__name__,
             str(error).strip().split("\n")[0][:200],
         )
 
 
-def _tell_padded(module: nn.Module, reason: str) -> None:
+def _warn_padded(module: nn.Module, reason: str) -> None:
     log.warning(
-        "%s cannot be packed (%s): micro-batches are padded instead, which is slower; "
-        "model.use_remove_padding=false says so without this notice",
+        "%s cannot be packed (%s): micro-batches are padded, which is slower; model.use_remove_padding=false silences "
+        "this",
         type(module).__name__,
         reason,
     )

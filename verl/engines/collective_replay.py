@@ -1,12 +1,13 @@
-"""Ranks that gather and reduce together stay in step when one of them cannot finish a pass.
+"""Keeps ranks in step when one of them runs out of memory inside a sharded forward or backward pass.
 
-A rank that runs out of memory leaves its pass in the middle, while the others wait in the next collective for it.
-It therefore repeats the pass over a single token: what it has sent already is left out, what it still owes is
-sent, and the others finish theirs as if nothing had happened. Which micro-batch a rank works on has no influence
-on what it sends and when (a rank without rows relies on the same), so counting per sharded module is enough.
+Every rank must issue the same all-gathers and reduce-scatters in the same order, or all of them wait for ever. A rank
+whose pass fails half-way has issued some of them, and its peers are waiting in the next one. So it repeats the pass on
+a dummy batch of one token: collectives it has issued already are skipped, the remaining ones are issued, and the peers
+finish their pass as if nothing had happened. This works because which collectives a module issues, and when, does not
+depend on the micro-batch, so it is enough to count them per FSDP module.
 
-What always holds: the weights a rank hands over while it repeats are its true shards, so the others' forward
-passes stay right; the gradients of such a pass are worth nothing and must be thrown away on every rank.
+All-gathers of the repeated pass send this rank's true shards, so the peers' forward passes stay correct. Gradients of
+the pass are garbage on every rank (the dummy batch took part in the reductions) and must be dropped.
 """
 
 from __future__ import annotations
@@ -19,32 +20,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.engines.sharding import own_modules, sharded_parts
+from verl.engines.sharding import fsdp_modules, group_modules
 
-# Older versions of torch know the two under their former names only.
+# Names before torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Counted:
-    """One kind of collective of one sharded module: how often it was sent in this pass, how often to leave it out."""
+class _CountedCollective:
+    """One kind of collective of one FSDP module: how often it was issued in this pass, how often to skip it."""
 
     def __init__(self) -> None:
-        self.sent = 0
-        self.left_out = 0
+        self.issued = 0
+        self.skip = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def is_due(self) -> bool:
-        if self.left_out:
-            self.left_out -= 1
-            return False
-        return True
+    def _call(self, collective: Any, output: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if self.skip:
+            self.skip -= 1
+            # Nothing computed from it is used, but it must not be NaN or out of range for the rest of the pass to run.
+            output.zero_()
+            return None
+        work = collective(output, *args, **options)
+        self.issued += 1
+        return work
 
 
-class _Gather(_Counted):
-    """Stands where FSDP2 expects an all-gather (`set_custom_all_gather`)."""
+class _AllGather(_CountedCollective):
+    """What `FSDPModule.set_custom_all_gather` takes."""
 
     def __call__(
         self,
@@ -53,16 +58,11 @@ class _Gather(_Counted):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        if not self.is_due():
-            output_tensor.zero_()  # nobody reads what is computed from it, but it must be computable
-            return None
-        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        self.sent += 1
-        return work
+        return self._call(_all_gather, output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _Scatter(_Counted):
-    """Stands where FSDP2 expects a reduce-scatter (`set_custom_reduce_scatter`)."""
+class _ReduceScatter(_CountedCollective):
+    """What `FSDPModule.set_custom_reduce_scatter` takes."""
 
     def __call__(
         self,
@@ -72,94 +72,89 @@ class _Scatter(_Counted):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        if not self.is_due():
-            output_tensor.zero_()
-            return None
-        work = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        self.sent += 1
-        return work
+        return self._call(_reduce_scatter, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-class _Part:
-    """A sharded module and its collectives. Replicas (hybrid sharding) add an all-reduce that FSDP2 sends itself:
-    it is counted by the hook behind it and left out by asking for none."""
+class _ModuleCollectives:
+    """An FSDP module and its collectives. Hybrid sharding adds an all-reduce over replicas that FSDP2 issues itself:
+    it is counted by the hook FSDP2 calls after it, and skipped by switching it off."""
 
     def __init__(self, module: Any, replicated: bool) -> None:
         self.module, self.replicated = module, replicated
-        self._sample = _own_parameter(module)
-        self._was_whole = False
-        self.gather, self.scatter = _Gather(), _Scatter()
-        self.reduced = 0
-        module.set_custom_all_gather(self.gather)
-        module.set_custom_reduce_scatter(self.scatter)
+        self._parameter = _first_parameter(module)
+        self._was_gathered = False
+        self.all_gather, self.reduce_scatter = _AllGather(), _ReduceScatter()
+        self.all_reduces = 0
+        module.set_custom_all_gather(self.all_gather)
+        module.set_custom_reduce_scatter(self.reduce_scatter)
         if replicated:
-            module.set_all_reduce_hook(self._count_reduction)
+            module.set_all_reduce_hook(self._count_all_reduce)
 
-    def _count_reduction(self, _: torch.Tensor) -> None:
-        self.reduced += 1
+    def _count_all_reduce(self, _: torch.Tensor) -> None:
+        self.all_reduces += 1
 
-    def begin(self) -> None:
-        for kind in (self.gather, self.scatter):
-            kind.sent = kind.left_out = 0
-        self.reduced = 0
-        self._was_whole = self._is_whole()
+    def start_pass(self) -> None:
+        for collective in (self.all_gather, self.reduce_scatter):
+            collective.issued = collective.skip = 0
+        self.all_reduces = 0
+        self._was_gathered = self._is_gathered()
 
-    def _is_whole(self) -> bool:
-        if self._sample is None:
+    def _is_gathered(self) -> bool:
+        if self._parameter is None:
             return False
-        owner, name = self._sample
+        owner, name = self._parameter
         return not hasattr(getattr(owner, name), "to_local")
 
-    def leave_out_what_was_sent(self) -> None:
-        # A part that was whole when the pass began did not gather; the repeated pass, which begins with shards, does.
-        self.gather.left_out = self.gather.sent + int(self._was_whole)
-        self.scatter.left_out = self.scatter.sent
+    def skip_issued(self) -> None:
+        # A module whose parameters were gathered when the pass began issued no all-gather for them. The repeated pass
+        # starts from shards and would issue one the peers do not expect.
+        self.all_gather.skip = self.all_gather.issued + int(self._was_gathered)
+        self.reduce_scatter.skip = self.reduce_scatter.issued
         if self.replicated:
-            self.module.set_requires_all_reduce(self.reduced == 0, recurse=False)
+            self.module.set_requires_all_reduce(self.all_reduces == 0, recurse=False)
 
-    def leave_out_nothing(self) -> None:
-        self.gather.left_out = self.scatter.left_out = 0
+    def skip_nothing(self) -> None:
+        self.all_gather.skip = self.reduce_scatter.skip = 0
         if self.replicated:
             self.module.set_requires_all_reduce(True, recurse=False)
 
 
-def _own_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
-    """Where one parameter of this part lives, not of a part inside it."""
-    for owner in own_modules(module):
+def _first_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
+    """Owner and name of a parameter this FSDP module gathers itself."""
+    for owner in group_modules(module):
         for name, _ in owner.named_parameters(recurse=False):
             return owner, name
     return None
 
 
 class CollectiveReplay:
-    """Counts what a sharded model sends in a pass, so that a broken pass can be brought to its end."""
+    """Counts the collectives of a sharded model's pass, so that a failed pass can be completed for the peers."""
 
     def __init__(self, model: nn.Module, replicated: bool) -> None:
-        self.model: Any = model
+        self._model: Any = model
         self.can_recover = hasattr(model, "reset_iter_state")
-        """Whether this version of torch can forget a pass that broke off (2.13 can). If not, nothing is counted."""
-        sharded = sharded_parts(model) if self.can_recover else []
-        self.parts = [_Part(module, replicated) for module in sharded]
+        """Whether this torch can reset FSDP2 after a pass that failed (2.13 can). If not, nothing is counted."""
+        modules = fsdp_modules(model) if self.can_recover else []
+        self._modules = [_ModuleCollectives(module, replicated) for module in modules]
 
-    def begin(self) -> None:
-        """A pass begins: nothing of it is sent yet."""
-        for part in self.parts:
-            part.begin()
+    def start_pass(self) -> None:
+        for module in self._modules:
+            module.start_pass()
 
-    def forget(self) -> None:
-        """Parameters back to shards, nothing pending, after a pass that broke off."""
-        self.model.reset_iter_state()
+    def reset(self) -> None:
+        """After a pass that failed: parameters back to shards, nothing pending."""
+        self._model.reset_iter_state()
 
     @contextmanager
-    def owing(self) -> Iterator[None]:
-        """Inside, a pass over one token, begun after `forget`, sends only what the broken one has not sent.
+    def replay_remaining(self) -> Iterator[None]:
+        """Inside, a pass over a dummy batch, started after `reset`, issues only what the failed one has not issued.
 
-        Parameters stay whole where a finished pass leaves them so, as they are on the other ranks, but they are
-        not the true ones: nothing but passes over one token may follow until all ranks are back to shards."""
-        for part in self.parts:
-            part.leave_out_what_was_sent()
+        Parameters stay gathered where a finished pass leaves them so, as they are on the peers, but with zeros where
+        an all-gather was skipped: until all ranks are back to shards only dummy batches may follow."""
+        for module in self._modules:
+            module.skip_issued()
         try:
             yield
         finally:
-            for part in self.parts:
-                part.leave_out_nothing()
+            for module in self._modules:
+                module.skip_nothing()

@@ -1,7 +1,7 @@
-"""What happens when a gradient is not finite: the batch is kept for inspection, and a run that cannot recover stops.
+"""Non-finite gradients: the batch is saved for inspection, and a run that does not recover stops.
 
-What always holds: the weights were not touched (the optimiser saw to that); tensors are written as safetensors
-and everything else as JSON, so that looking at the file runs no code.
+The optimiser has already skipped the update. Tensors are saved as safetensors and the rest as JSON: opening the files
+runs no code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NonFiniteGuard:
         self._batches.append(batch)
 
     def after_step(self, skipped: bool, step: int, expected: bool = False) -> None:
-        """`expected`: the skip is the search for a loss scale, which is no reason to worry."""
+        """`expected`: the skip lowered the loss scale of float16, which is normal."""
         batches, self._batches = self._batches, []
         if not skipped:
             self.in_a_row = 0
@@ -45,19 +45,19 @@ class NonFiniteGuard:
             try:
                 saved = [str(self._save(batch, step, at)) for at, batch in enumerate(batches)]
                 where = f"the batch is saved as {', '.join(saved)}"
-            except Exception as error:  # it is for people to look at: a full disk costs it, not the run
+            except Exception as error:  # a full disk must not stop the run
                 where = f"the batch could not be saved ({error})"
         log.warning(
-            "%s: the gradient of optimiser step %d is not finite, the update is skipped; %s",
+            "%s: non-finite gradient in optimiser step %d, update skipped; %s",
             self.name,
             step,
             where,
         )
         if self.in_a_row >= self.limit:
             raise TrainingHalted(
-                f"{self.name}: {self.in_a_row} optimiser steps in a row had a gradient that is not finite "
-                f"(trainer.health.max_skipped_steps={self.limit}); {where}. Look there for extreme advantages or "
-                "log-probabilities; a lower optim.lr or grad_clip often helps"
+                f"{self.name}: {self.in_a_row} optimiser steps in a row had a non-finite gradient "
+                f"(trainer.health.max_skipped_steps={self.limit}); {where}. Check it for extreme advantages or "
+                "log-probs; a lower optim.lr or grad_clip often helps"
             )
 
     def _save(self, batch: DataProto, step: int, at: int) -> Path:
@@ -68,11 +68,11 @@ class NonFiniteGuard:
         stem = f"nonfinite_{self.name}_step{step}_rank{self.rank}_{self.in_a_row}_{at}"
         file = self.folder / f"{stem}.safetensors"
         save_file({name: value.contiguous().cpu() for name, value in batch.batch.items()}, file)
-        rest = {
+        other = {
             "meta_info": batch.meta_info,
             "rows": {name: list(values) for name, values in batch.non_tensor_batch.items()},
         }
-        (self.folder / f"{stem}.json").write_text(json.dumps(rest, default=_plain))
+        (self.folder / f"{stem}.json").write_text(json.dumps(other, default=_plain))
         return file
 
 

@@ -1,11 +1,9 @@
-"""AdamW for when memory is short: moments in 8 bits, half-precision weights without a master copy.
+"""AdamW with 8-bit moments and, with stochastic rounding, half-precision weights without a master copy.
 
-What always holds: arithmetic is float32, only what is kept between steps is smaller. A block of `BLOCK` numbers
-shares one float32 scale. The second moment is kept as its square root and rounded up, so that rounding can only
-make a step smaller. A half-precision weight is rounded up or down at random, in proportion to where it lies
-between its neighbours, so that updates below the rounding step are right on average instead of lost.
-
-Works on a rank's own part of each tensor; not meant to be fast.
+Arithmetic is float32, only what is kept between steps is smaller. A block of `BLOCK` numbers shares one float32 scale.
+The second moment is kept as its square root and rounded up, so that rounding can only make a step smaller. Stochastic
+rounding makes updates below the rounding step right on average instead of lost. A state that is saved and loaded gives
+the same codes again, so resuming is exact. (Why not torchao: docs/dependencies.md.)
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ from typing import Any
 
 import torch
 
+from verl.engines.adamw import local
+
 BLOCK = 256
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return]
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
@@ -39,15 +35,15 @@ class Quantised:
         )
         self.scales = torch.zeros(blocks, 1, dtype=torch.float32, device=like.device)
 
-    def get(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         flat = (self.codes.float() * self.scales).flatten()
         return flat[: self.shape.numel()].view(self.shape)
 
-    def set(self, x: torch.Tensor, up: bool = False) -> None:
+    def quantize_(self, x: torch.Tensor, up: bool = False) -> None:
         blocks = _blocks(x)
         self.scales = blocks.abs().amax(dim=1, keepdim=True) / self.levels
         ratio = blocks / self.scales.clamp(min=1e-38)
-        # A code read back must give the same code: hence the small step down before rounding up.
+        # A dequantised value must give the same code again: hence the small step down before rounding up.
         self.codes = (
             (ratio.sub_(1e-3).ceil_() if up else ratio.round_())
             .clamp_(-self.levels, self.levels)
@@ -71,8 +67,6 @@ def round_stochastically(x: torch.Tensor, dtype: torch.dtype, generator: torch.G
 
 
 class LowMemoryAdamW:
-    """Same arithmetic as AdamW; see the module's docstring for what is kept."""
-
     def __init__(
         self,
         masters: Mapping[str, torch.Tensor],
@@ -92,9 +86,9 @@ class LowMemoryAdamW:
 
     def _read(self, store: dict[str, Any], name: str) -> torch.Tensor:
         if name not in store:
-            return torch.zeros_like(_local(self.masters[name]), dtype=torch.float32)
-        held = store[name]
-        return held.get() if isinstance(held, Quantised) else held  # type: ignore[no-any-return]
+            return torch.zeros_like(local(self.masters[name]), dtype=torch.float32)
+        stored = store[name]
+        return stored.dequantize() if isinstance(stored, Quantised) else stored  # type: ignore[no-any-return]
 
     def _write(self, store: dict[str, Any], name: str, value: torch.Tensor, signed: bool) -> None:
         if not self.int8:
@@ -102,13 +96,13 @@ class LowMemoryAdamW:
             return
         if name not in store:
             store[name] = Quantised(value, signed)
-        store[name].set(value, up=not signed)
+        store[name].quantize_(value, up=not signed)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, torch.Tensor], lr: float, factor: float) -> None:
         for at, (name, gradient) in enumerate(gradients.items()):
-            master = _local(self.masters[name])
-            grad = _local(gradient).float() * factor
+            master = local(self.masters[name])
+            grad = local(gradient).float() * factor
             self._steps[name] += 1
             count = self._steps[name]
             first = self._read(self._first, name).lerp(grad, 1 - self.betas[0])
@@ -128,11 +122,11 @@ class LowMemoryAdamW:
                 master.copy_(round_stochastically(weight, master.dtype, generator))
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """In float32 and in the shape of the weight, so that a checkpoint does not depend on how it was kept."""
+        """In float32 and in the shape of the weight: a checkpoint does not depend on `moments` or on sharding."""
         master = self.masters[name]
         return {
-            "exp_avg": _like(master, self._read(self._first, name)),
-            "exp_avg_sq": _like(master, self._read(self._root_second, name).square()),
+            "exp_avg": _sharded_like(master, self._read(self._first, name)),
+            "exp_avg_sq": _sharded_like(master, self._read(self._root_second, name).square()),
             "step": torch.tensor(float(self._steps[name])),
         }
 
@@ -141,25 +135,25 @@ class LowMemoryAdamW:
 
     @torch.no_grad()
     def load(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        self._write(self._first, name, _local(state["exp_avg"]).clone(), signed=True)
-        self._write(self._root_second, name, _local(state["exp_avg_sq"]).sqrt(), signed=False)
+        self._write(self._first, name, local(state["exp_avg"]).clone(), signed=True)
+        self._write(self._root_second, name, local(state["exp_avg_sq"]).sqrt(), signed=False)
         self._steps[name] = int(state["step"])
 
     def move(self, device: torch.device) -> None:
         for store in (self._first, self._root_second):
-            for name, held in store.items():
-                if isinstance(held, Quantised):
-                    held.move(device)
+            for name, stored in store.items():
+                if isinstance(stored, Quantised):
+                    stored.move(device)
                 else:
-                    store[name] = held.to(device)
+                    store[name] = stored.to(device)
 
 
-def _like(master: Any, part: torch.Tensor) -> torch.Tensor:
-    """The rank's part as the same kind of sharded tensor as the weight."""
+def _sharded_like(master: Any, shard: torch.Tensor) -> torch.Tensor:
+    """A rank's shard as the same kind of DTensor as the weight."""
     if not hasattr(master, "to_local"):
-        return part
+        return shard
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        part, master.device_mesh, master.placements, shape=master.shape, stride=master.stride()
+        shard, master.device_mesh, master.placements, shape=master.shape, stride=master.stride()
     )

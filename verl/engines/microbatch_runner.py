@@ -1,7 +1,11 @@
-"""MicroBatchRunner of a model over a batch: cut, pack, run, put back, and go on when memory runs out.
+"""Runs a model over a batch: split into micro-batches, pack, forward (and backward), put results back in order.
 
-What always holds: the answers do not depend on the cut; when a micro-batch does not fit, it is split and the
-result is the one it would have had; once something did not fit, it is not tried again.
+A micro-batch that does not fit into device memory is split, and the result is the one it would have had. How that stays
+correct on several ranks: every pass is collective, so a rank never leaves one early. The failing rank completes its
+pass for the others on a dummy batch (`verl.engines.collective_replay`) and runs dummy batches for the rest of the
+mini-batch; only at its end do all ranks exchange who failed (`_any_oom`), and then repeat together: without gradient
+only the rows that are missing, with gradient the whole mini-batch, because reductions have mixed the dummy batch's
+gradients into those of every rank. A size that did not fit is not tried again in the run.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -19,74 +23,60 @@ from verl.data.proto import DataProto
 from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
 from verl.engines.collective_replay import CollectiveReplay
-from verl.engines.microbatches import CutRule, cut
+from verl.engines.microbatches import MicroBatchSize, split
 from verl.engines.offload import ActivationOffload
-from verl.engines.oom import OOMReport, batched_pairs, first_line, split_notice, too_long, unrecoverable
+from verl.engines.oom import OOMReport
 from verl.engines.ranks import Ranks
+from verl.engines.sharding import reshard
 from verl.errors import TrainingHalted
 from verl.models.float32 import FAULTS, float32_arithmetic
-from verl.models.forward import FORWARD_METHOD, packed_log_probs
+from verl.models.forward import packed_log_probs
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
 from verl.models.packing import Pack, check_batch, pack, pad, sequence_lengths
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
 
+if TYPE_CHECKING:
+    from verl.engines.optim import MasterAdamW
+
 log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
+PassKind = Literal["train", "forward"]
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
 _FLOAT32_COLUMNS = 16 * FEWEST_COLUMNS
 """Rows of the output matrix that are widened to float32 at once."""
 
 
 class MicroBatchRunner:
-    """The model's passes on one rank. `packed` may be switched off by whoever finds that packing does not work."""
+    """The model's passes on one rank."""
 
     def __init__(
         self,
         model: Any,
-        device: torch.device,
         ranks: Ranks,
         *,
         packed: bool,
-        train_cut: CutRule,
-        forward_cut: CutRule,
+        train_size: MicroBatchSize,
+        forward_size: MicroBatchSize,
         label: str,
-        cap_tokens: int = budget.CAP_CPU,
+        max_tokens: int = budget.CAP_CPU,
+        replay: CollectiveReplay | None = None,
+        activation_offload: ActivationOffload | None = None,
     ) -> None:
-        """`cap_tokens`: of a micro-batch, where the config gives no number and memory allows more."""
-        self.model = model
-        self.device = device
-        self.ranks = ranks
+        """`max_tokens` bounds micro-batches whose size the config leaves open; `replay`: of a sharded model."""
         self.packed = packed
-        self.rules = {"train": train_cut, "forward": forward_cut}
-        self.label = label
-        self.activation_offload: ActivationOffload | None = None
-        self.cap_tokens = cap_tokens
-        self.reserve_bytes: Callable[[str], int] = lambda kind: 0
-        """Of the optimiser, beside a pass of this kind ("train" or "forward"), and not allocated yet."""
-        self.release: Callable[[], None] = lambda: None
-        self.clear_gradients: Callable[[], None] = lambda: None
-        self.in_step: CollectiveReplay | None = None
-        self._told = False
+        self.sizes: dict[PassKind, MicroBatchSize] = {"train": train_size, "forward": forward_size}
+        self.optimizer: MasterAdamW | None = None
+        self.moments_on_host = False
+        self.replay = replay
+        self.activation_offload = activation_offload
+        self._model, self._ranks, self.device = model, ranks, ranks.device
+        self._label, self._max_tokens = label, max_tokens
+        self._oom_logged = False
         self._float32 = True
 
-    # -- describing ---------------------------------------------------------------------------------------------
-
-    def describe(self, batch: DataProto) -> Pack:
-        return self._make(*(batch.batch[name] for name in _INPUTS))
-
-    def _make(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor
-    ) -> Pack:
-        make = pack if self.packed else pad
-        return make(input_ids, attention_mask, response_mask, self.device)
-
-    def run(self, described: Pack, options: HeadOptions | None) -> dict[str, torch.Tensor]:
-        return getattr(self.model, FORWARD_METHOD)(described, options)  # type: ignore[no-any-return]
-
-    def _saving_activations(self) -> AbstractContextManager[Any]:
-        return self.activation_offload.hooks() if self.activation_offload else nullcontext()
+    # -- inputs -------------------------------------------------------------------------------------------------
 
     @staticmethod
     def checked(batch: DataProto) -> DataProto:
@@ -94,283 +84,284 @@ class MicroBatchRunner:
         check_batch(*(batch.batch[name] for name in _INPUTS))
         return batch
 
-    def _nothing(self) -> Pack:
-        """One token nobody asks about: what a rank without rows runs while the others gather weights."""
+    def pack(self, batch: DataProto) -> Pack:
+        return self._pack(*(batch.batch[name] for name in _INPUTS))
+
+    def _pack(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor
+    ) -> Pack:
+        return (pack if self.packed else pad)(input_ids, attention_mask, response_mask, self.device)
+
+    def dummy_batch(self) -> Pack:
+        """One token without output: what a rank without rows runs so that the others can gather parameters."""
         one = torch.zeros(1, 1, dtype=torch.long)
-        return self._make(one, torch.ones_like(one), one)
+        return self._pack(one, torch.ones_like(one), one)
 
-    def _parts(self, rows: list[int], lengths: list[int], kind: str) -> list[list[int]]:
-        """The given rows, cut; as many parts on every rank."""
-        agree = self.ranks.largest if self.ranks.world_size > 1 else None
-        parts = cut([lengths[row] for row in rows], self._rule(kind), agree)
-        return [[rows[at] for at in part] for part in parts]
+    def _split(self, rows: list[int], lengths: list[int], kind: PassKind) -> list[list[int]]:
+        """`rows` in micro-batches, as many on every rank."""
+        size = self.sizes[kind]
+        if size.max_sequences is None and size.max_tokens is None:
+            size = replace(size, max_tokens=self._ranks.smallest(self._measure_tokens(kind)))
+            self.sizes[kind] = size
+        largest = self._ranks.largest if self._ranks.world_size > 1 else None
+        batches = split([lengths[row] for row in rows], size, largest)
+        return [[rows[at] for at in batch] for batch in batches]
 
-    def _rule(self, kind: str) -> CutRule:
-        rule = self.rules[kind]
-        if rule.max_sequences is None and rule.max_tokens is None:
-            rule = self.rules[kind] = replace(rule, max_tokens=self.ranks.smallest(self._measured(kind)))
-        return rule
-
-    def _measured(self, kind: str) -> int:
-        """Tokens that fit on this rank. With several ranks all make every probe, whether theirs fit or not."""
-
-        def probe(tokens: int) -> None:
-            rows = list(range(tokens))  # as many sequences of one token as far as counting goes
-            _, fault = self._attempt(
-                lambda rows: self._probe(max(len(rows), 1), kind), rows, lengths=[1] * tokens
-            )
-            if fault and self.ranks.world_size == 1:
-                raise torch.OutOfMemoryError(fault.cause)
-            faults.append(fault)
-
-        faults: list[OOMReport | None] = []
-        label = f"{self.label} ({kind})"
-        tokens = budget.measure(
-            probe,
-            self.device,
-            cap=self.cap_tokens,
-            reserve_bytes=self.reserve_bytes(kind) + self._head_bytes(),
-            label=label,
-        )
-        return budget.smallest(label) if any(faults) else tokens
-
-    def _head_bytes(self) -> int:
-        """Of the logits an output layer holds at once; a critic has none."""
-        if isinstance(self.model, ValueModel):
-            return 0
-        vocab = int(self.model.config.get_text_config().vocab_size)
-        return slice_bytes(self.cap_tokens, vocab, self.device)
-
-    def _probe(self, tokens: int, kind: str) -> None:
-        """One pass over random tokens, all of them wanted; no gradient survives it.
-
-        The slice of logits held at once grows with the tokens up to a bound that a probe does not reach: it is kept
-        narrow here and counted apart (`_head_bytes`), or its growth would be taken for a cost of every token."""
-        config = self.model.config.get_text_config()
-        length = min(tokens, 512, int(getattr(config, "max_position_embeddings", None) or 512))
-        rows = -(-tokens // length)
-        ids = torch.randint(
-            0, int(config.vocab_size), (rows, length), generator=torch.Generator().manual_seed(0)
-        )
-        wanted = torch.ones_like(ids)
-        wanted[:, 0] = 0
-        described = self._make(ids, torch.ones_like(ids), wanted)
-        options = HeadOptions(with_entropy=True, columns=FEWEST_COLUMNS)
-        if kind == "forward":
-            with torch.no_grad():
-                self.run(described, options)
-            self.release()
-            return
-        self.model.train()
-        try:
-            with self._saving_activations():
-                answers = self.run(described, options)
-            if any(answer.requires_grad for answer in answers.values()):
-                _sum_of(answers).mul(0.0).backward()
-        finally:
-            self.clear_gradients()
-
-    def try_once(self) -> None:
-        """A few tokens forward and backward, to see whether the model runs at all."""
-        self._probe(37, "train")
-        self.model.eval()
+    def reshard(self) -> None:
+        """After passes without gradient."""
+        if self.replay is not None:
+            reshard(self._model)
 
     # -- without gradient ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def answers(self, batch: DataProto, options: HeadOptions | None) -> dict[str, torch.Tensor]:
+    def forward(self, batch: DataProto, options: HeadOptions | None) -> dict[str, torch.Tensor]:
         """[B, T] each, on the host."""
         batch = self.checked(batch).select(batch_keys=list(_INPUTS), non_tensor_keys=[])
-        self.model.eval()
-        found: dict[str, torch.Tensor] = {}
+        self._model.eval()
+        outputs: dict[str, torch.Tensor] = {}
         lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
-        waiting = list(range(len(batch)))
+        pending = list(range(len(batch)))
         while True:
-            short: OOMReport | None = None
-            missed: list[int] = []
-            for rows in self._parts(waiting, lengths, "forward"):
-                if short:
-                    missed += rows
-                    if self.ranks.world_size == 1:
+            oom: OOMReport | None = None
+            missing: list[int] = []
+            for rows in self._split(pending, lengths, "forward"):
+                if oom:
+                    missing += rows
+                    if self._ranks.world_size == 1:
                         continue
-                    rows = []  # this rank's gathered weights went with the broken pass: only keep the others going
-                _, fault = self._attempt(
-                    lambda rows: self._answer_rows(batch, rows, options, found), rows, lengths
+                    rows = []  # after the failed pass gathered parameters hold zeros (`replay_remaining`)
+                _, report = self.run_or_oom(
+                    lambda rows: self._forward_rows(batch, rows, options, outputs), rows, lengths
                 )
-                if fault:
-                    missed += rows
-                    short = fault
-            self.release()
-            if not self._agree_on(short):
-                return {name: values.cpu() for name, values in found.items()}
-            waiting = missed
-            if short:
-                self._shrink(short, "forward")
+                if report:
+                    missing += rows
+                    oom = report
+            self.reshard()
+            if not self._any_oom(oom):
+                return {name: values.cpu() for name, values in outputs.items()}
+            pending = missing
+            if oom:
+                self._shrink(oom, "forward")
 
-    def _answer_rows(
-        self, batch: DataProto, rows: list[int], options: HeadOptions | None, found: dict[str, torch.Tensor]
+    def _forward_rows(
+        self, batch: DataProto, rows: list[int], options: HeadOptions | None, outputs: dict[str, torch.Tensor]
     ) -> None:
-        described = self.describe(batch[rows]) if rows else self._nothing()
+        packed = self.pack(batch[rows]) if rows else self.dummy_batch()
         width = batch.batch["response_mask"].shape[1]
-        for name, values in self.run(described, options).items():
-            if name not in found:
-                found[name] = torch.zeros(len(batch), width, device=self.device)
+        for name, values in self._model.verl_forward(packed, options).items():
+            if name not in outputs:
+                outputs[name] = torch.zeros(len(batch), width, device=self.device)
             if rows:
-                found[name][torch.tensor(rows, device=self.device)] = described.unpack(values)
+                outputs[name][torch.tensor(rows, device=self.device)] = packed.unpack(values)
 
     @torch.no_grad()
     def float32_log_probs(self, batch: DataProto, temperature: float) -> torch.Tensor | None:
-        """[B, T] on the host, in one pass with float32 arithmetic; None where that fails on any rank, from then on."""
+        """[B, T] on the host, in one pass with float32 arithmetic; None once that has failed on any rank."""
         if not self._float32:
             return None
         batch = self.checked(batch)
-        self.model.eval()
-        described = self.describe(batch)
+        self._model.eval()
+        packed = self.pack(batch)
         options = HeadOptions(temperature=temperature, columns=_FLOAT32_COLUMNS)
 
         def widened(model: Any) -> dict[str, torch.Tensor]:
             with float32_arithmetic(model):
-                return packed_log_probs(model, described, options)
+                return packed_log_probs(model, packed, options)
 
         def act(rows: list[int]) -> dict[str, torch.Tensor]:
             if not rows:
-                return self.run(self._nothing(), options)
-            return getattr(self.model, FORWARD_METHOD)(None, None, check=widened)  # type: ignore[no-any-return]
+                return self._model.verl_forward(self.dummy_batch(), options)  # type: ignore[no-any-return]
+            return self._model.verl_forward(None, None, check=widened)  # type: ignore[no-any-return]
 
-        answers, cause = None, "this version of torch (before 2.13) cannot undo a sharded pass that fails"
-        if self.in_step is None or self.in_step.can_recover:
+        outputs, cause = None, "torch before 2.13 cannot reset a sharded pass that failed"
+        if self.replay is None or self.replay.can_recover:
             lengths = sequence_lengths(batch.batch["attention_mask"])
-            answers, fault = self._attempt(act, list(range(len(batch))), lengths, FAULTS)
-            cause = fault.cause if fault else "it failed on another rank"
-        self.release()
-        self._float32 = not self.ranks.largest(int(answers is None))
-        if answers is None or not self._float32:
-            if self.ranks.rank == 0:
-                log.warning(
-                    "%s: rounding noise of log-probs cannot be measured in float32: %s", self.label, cause
-                )
+            outputs, report = self.run_or_oom(act, list(range(len(batch))), lengths, FAULTS)
+            cause = report.cause if report else "it failed on another rank"
+        self.reshard()
+        self._float32 = not self._ranks.largest(int(outputs is None))
+        if outputs is None or not self._float32:
+            if self._ranks.rank == 0:
+                log.warning("%s: log-probs cannot be computed in float32: %s", self._label, cause)
             return None
-        return described.unpack(answers["log_probs"]).cpu()
+        return packed.unpack(outputs["log_probs"]).cpu()
 
     # -- with gradient ------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        batch: DataProto,
-        loss_fn: LossFn,
-        options: HeadOptions,
-        *,
-        loss_scale: float,
-        start_over: Callable[[], None],
+    def forward_backward(
+        self, batch: DataProto, loss_fn: LossFn, options: HeadOptions, optimizer: MasterAdamW
     ) -> list[dict[str, Metric]]:
-        """Add the gradients of a checked batch. `start_over` undoes what this call has added so far."""
-        self.model.train()
+        """Add the gradients of a checked batch; metrics by micro-batch."""
+        self._model.train()
+        gradients = optimizer.gradient_snapshot()
         lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
         while True:
-            done: list[dict[str, Metric]] = []
-            short: OOMReport | None = None
-            for rows in self._parts(list(range(len(batch))), lengths, "train"):
-                if short and self.ranks.world_size == 1:
+            metrics: list[dict[str, Metric]] = []
+            oom: OOMReport | None = None
+            for rows in self._split(list(range(len(batch))), lengths, "train"):
+                if oom and self._ranks.world_size == 1:
                     break
-                metrics, fault = self._attempt(
-                    lambda rows: self._train_rows(batch, rows, loss_fn, options, loss_scale),
-                    [] if short else rows,  # what is added now is thrown away: only keep the others going
+                found, report = self.run_or_oom(
+                    lambda rows: self._train_rows(batch, rows, loss_fn, options, optimizer.loss_scale),
+                    [] if oom else rows,  # gradients are dropped below: only keep the other ranks going
                     lengths,
                 )
-                short = short or fault
-                done.append(metrics or {})
-            if not self._agree_on(short):
-                return done
-            # The broken pass has left its mark in some gradients, on every rank: begin again, smaller.
-            start_over()
-            if self.in_step is not None:
-                self.in_step.forget()
-            if short:
-                self._shrink(short, "train")
+                oom = oom or report
+                metrics.append(found or {})
+            if not self._any_oom(oom):
+                return metrics
+            optimizer.restore_gradients(gradients)
+            if self.replay is not None:
+                self.replay.reset()
+            if oom:
+                self._shrink(oom, "train")
 
     def _train_rows(
         self, batch: DataProto, rows: list[int], loss_fn: LossFn, options: HeadOptions, loss_scale: float
     ) -> dict[str, Metric]:
         if not rows:
-            with self._saving_activations():
-                answers = self.run(self._nothing(), options)
-            _sum_of(answers).backward()
+            with self._saved_activations():
+                outputs = self._model.verl_forward(self.dummy_batch(), options)
+            _sum(outputs).backward()
             return {}
         micro = batch[rows]
-        described = self.describe(micro)
-        with self._saving_activations():
-            answers = {name: described.unpack(value) for name, value in self.run(described, options).items()}
-        output = ModelOutput(answers.get("log_probs"), answers.get("entropy"), answers.get("values"))
+        packed = self.pack(micro)
+        with self._saved_activations():
+            outputs = self._model.verl_forward(packed, options)
+            outputs = {name: packed.unpack(values) for name, values in outputs.items()}
+        output = ModelOutput(outputs.get("log_probs"), outputs.get("entropy"), outputs.get("values"))
         loss, metrics = loss_fn(output, micro.to(self.device))
         (loss if loss_scale == 1.0 else loss * loss_scale).backward()
         return metrics
 
+    def _saved_activations(self) -> AbstractContextManager[Any]:
+        return self.activation_offload.hooks() if self.activation_offload else nullcontext()
+
     # -- out of memory ------------------------------------------------------------------------------------------
 
-    def _attempt(
+    def run_or_oom(
         self,
-        act: Callable[[list[int]], Answer],
+        act: Callable[[list[int]], T],
         rows: list[int],
         lengths: list[int],
         errors: tuple[type[Exception], ...] = (torch.OutOfMemoryError,),
-    ) -> tuple[Answer | None, OOMReport | None]:
-        """One pass, `act(rows)`, or which of `errors` broke it off; in both cases the other ranks got what they wait
-        for."""
-        if self.in_step is not None:
-            self.in_step.begin()
+    ) -> tuple[T | None, OOMReport | None]:
+        """One pass, `act(rows)`, or a report of which of `errors` ended it. Either way this rank has issued every
+        collective of the pass."""
+        if self.replay is not None:
+            self.replay.start_pass()
         try:
             return act(rows), None
         except errors as error:
-            cause = first_line(error)
-        # Only here, behind the `except`, are the error's frames gone, and the tensors of the pass with them.
-        fault = OOMReport(max(sum(lengths[row] for row in rows), 1), max(len(rows), 1), cause)
-        self._finish_broken(act, fault)
-        return None, fault
-
-    def _finish_broken(self, act: Callable[[list[int]], Any], fault: OOMReport) -> None:
+            cause = str(error).strip().split("\n")[0]
+        # Outside the `except`: there the error's traceback would keep the frames of the pass, and with them its
+        # tensors, alive while the dummy batch runs.
+        report = OOMReport(max(sum(lengths[row] for row in rows), 1), max(len(rows), 1), cause)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        if self.in_step is None:
-            return
-        if not self.in_step.can_recover:
-            raise TrainingHalted(unrecoverable(self.label, fault))
-        self.in_step.forget()
-        if self.ranks.world_size == 1:
-            return
-        try:
-            with self.in_step.owing():
-                act([])
-        except torch.OutOfMemoryError as error:
-            raise TrainingHalted(too_long(self.label, self.ranks.rank, fault)) from error
+        if self.replay is None:
+            return None, report
+        if not self.replay.can_recover:
+            raise TrainingHalted(report.unrecoverable(self._label))
+        self.replay.reset()
+        if self._ranks.world_size > 1:
+            try:
+                with self.replay.replay_remaining():
+                    act([])
+            except torch.OutOfMemoryError as error:
+                raise TrainingHalted(report.too_long(self._label, self._ranks.rank)) from error
+        return None, report
 
-    def _agree_on(self, short: OOMReport | None) -> bool:
-        """Whether a pass broke off on any rank. All ranks stop where one has nothing left to split."""
-        numbers = [0] * (2 * self.ranks.world_size)
-        if short:
-            numbers[2 * self.ranks.rank : 2 * self.ranks.rank + 2] = [short.tokens, short.sequences]
-        numbers = self.ranks.total(numbers)
-        found = {rank: OOMReport(*pair) for rank, pair in enumerate(batched_pairs(numbers)) if pair[1]}
-        if short:
-            found[self.ranks.rank] = short
-        for rank, shortage in found.items():
-            if shortage.sequences < 2:
-                raise TrainingHalted(too_long(self.label, rank, shortage))
-        if found and not self._told:
-            self._told = True
-            if self.ranks.rank == 0:  # once for all ranks
-                rank, shortage = next(iter(found.items()))
-                log.warning("%s", split_notice(self.label, rank, shortage))
-        return bool(found)
+    def _any_oom(self, oom: OOMReport | None) -> bool:
+        """Whether a pass failed on any rank (collective). All ranks stop where one has nothing left to split."""
+        world, rank = self._ranks.world_size, self._ranks.rank
+        numbers = [0] * (2 * world)
+        if oom:
+            numbers[2 * rank : 2 * rank + 2] = [oom.tokens, oom.sequences]
+        numbers = self._ranks.total(numbers)
+        reports = {
+            at: OOMReport(numbers[2 * at], numbers[2 * at + 1]) for at in range(world) if numbers[2 * at]
+        }
+        if oom:
+            reports[rank] = oom
+        for at, report in reports.items():
+            if report.sequences < 2:
+                raise TrainingHalted(report.too_long(self._label, at))
+        if reports and not self._oom_logged:
+            self._oom_logged = True
+            if rank == 0:
+                at, report = next(iter(reports.items()))
+                log.warning("%s", report.split_notice(self._label, at))
+        return bool(reports)
 
-    def _shrink(self, fault: OOMReport, kind: str) -> None:
-        """What did not fit is not tried again, in the whole run."""
-        rule = self.rules[kind]
-        if rule.max_tokens is not None:
-            self.rules[kind] = replace(rule, max_tokens=max(min(rule.max_tokens, fault.tokens) // 2, 1))
+    def _shrink(self, oom: OOMReport, kind: PassKind) -> None:
+        size = self.sizes[kind]
+        if size.max_tokens is not None:
+            size = replace(size, max_tokens=max(min(size.max_tokens, oom.tokens) // 2, 1))
         else:
-            self.rules[kind] = replace(rule, max_sequences=max(fault.sequences // 2, 1))
+            size = replace(size, max_sequences=max(oom.sequences // 2, 1))
+        self.sizes[kind] = size
+
+    # -- measuring ----------------------------------------------------------------------------------------------
+
+    def _measure_tokens(self, kind: PassKind) -> int:
+        """Tokens per micro-batch that fit on this rank. All ranks run every probe, also after one has failed."""
+        reports: list[OOMReport | None] = []
+
+        def probe(tokens: int) -> None:
+            _, report = self.run_or_oom(
+                lambda rows: self._probe(max(len(rows), 1), kind), list(range(tokens)), lengths=[1] * tokens
+            )
+            if report and self._ranks.world_size == 1:
+                raise torch.OutOfMemoryError(report.cause)
+            reports.append(report)
+
+        label = f"{self._label} ({kind})"
+        reserve = 0
+        if self.optimizer is not None:
+            reserve = self.optimizer.bytes_to_allocate(kind, self.moments_on_host)
+        if not isinstance(self._model, ValueModel):  # the logits an output layer holds at once
+            vocab = int(self._model.config.get_text_config().vocab_size)
+            reserve += slice_bytes(self._max_tokens, vocab, self.device)
+        tokens = budget.measure(probe, self.device, cap=self._max_tokens, reserve_bytes=reserve, label=label)
+        return budget.smallest(label) if any(reports) else tokens
+
+    def _probe(self, tokens: int, kind: PassKind) -> None:
+        """One pass over random tokens, with output for all; leaves no gradient.
+
+        The slice of logits held at once grows with the tokens up to a bound that a probe does not reach: it is kept
+        narrow here and counted in `_measure_tokens`, or its growth would be taken for a cost of every token."""
+        config = self._model.config.get_text_config()
+        length = min(tokens, 512, int(getattr(config, "max_position_embeddings", None) or 512))
+        shape = (-(-tokens // length), length)
+        ids = torch.randint(0, int(config.vocab_size), shape, generator=torch.Generator().manual_seed(0))
+        wanted = torch.ones_like(ids)
+        wanted[:, 0] = 0
+        packed = self._pack(ids, torch.ones_like(ids), wanted)
+        options = HeadOptions(with_entropy=True, columns=FEWEST_COLUMNS)
+        if kind == "forward":
+            with torch.no_grad():
+                self._model.verl_forward(packed, options)
+            self.reshard()
+            return
+        self._model.train()
+        try:
+            with self._saved_activations():
+                outputs = self._model.verl_forward(packed, options)
+            if any(output.requires_grad for output in outputs.values()):
+                _sum(outputs).mul(0.0).backward()
+        finally:
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+
+    def try_once(self) -> None:
+        """A few tokens forward and backward, to see whether the model runs at all."""
+        self._probe(37, "train")
+        self._model.zero_grad()
+        self._model.eval()
 
 
-def _sum_of(answers: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.stack([answer.sum() for answer in answers.values()]).sum()
+def _sum(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([output.sum() for output in outputs.values()]).sum()

@@ -1,14 +1,10 @@
-"""What is said when a micro-batch does not fit into device memory.
-
-What always holds: every text names the rank's micro-batch by its size and the keys that make it smaller.
-"""
+"""A micro-batch that did not fit into device memory, and the messages about it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-KEYS = (
+_KEYS = (
     "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, or set "
     "model.enable_gradient_checkpointing=true, model.enable_activation_offload=true or "
     "fsdp_config.offload_policy=true"
@@ -17,39 +13,26 @@ KEYS = (
 
 @dataclass(frozen=True)
 class OOMReport:
-    """A micro-batch that did not fit; `cause` is known on its own rank only."""
+    """`cause` is known on the failing rank only."""
 
     tokens: int
     sequences: int
     cause: str = ""
 
+    def split_notice(self, label: str, rank: int) -> str:
+        return (
+            f"{label}: a micro-batch of {self.tokens} tokens ({self.sequences} sequences) on rank {rank} did not fit "
+            f"into device memory; it is split, results stay the same, but the failed attempt costs time: {_KEYS}"
+        )
 
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+    def too_long(self, label: str, rank: int) -> str:
+        return (
+            f"{label}: a single sequence of {self.tokens} tokens on rank {rank} does not fit into device memory; "
+            f"{_KEYS}, or lower data.max_response_length. {self.cause}"
+        ).rstrip()
 
-
-def batched_pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def split_notice(label: str, rank: int, shortage: OOMReport) -> str:
-    return (
-        f"{label}: a micro-batch of {shortage.tokens} tokens ({shortage.sequences} sequences) on rank {rank} did "
-        "not fit into device memory; it is split and the result stays the same, but the failed attempt costs "
-        f"time: {KEYS}"
-    )
-
-
-def too_long(label: str, rank: int, shortage: OOMReport) -> str:
-    return (
-        f"{label}: a single sequence of {shortage.tokens} tokens on rank {rank} does not fit into device memory; "
-        f"{KEYS}, or shorten data.max_response_length. {shortage.cause}"
-    ).rstrip()
-
-
-def unrecoverable(label: str, shortage: OOMReport) -> str:
-    return (
-        f"{label}: a micro-batch of {shortage.tokens} tokens does not fit into device memory; sharded parameters "
-        "and this version of torch (before 2.13) leave no way to split it and go on; "
-        f"{KEYS}. {shortage.cause}"
-    )
+    def unrecoverable(self, label: str) -> str:
+        return (
+            f"{label}: a micro-batch of {self.tokens} tokens does not fit into device memory, and torch before 2.13 "
+            f"cannot split it with sharded parameters; {_KEYS}. {self.cause}"
+        )

@@ -1,12 +1,9 @@
-"""AdamW over float32 master weights, whatever the parameters' own precision.
+"""The optimiser of one rank: AdamW over float32 master weights, whatever the precision of the parameters.
 
-What always holds: the update, its moments and the sum of gradients over micro-batches are float32; a float32
-parameter is its own master, so nothing is copied; a half-precision parameter gets a float32 master and is
-overwritten in place after each step, so that whoever shares the tensor (the rollout engine) sees the new weights.
-A step whose gradient is not finite changes nothing. (`moments` and `stochastic_rounding` trade some of this for
-memory, and only when asked to.)
-
-Matrices decay, vectors (norms, biases) do not.
+Updates, moments and sums of gradients over micro-batches are float32. A float32 parameter is its own master; a
+half-precision one is overwritten in place after each step, so that whoever shares the tensor (the native rollout
+engine) sees the new weights. A step whose gradient is not finite changes nothing. `moments` and `stochastic_rounding`
+trade some of this for memory.
 """
 
 from __future__ import annotations
@@ -19,111 +16,53 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from verl.engines.adamw import OnePassAdamW, TorchAdamW, local
 from verl.engines.low_memory_adamw import LowMemoryAdamW
-from verl.engines.one_pass_adamw import OnePassAdamW
 from verl.engines.schedule import Schedule
+from verl.errors import ConfigError
 from verl.models.kernels import triton_fault
 
 FIRST_LOSS_SCALE = 2.0**12
 GROW_EVERY = 1000
-BUCKET = 1 << 28
 
 
-def local(x: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor's own part, or the tensor itself."""
-    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return]
+class ExternalOptimizer:
+    """A user's torch optimiser as update rule: it does the arithmetic, at its own learning rate and on the parameters
+    themselves; clipping, the finite check and the counting stay with `MasterAdamW`."""
 
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> None:
+        known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if not any(id(param) in known for param in params.values()):
+            raise ConfigError(
+                "the optimizer has none of the model's parameters; make it from model.parameters() of the model passed "
+                "with it"
+            )
+        self.optimizer, self.params = optimizer, params
 
-class TorchAdamW:
-    """torch's AdamW over the masters, with its state reachable by parameter name.
-
-    Half-precision gradients are made float32 bucket by bucket, so that a whole set of them never exists."""
-
-    def __init__(self, masters: Mapping[str, torch.Tensor], weight_decay: float, **options: Any) -> None:
-        self.masters = masters
-        self.fused = any(master.is_cuda for master in masters.values())
-        self.buckets: list[tuple[list[str], torch.optim.AdamW]] = []
-        for names in _buckets(masters):
-            groups = [
-                {"params": [masters[n] for n in names if masters[n].ndim >= 2], "weight_decay": weight_decay},
-                {"params": [masters[n] for n in names if masters[n].ndim < 2], "weight_decay": 0.0},
-            ]
-            full = [group for group in groups if group["params"]]
-            self.buckets.append((names, torch.optim.AdamW(full, lr=0.0, fused=self.fused or None, **options)))
-        self._home = {name: adamw for names, adamw in self.buckets for name in names}
+    @property
+    def lr(self) -> float:
+        return float(max(group["lr"] for group in self.optimizer.param_groups))
 
     def step(self, gradients: Mapping[str, torch.Tensor], lr: float, factor: float) -> None:
-        """One update with every gradient times `factor`."""
-        for names, adamw in self.buckets:
-            for group in adamw.param_groups:
-                group["lr"] = lr
-            present = [name for name in names if name in gradients]
-            for name in present:
-                master = self.masters[name]
-                master.grad = gradients[name].to(master.dtype)
-            if not present:
-                continue
-            if self.fused and factor != 1.0:
-                # The fused kernel divides by the scale on the way: no pass of its own over the gradients.
-                device = local(self.masters[present[0]]).device
-                adamw.grad_scale = torch.full((), 1.0 / factor, device=device)  # type: ignore[attr-defined]
-                adamw.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
-            elif factor != 1.0:
-                torch._foreach_mul_(
-                    [local(g) for n in present if (g := self.masters[n].grad) is not None], factor
-                )
-            adamw.step()
-            adamw.grad_scale = adamw.found_inf = None  # type: ignore[attr-defined]
-            for name in present:
-                self.masters[name].grad = None
-
-    def state(self, name: str) -> dict[str, torch.Tensor]:
-        """AdamW makes its state at the first step; a checkpoint needs it to exist before."""
-        master = self.masters[name]
-        state: dict[str, Any] = self._home[name].state[master]
-        if not state:
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=local(master).device if self.fused else "cpu"
-            )
-            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-        return state
+        for name, gradient in gradients.items():
+            self.params[name].grad = (gradient * factor).to(self.params[name].dtype)
+        self.optimizer.step()
 
     def has_state(self, name: str) -> bool:
-        return bool(self._home[name].state.get(self.masters[name]))
-
-    @torch.no_grad()
-    def load(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        for key, value in self.state(name).items():
-            value.copy_(state[key])
+        return bool(self.optimizer.state.get(self.params[name]))
 
     def move(self, device: torch.device) -> None:
-        for _, adamw in self.buckets:
-            for state in adamw.state.values():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.ndim > 0:
-                        state[key] = value.to(device)
-
-
-def _buckets(masters: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names in order, cut where a bucket would exceed `BUCKET` numbers on this rank."""
-    found: list[list[str]] = []
-    room = 0
-    for name, master in masters.items():
-        size = local(master).numel()
-        if not found or size > room:
-            found.append([])
-            room = BUCKET
-        found[-1].append(name)
-        room -= size
-    return found
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    state[key] = value.to(device)
 
 
 class MasterAdamW:
-    """The optimiser of one rank: its parameters (or shards), their masters, the schedule."""
+    """Parameters (or shards), their masters, the update rule and the schedule."""
 
     loss_scale: float = 1.0
-    """What the loss is multiplied by before the backward pass: above 1 only for float16, whose gradients vanish."""
+    """What the loss is multiplied by before the backward pass: above 1 only for float16, whose gradients underflow."""
 
     def __init__(
         self,
@@ -138,7 +77,9 @@ class MasterAdamW:
         stochastic_rounding: bool = False,
         seed: int = 0,
         scale_loss: bool = False,
+        external: torch.optim.Optimizer | None = None,
     ) -> None:
+        """`external`: a user's optimiser, which replaces AdamW and `schedule`."""
         self.schedule = schedule
         self.grad_clip = grad_clip
         self.step_count = 0
@@ -147,27 +88,29 @@ class MasterAdamW:
         self._sums: dict[str, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._good_steps = 0
+        in_place = stochastic_rounding or external is not None
         for name, param in self.params.items():
             half = param.dtype not in (torch.float32, torch.float64)
-            self.masters[name] = param.detach().float() if half and not stochastic_rounding else param
+            self.masters[name] = param.detach().float() if half and not in_place else param
             if half:
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._collector(name)))
         self._scales_loss = scale_loss
         if scale_loss:
             self.loss_scale = FIRST_LOSS_SCALE
-        self.rule: TorchAdamW | OnePassAdamW | LowMemoryAdamW
-        if moments == "float32" and not stochastic_rounding:
-            if self._one_pass_fits():
-                self.rule = OnePassAdamW(self.params, self.masters, weight_decay, betas=betas, eps=eps)
-            else:
-                self.rule = TorchAdamW(self.masters, weight_decay, betas=betas, eps=eps)
-        else:
+        self.rule: TorchAdamW | OnePassAdamW | LowMemoryAdamW | ExternalOptimizer
+        if external is not None:
+            self.rule = ExternalOptimizer(external, self.params)
+        elif moments != "float32" or stochastic_rounding:
             self.rule = LowMemoryAdamW(
                 self.masters, weight_decay, betas=betas, eps=eps, int8=moments == "int8", seed=seed
             )
+        elif self._one_pass_fits():
+            self.rule = OnePassAdamW(self.params, self.masters, weight_decay, betas=betas, eps=eps)
+        else:
+            self.rule = TorchAdamW(self.masters, weight_decay, betas=betas, eps=eps)
 
     def _one_pass_fits(self) -> bool:
-        """Every parameter half precision, whole, dense and on a GPU where our kernels work."""
+        """Every parameter half precision, not sharded, contiguous and on a GPU where our kernels work."""
         return bool(self.params) and all(
             self.masters[name] is not param
             and param.is_cuda
@@ -180,20 +123,20 @@ class MasterAdamW:
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def _collector(self, name: str) -> Any:
-        """Take a half-precision gradient as soon as autograd has made it. The first stays as it is (a step of one
-        micro-batch needs no more); from the second on the sum is float32."""
+        """Takes a half-precision gradient as soon as autograd has computed it. The first stays as it is (a step of
+        one micro-batch needs no more); from the second on the sum is float32."""
 
         def collect(param: torch.Tensor) -> None:
             gradient, param.grad = param.grad, None
             if gradient is None:
                 return
-            held = self._sums.get(name)
-            if held is None:
+            total = self._sums.get(name)
+            if total is None:
                 self._sums[name] = gradient
-            elif held.dtype == torch.float32:
-                held.add_(gradient)
+            elif total.dtype == torch.float32:
+                total.add_(gradient)
             else:
-                self._sums[name] = held.float().add_(gradient)
+                self._sums[name] = total.float().add_(gradient)
 
         return collect
 
@@ -205,12 +148,9 @@ class MasterAdamW:
                 found[name] = gradient
         return found
 
-    def gradients(self) -> list[torch.Tensor]:
-        return list(self.named_gradients().values())
-
     def gradient_norm(self) -> torch.Tensor:
-        """Over all shards, with the loss scale taken out; a zero-dimensional tensor on the device."""
-        grads = self.gradients()
+        """Over all shards, without the loss scale; a zero-dimensional tensor on the device."""
+        grads = list(self.named_gradients().values())
         if not grads:
             return torch.zeros(())
         if hasattr(grads[0], "full_tensor"):
@@ -221,14 +161,14 @@ class MasterAdamW:
         return norm / self.loss_scale
 
     def gradient_snapshot(self) -> dict[str, torch.Tensor]:
-        """Copies of the gradients there are, on the host; none where nothing was added since the last step."""
+        """Copies of the current gradients on the host; empty where nothing was added since the last step."""
         return {
             name: local(gradient).to("cpu", copy=True) for name, gradient in self.named_gradients().items()
         }
 
     @torch.no_grad()
     def restore_gradients(self, snapshot: Mapping[str, torch.Tensor]) -> None:
-        """Back to a snapshot: what was added since is forgotten."""
+        """Back to a snapshot."""
         for name, gradient in self.named_gradients().items():
             if name in snapshot:
                 local(gradient).copy_(snapshot[name])
@@ -246,7 +186,7 @@ class MasterAdamW:
 
     def step(self) -> dict[str, float]:
         """Clip, check, update, clear gradients. The one wait for the device is reading the norm."""
-        lr = self.schedule.at(self.step_count)
+        lr = self.rule.lr if isinstance(self.rule, ExternalOptimizer) else self.schedule.at(self.step_count)
         norm = float(self.gradient_norm())
         finite = math.isfinite(norm)
         if finite:
@@ -272,7 +212,7 @@ class MasterAdamW:
             self.loss_scale *= 2
 
     def take_loss_scale(self, scale: float) -> None:
-        """From a checkpoint. Where this run or the saved one scales nothing, its precision was another: search anew."""
+        """From a checkpoint, unless either run does not scale its loss (its precision was another)."""
         if self._scales_loss and scale > 1:
             self.loss_scale = scale
 
@@ -285,24 +225,30 @@ class MasterAdamW:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments by parameter name; the masters are the engine's `model` entry."""
+    def state(self) -> dict[str, Any]:
+        """Moments by kind and parameter name; the masters are in the engine's `model` entry."""
+        if isinstance(self.rule, ExternalOptimizer):
+            return {"external": self.rule.optimizer.state_dict()}
         states = {name: self.rule.state(name) for name in self.masters}
         keys = ("exp_avg", "exp_avg_sq", "step")
         return {key: {name: state[key].detach() for name, state in states.items()} for key in keys}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        if isinstance(self.rule, ExternalOptimizer):
+            self.rule.optimizer.load_state_dict(state["external"])
+            return
         for name in self.masters:
             self.rule.load(name, {key: values[name] for key, values in state.items()})
 
-    def missing_moments(self) -> int:
-        """Bytes of the moments the first step will still allocate."""
-        missing = sum(local(m).numel() for name, m in self.masters.items() if not self.rule.has_state(name))
-        return (2 if isinstance(self.rule, LowMemoryAdamW) and self.rule.int8 else 8) * missing
-
-    def gradient_sums(self) -> int:
-        """Bytes of the float32 gradients summed over micro-batches."""
-        return sum(4 * local(master).numel() for master in self.masters.values())
+    def bytes_to_allocate(self, kind: str, moments_on_host: bool) -> int:
+        """What the optimiser will still allocate on the device beside a pass of `kind` ("train" or "forward"): moments
+        before the first step and, in training, float32 sums of gradients."""
+        sizes = {name: local(master).numel() for name, master in self.masters.items()}
+        each = 2 if isinstance(self.rule, LowMemoryAdamW) and self.rule.int8 else 8
+        moments = sum(each * size for name, size in sizes.items() if not self.rule.has_state(name))
+        if kind == "train":
+            return moments + sum(4 * size for size in sizes.values())
+        return 0 if moments_on_host else moments
 
     def move(self, device: torch.device) -> None:
         """Moments, and masters that are not the parameters themselves, to `device`."""

@@ -1,7 +1,4 @@
-"""Learning rate as a function of the optimiser step: warm-up, then constant, cosine or linear.
-
-What always holds: it is a pure function of the step, so resuming needs nothing but the step's number.
-"""
+"""Learning rate as a pure function of the optimiser step: warm-up, then constant, cosine or linear."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(
-                f"lr_scheduler_type={self.kind!r} is not known; allowed: {', '.join(KINDS)} (optim.lr_scheduler_type)"
+                f"optim.lr_scheduler_type={self.kind!r} is unknown; allowed: {', '.join(KINDS)}"
             )
         if self.kind != "constant" and self.total_steps is None:
             raise ConfigError(
-                f"lr_scheduler_type={self.kind!r} needs the number of optimiser steps, which is not known here; "
-                "set trainer.total_training_steps, or optim.lr_scheduler_type=constant"
+                f"optim.lr_scheduler_type={self.kind!r} needs the number of optimiser steps; set "
+                "trainer.total_training_steps, or optim.lr_scheduler_type=constant"
             )
 
     @classmethod
@@ -42,8 +39,8 @@ class Schedule:
         if warmup < 0:
             if ratio > 0 and total_steps is None:
                 raise ConfigError(
-                    f"optim.lr_warmup_steps_ratio={ratio} needs the number of optimiser steps, which is not known "
-                    "here; set trainer.total_training_steps, or give optim.lr_warmup_steps"
+                    f"optim.lr_warmup_steps_ratio={ratio} needs the number of optimiser steps; set "
+                    "trainer.total_training_steps or optim.lr_warmup_steps"
                 )
             warmup = int(ratio * (total_steps or 0))
         return cls(
@@ -53,10 +50,6 @@ class Schedule:
             total_steps=total_steps,
             min_lr_ratio=float(optim.min_lr_ratio),
         )
-
-    @classmethod
-    def constant(cls, lr: float) -> Schedule:
-        return cls(lr=lr)
 
     def at(self, step: int) -> float:
         """The rate of optimiser step `step` (the first is 0). Warm-up ends at the full rate, never starts at 0."""

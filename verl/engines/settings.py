@@ -1,8 +1,4 @@
-"""What an engine needs to know, read once from the config sections.
-
-What always holds: the engine's code reads these settings and never a config object; a setting the engine cannot
-honour is refused here, with the key to change.
-"""
+"""Engine settings, read once from the config sections."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from verl.engines.microbatches import CutRule
+from verl.engines.microbatches import MicroBatchSize
 from verl.errors import ConfigError
 from verl.models.dtypes import parameter_dtype
 
@@ -39,8 +35,8 @@ class Sharding:
 class EngineSettings:
     kind: Kind
     dtype: torch.dtype
-    train_cut: CutRule
-    forward_cut: CutRule
+    train_size: MicroBatchSize
+    forward_size: MicroBatchSize
     packed: bool = True
     gradient_checkpointing: bool = False
     activation_offload: bool = False
@@ -54,32 +50,30 @@ class EngineSettings:
     seed: int = 0
 
 
-def _cut_rule(sequences: int | None, dynamic: bool, tokens: int | None) -> CutRule:
-    return CutRule(max_tokens=tokens) if dynamic else CutRule(max_sequences=sequences)
+def _size(sequences: int | None, dynamic: bool, tokens: int | None) -> MicroBatchSize:
+    return MicroBatchSize(max_tokens=tokens) if dynamic else MicroBatchSize(max_sequences=sequences)
 
 
-def cut_rules(kind: Kind, role: Any, log_prob: Any) -> tuple[CutRule, CutRule]:
-    """How to cut for training and for passes without gradient.
-
-    `log_prob` is the section that says how the actor's log-probabilities are recomputed (rollout); without one
-    they are cut as in training."""
+def _micro_batch_sizes(kind: Kind, role: Any, log_prob: Any) -> tuple[MicroBatchSize, MicroBatchSize]:
+    """For training and for passes without gradient. `log_prob` is the section whose keys are for the actor's
+    log-probs (rollout); without one they are split as in training."""
     if kind == "ref":
-        forward = _cut_rule(
+        forward = _size(
             role.log_prob_micro_batch_size_per_gpu,
             role.log_prob_use_dynamic_bsz,
             role.log_prob_max_token_len_per_gpu,
         )
         return forward, forward
-    train = _cut_rule(role.ppo_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu)
+    train = _size(role.ppo_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu)
     if kind == "critic":
-        return train, _cut_rule(
+        return train, _size(
             role.forward_micro_batch_size_per_gpu,
             role.use_dynamic_bsz,
             role.ppo_max_token_len_per_gpu,
         )
     if log_prob is None:
         return train, train
-    return train, _cut_rule(
+    return train, _size(
         log_prob.log_prob_micro_batch_size_per_gpu,
         log_prob.log_prob_use_dynamic_bsz,
         log_prob.log_prob_max_token_len_per_gpu,
@@ -98,19 +92,19 @@ def read_settings(
     seed: int = 0,
 ) -> EngineSettings:
     """From the model section and the role's section (actor, ref or critic)."""
-    train, forward = cut_rules(kind, role, log_prob)
+    train, forward = _micro_batch_sizes(kind, role, log_prob)
     trained = kind != "ref"
     lora = None
     if model.lora_rank > 0 and trained:
         if model.peft_type != "lora":
-            raise ConfigError(f"model.peft_type={model.peft_type!r} is not known; allowed: lora")
+            raise ConfigError(f"model.peft_type={model.peft_type!r} is unknown; allowed: lora")
         lora = Lora(int(model.lora_rank), int(model.lora_alpha), tuple(model.target_modules))
     fsdp = role.fsdp_config
     return EngineSettings(
         kind=kind,
         dtype=parameter_dtype(model.dtype, device),
-        train_cut=train,
-        forward_cut=forward,
+        train_size=train,
+        forward_size=forward,
         packed=bool(model.use_remove_padding),
         gradient_checkpointing=trained and bool(model.enable_gradient_checkpointing),
         activation_offload=trained and bool(model.enable_activation_offload),

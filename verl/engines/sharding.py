@@ -1,8 +1,7 @@
 """FSDP2 (`fully_shard`) around a Hugging Face model: one group per decoder layer, the rest in the root.
 
-What always holds: trained parameters are sharded in float32, so each rank's shard is its part of the master
-weights; the gathered copies the model computes with have the parameters' configured precision; gradients are
-reduced and accumulated in float32. Names stay those of the model.
+Trained parameters are sharded in float32: each rank's shard is its slice of the master weights. Parameters are gathered
+in the configured precision; gradients are reduced and accumulated in float32. Names stay those of the model.
 """
 
 from __future__ import annotations
@@ -24,20 +23,10 @@ from torch.distributed.fsdp import (
 )
 
 from verl.engines.settings import Sharding
-from verl.models.classes import class_of
 from verl.models.forward import FORWARD_METHOD
-from verl.models.value_model import ValueModel
-
-
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """The repeated blocks: the classes the model declares unsplittable, else the longest list of modules."""
-    backbone = model.backbone if isinstance(model, ValueModel) else model
-    names = set(getattr(backbone, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if class_of(module).__name__ in names]
-    if layers:
-        return layers
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max((list(found) for found in lists), key=len, default=[])
+from verl.models.introspection import decoder_layers
+from verl.models.lora import plain_name
+from verl.models.meta_init import ParameterIndex
 
 
 def shard(
@@ -73,44 +62,82 @@ def _trained_to_float32(module: nn.Module) -> None:
             param.data = param.data.float()
 
 
-def sharded_parts(model: nn.Module) -> list[Any]:
+def fsdp_modules(model: nn.Module) -> list[Any]:
     """The modules whose parameters FSDP2 gathers together, in the same order on every rank."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def own_modules(part: nn.Module) -> Iterator[nn.Module]:
-    """The modules of one part, without those of a part inside it."""
-    yield part
-    for child in part.children():
+def group_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules one FSDP module gathers itself: without those of an FSDP module inside it."""
+    yield module
+    for child in module.children():
         if not isinstance(child, FSDPModule):
-            yield from own_modules(child)
+            yield from group_modules(child)
 
 
-def release(model: nn.Module) -> None:
-    """After passes without a backward: parameters back to shards (the root's stay gathered), and no record of them.
+def reshard(model: nn.Module) -> None:
+    """After passes without a backward: parameters back to shards (the root's stay gathered), prefetch order cleared.
 
-    FSDP2 records every forward and clears the record in a backward only, which takes the last recorded forward for
-    the one to prefetch. Ranks whose records differ would then gather different parameters and wait for ever."""
-    for part in sharded_parts(model):
-        part.reshard()
-        group = part._get_fsdp_state()._fsdp_param_group
+    FSDP2 records the order of forwards and clears it in a backward only, where the last recorded forward is prefetched
+    first. Ranks whose records differ (one generated, another did not) would gather different parameters and wait for
+    ever."""
+    for module in fsdp_modules(model):
+        module.reshard()
+        group = module._get_fsdp_state()._fsdp_param_group
         if group is not None and group._post_forward_indices:  # without a forward there is no record yet
             group.comm_ctx.post_forward_order.clear()
             group._post_forward_indices.clear()
 
 
 @contextmanager
-def gathered(model: nn.Module, options: Sharding) -> Iterator[nn.Module]:
-    """Every parameter whole on every rank, and staying so through forward passes, until the context ends."""
-    parts = sharded_parts(model)
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
+def unsharded(model: nn.Module, options: Sharding) -> Iterator[nn.Module]:
+    """Every parameter gathered on every rank, also through forward passes, until the context ends."""
+    modules = fsdp_modules(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
     try:
         yield model
     finally:
-        for part in parts:
-            part.set_reshard_after_forward(
-                options.reshard_after_forward if part is not model else False, recurse=False
-            )
-        release(model)
+        for module in modules:
+            again = options.reshard_after_forward and module is not model
+            module.set_reshard_after_forward(again, recurse=False)
+        reshard(model)
+
+
+# -- loading --------------------------------------------------------------------------------------------------------
+
+
+def _rows_of_rank(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Which of `rows` rows this rank holds: equal chunks, rounded up, so that the last ranks may have fewer."""
+    shards, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    each = -(-rows // shards)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+@torch.no_grad()
+def load_shards(model: nn.Module, mesh: DeviceMesh, index: ParameterIndex, device: torch.device) -> None:
+    """Fill a sharded model whose parameters are on the meta device: each rank reads the rows of its shards.
+
+    Parameters that were real before (adapters, a critic's head) and buffers keep their values; parameters stay the
+    same objects. `device` is where shards live: the rank's device, or the host when they are offloaded."""
+    real = {name: _local(param).clone() for name, param in model.named_parameters() if not param.is_meta}
+    buffers = [
+        (owner, name, buffer)
+        for owner in model.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    model.to_empty(device=device)
+    for owner, name, buffer in buffers:
+        setattr(owner, name, buffer)
+    for name, param in model.named_parameters():
+        if name in real:
+            _local(param).copy_(real[name])
+            continue
+        start, stop = _rows_of_rank(param.shape[0], mesh)
+        if stop > start:
+            index.read_rows(plain_name(name) or name, start, stop, _local(param))
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local()  # type: ignore[attr-defined, no-any-return]

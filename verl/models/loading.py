@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from verl.errors import ModelError
-from verl.models.quiet import quiet_transformers
 from verl.models.value_model import ValueModel
+from verl.runtime import quiet_transformers
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
-"""A Hugging Face model without its weights, and where in its files each weight is.
+"""A Hugging Face model on the meta device, with an index of where in its files each parameter is.
 
-What always holds: parameters are on the meta device and cost nothing; buffers, which the files do not hold, are
-real; every parameter on the meta device has its place in the files (`weight_places`). A model of which that cannot
-be said is refused (`CannotStream`), with the reason, and is to be loaded whole.
+Buffers, which the files do not have, are real. A model that transformers would load otherwise than by copying is
+refused (`CannotStream`) and must be loaded whole.
 """
 
 from __future__ import annotations
@@ -16,10 +15,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from verl.models.loading import disable_dropout, load_config, with_saved_head
-from verl.models.quiet import quiet_transformers
-from verl.models.tensor_index import CannotStream, Place, find_places
+from verl.models.tensor_index import (
+    CannotStream,
+    ParameterIndex,
+    SafetensorsFiles,
+    locate_parameters,
+    model_file,
+)
 from verl.models.value_model import ValueModel
-from verl.models.weight_files import WeightFiles, model_file
+from verl.runtime import quiet_transformers
 
 
 @contextmanager
@@ -39,11 +43,11 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _empty_model(auto_class: Any, path: str, config: Any, dtype: torch.dtype, remote_code: bool) -> Any:
-    """As `from_pretrained` makes it, without weights. Draws no random number either."""
+    """As `from_pretrained` makes it, without weights and without drawing random numbers."""
     if getattr(config, "quantization_config", None) is not None:
         raise CannotStream("its weights are quantized")
     if remote_code and getattr(config, "auto_map", None):
-        raise CannotStream("its code comes with it")
+        raise CannotStream("it has remote code")
     if getattr(config, "transformers_weights", None) or model_file(path, "adapter_config.json"):
         raise CannotStream("its weights are not in the usual files")
     with quiet_transformers(), torch.random.fork_rng(devices=[]), parameters_on_meta():
@@ -64,43 +68,25 @@ def _read_generation_config(model: Any, path: str) -> None:
 
 
 def _conversions(model: Any) -> list[Any]:
-    """How transformers changes this model's weights on loading."""
+    """How transformers converts this model's weights on loading."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:
-        raise CannotStream("this version of transformers does not say how it reads weights") from None
+        raise CannotStream("this version of transformers has no conversion mapping") from None
     return list(get_model_conversion_mapping(model, add_legacy=False))
 
 
-def _check(model: Any, files: WeightFiles, dtype: torch.dtype) -> None:
+def _check(model: Any, files: SafetensorsFiles, dtype: torch.dtype) -> None:
     """Refuse what `from_pretrained` would treat otherwise than by copying."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name in model.state_dict():
         if name in buffers:
-            raise CannotStream(f"it saves buffers beside its weights ({name})")
+            raise CannotStream(f"it saves buffers with its weights ({name})")
         if name not in parameters and name in files:
-            raise CannotStream(f"its files hold {name} twice, although it is tied to another weight")
+            raise CannotStream(f"its files have {name}, which is tied to another weight")
     kept = any(getattr(model, f"_keep_in_fp32_modules{end}", None) for end in ("", "_strict"))
     if any(param.dtype != dtype for param in parameters.values()) or (kept and dtype != torch.float32):
-        raise CannotStream("some of its weights keep a precision of their own")
-
-
-class WeightSource:
-    """Where the weights of a skeleton come from."""
-
-    def __init__(self, files: WeightFiles, places: Mapping[str, Place], dtype: torch.dtype) -> None:
-        self.files, self.places, self.dtype = files, places, dtype
-
-    def read_rows(self, name: str, start: int, stop: int, into: torch.Tensor) -> None:
-        """Rows of the parameter `name` (without adapters' additions to the name) into `into`."""
-        self.places[name].read(self.files, start, stop, into, self.dtype)
-
-
-def _files(path: str) -> WeightFiles:
-    files = WeightFiles.of(path)
-    if files is None:
-        raise CannotStream("it has no safetensors files")
-    return files
+        raise CannotStream("some of its weights have another precision")
 
 
 def open_causal_lm(
@@ -109,17 +95,17 @@ def open_causal_lm(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
-) -> tuple[nn.Module, WeightSource]:
-    """What `load_causal_lm` gives, with the weights still in the files."""
+) -> tuple[nn.Module, ParameterIndex]:
+    """Like `load_causal_lm`, with the weights still in the files."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    files = _files(path)
+    files = SafetensorsFiles.of(path)
     model = _empty_model(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
     _check(model, files, dtype)
-    places = find_places(model, model.base_model_prefix, files, _conversions(model))
+    locations = locate_parameters(model, model.base_model_prefix, files, _conversions(model))
     disable_dropout(model)
-    return model, WeightSource(files, places, dtype)
+    return model, ParameterIndex(files, locations, dtype)
 
 
 def open_value_model(
@@ -128,18 +114,18 @@ def open_value_model(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
-) -> tuple[ValueModel, WeightSource]:
-    """What `load_value_model` gives, with the backbone's weights still in the files; the head is small and real."""
+) -> tuple[ValueModel, ParameterIndex]:
+    """Like `load_value_model`, with the backbone's weights still in the files; the head is loaded."""
     from transformers import AutoModel
 
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    files = _files(path)
+    files = SafetensorsFiles.of(path)
     backbone = _empty_model(AutoModel, path, config, dtype, trust_remote_code)
     _check(backbone, files, dtype)
     model = with_saved_head(ValueModel(backbone), path, dtype)
-    places = find_places(model, model.prefix, files, _conversions(backbone))
+    locations = locate_parameters(model, model.prefix, files, _conversions(backbone))
     disable_dropout(model)
-    return model, WeightSource(files, places, dtype)
+    return model, ParameterIndex(files, locations, dtype)
 
 
-__all__ = ["CannotStream", "WeightSource", "open_causal_lm", "open_value_model", "parameters_on_meta"]
+__all__ = ["CannotStream", "ParameterIndex", "open_causal_lm", "open_value_model", "parameters_on_meta"]

@@ -1,44 +1,120 @@
-"""Where in a model's files each of its parameters is.
+"""Where in a model's safetensors files each of its parameters is, and reading rows of it.
 
-What always holds: a place gives any rows of its parameter without reading the others. Most parameters are one
-tensor of the files; the experts of a mixture, which transformers joins on loading, are many, whole experts being
-rows. What transformers changes in any other way has no place here (`CannotStream`).
+Reading rows of a parameter reads those rows of the files and no others, and leaves nothing mapped. Most parameters are
+one tensor of the files; the experts of a mixture, which transformers joins on loading, are many. What transformers
+converts in any other way is refused (`CannotStream`).
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.models.weight_files import WeightFiles
+from verl.errors import ModelError
+
+
+class CannotStream(Exception):
+    """Why the weights cannot be read parameter by parameter."""
+
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def model_file(path: str, name: str) -> Path | None:
+    """A file of a model folder, or of a model of the hub (fetched if need be); None where it has none."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(path, name))
+    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):  # also: offline and not in the cache
+        return None
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read weights from {str(file)!r}: {error} (model.path)") from error
+
+
+class SafetensorsFiles:
+    """Which file has which tensor."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self.files = files
+
+    @classmethod
+    def of(cls, path: str) -> SafetensorsFiles:
+        """The files transformers would read; others beside them are ignored."""
+        single = model_file(path, _SINGLE)
+        if single is not None:
+            with _opened(single) as handle:
+                return cls(dict.fromkeys(handle.keys(), single))
+        index = model_file(path, _INDEX)
+        if index is None:
+            raise CannotStream("it has no safetensors files")
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        shards = {name: model_file(path, name) for name in set(weight_map.values())}
+        return cls({key: shard for key, name in weight_map.items() if (shard := shards[name]) is not None})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, from the files' headers."""
+        found = {}
+        for file in set(self.files.values()):
+            with _opened(file) as handle:
+                for name in handle.keys():  # noqa: SIM118  the handle is no mapping
+                    found[name] = tuple(handle.get_slice(name).get_shape())
+        return found
+
+    def read_rows(self, name: str, start: int, stop: int, into: torch.Tensor, through: torch.dtype) -> None:
+        """Rows `start` to `stop` of a tensor into `into`, rounded to `through` first, as transformers loads them."""
+        with _opened(self.files[name]) as handle:
+            rows = handle.get_slice(name)[start:stop]
+            into.copy_(rows.to(through))
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class CannotStream(Exception):
-    """Why the weights cannot be read one by one."""
-
-
 @dataclass(frozen=True)
-class OneTensor:
+class SingleTensor:
     name: str
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
         return shapes[self.name]
 
     def read(
-        self, files: WeightFiles, start: int, stop: int, into: torch.Tensor, through: torch.dtype
+        self, files: SafetensorsFiles, start: int, stop: int, into: torch.Tensor, through: torch.dtype
     ) -> None:
         files.read_rows(self.name, start, stop, into, through)
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Row i is the tensors `rows[i]` of the files, laid end to end along their first dimension."""
+class JoinedExperts:
+    """Row i (an expert) is the tensors `rows[i]` of the files, concatenated along their first dimension."""
 
     rows: tuple[tuple[str, ...], ...]
 
@@ -50,7 +126,7 @@ class Joined:
         return (len(self.rows), sum(shape[0] for shape in first), *first[0][1:])
 
     def read(
-        self, files: WeightFiles, start: int, stop: int, into: torch.Tensor, through: torch.dtype
+        self, files: SafetensorsFiles, start: int, stop: int, into: torch.Tensor, through: torch.dtype
     ) -> None:
         for row, target in zip(self.rows[start:stop], into, strict=True):
             at = 0
@@ -60,63 +136,78 @@ class Joined:
                 at += length
 
 
-Place = OneTensor | Joined
+Location = SingleTensor | JoinedExperts
 
 
-def find_places(model: Any, prefix: str, files: WeightFiles, conversions: Sequence[Any]) -> dict[str, Place]:
-    """By parameter name, for every parameter on the meta device. Names in the files may lack or have the prefix of
-    the backbone. `conversions` is how transformers says it changes weights on loading."""
+def locate_parameters(
+    model: Any, prefix: str, files: SafetensorsFiles, conversions: Sequence[Any]
+) -> dict[str, Location]:
+    """For every parameter on the meta device. Names in the files may lack or have the prefix of the backbone.
+    `conversions` is how transformers converts the weights on loading."""
     shapes = files.shapes
     joined = _joined(files, conversions)
-    found: dict[str, Place] = {}
+    found: dict[str, Location] = {}
     for name, param in model.named_parameters():
         if not param.is_meta:
             continue
-        place = None
-        for each in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-            place = place or (OneTensor(each) if each in shapes else joined.get(each))
-        if place is None:
-            raise CannotStream(f"its files do not hold {name}")
-        if place.shape(shapes) != tuple(param.shape):
-            raise CannotStream(f"{name} is {place.shape(shapes)} in its files, not {tuple(param.shape)}")
-        found[name] = place
+        location = None
+        for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+            location = location or (SingleTensor(key) if key in shapes else joined.get(key))
+        if location is None:
+            raise CannotStream(f"its files lack {name}")
+        if location.shape(shapes) != tuple(param.shape):
+            raise CannotStream(f"{name} is {location.shape(shapes)} in its files, not {tuple(param.shape)}")
+        found[name] = location
     return found
 
 
-def _joined(files: WeightFiles, conversions: Sequence[Any]) -> dict[str, Joined]:
-    found: dict[str, Joined] = {}
+def _joined(files: SafetensorsFiles, conversions: Sequence[Any]) -> dict[str, JoinedExperts]:
+    found: dict[str, JoinedExperts] = {}
     for change in conversions:
         if not hasattr(change, "rename_source_key"):
-            raise CannotStream("this version of transformers does not say how it reads weights")
+            raise CannotStream("this version of transformers has no conversion mapping")
         sources: dict[str, dict[str, list[str]]] = {}
         for name in sorted(files, key=_by_number):
             target, pattern = change.rename_source_key(name)
             if pattern is None:
                 continue
             if not _joins_experts(change):
-                raise CannotStream(f"its files hold weights in another form than the model ({name})")
+                raise CannotStream(f"transformers converts its weights on loading ({name})")
             sources.setdefault(target, {}).setdefault(pattern, []).append(name)
         for target, by_pattern in sources.items():
             if set(by_pattern) != set(change.source_patterns):
-                raise CannotStream(f"its files do not hold all of {target}")
+                raise CannotStream(f"its files lack some of {target}")
             columns = [by_pattern[pattern] for pattern in change.source_patterns]
             if len({len(column) for column in columns}) != 1:
-                raise CannotStream(f"its files do not hold all of {target}")
-            found[target] = Joined(tuple(zip(*columns, strict=True)))
+                raise CannotStream(f"its files lack some of {target}")
+            found[target] = JoinedExperts(tuple(zip(*columns, strict=True)))
     return found
 
 
 def _joins_experts(change: Any) -> bool:
-    """One expert behind the other; of an expert, one matrix behind the other."""
+    """Whether it stacks experts and, within an expert, concatenates matrices, and does nothing else."""
     steps = [
         (type(step).__name__, getattr(step, "dim", None))
         for step in getattr(change, "operations", None) or ()
     ]
-    stack, lay = ("MergeModulelist", 0), ("Concatenate", 1)
-    wanted = [stack] if len(change.source_patterns) == 1 else [stack, lay]
+    stack, concatenate = ("MergeModulelist", 0), ("Concatenate", 1)
+    wanted = [stack] if len(change.source_patterns) == 1 else [stack, concatenate]
     return steps == wanted and len(change.target_patterns) == 1
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Expert 10 stands behind expert 9."""
+    """Expert 10 comes after expert 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", name)]
+
+
+class ParameterIndex:
+    """Reads the parameters of a model on the meta device."""
+
+    def __init__(
+        self, files: SafetensorsFiles, locations: Mapping[str, Location], dtype: torch.dtype
+    ) -> None:
+        self.files, self.locations, self.dtype = files, locations, dtype
+
+    def read_rows(self, name: str, start: int, stop: int, into: torch.Tensor) -> None:
+        """Rows of the parameter `name` (as it is called without adapters) into `into`."""
+        self.locations[name].read(self.files, start, stop, into, self.dtype)

@@ -154,7 +154,9 @@ class TrainerWorker:
         self.cfg = _config(overrides, device)
         arr = self.cfg.actor_rollout_ref
         where = _prepared(model, device, arr.model.dtype)
-        self._engine = build_engine("actor", arr.model, arr.actor, model=model, device=where, seed=0)
+        self._engine = build_engine(
+            "actor", arr.model, arr.actor, model=model, optimizer=optimizer, device=where, seed=0
+        )
         self._role = ActorRole(self._engine, arr.actor, loss_scale_factor=self.cfg.data.max_response_length)
         self._adv_estimator = adv_estimator
         self._rewards = None
@@ -167,10 +169,6 @@ class TrainerWorker:
                 max_response_length=self.cfg.data.max_response_length,
                 reward_model_factory=lambda: build_reward_model(self.cfg),
             )
-        if optimizer is not None:
-            from verl.engines.external_optimizer import ExternalOptimizer
-
-            ExternalOptimizer.install(self._engine, optimizer, grad_clip=arr.actor.grad_clip)
 
     def train_step(self, data: DataProto) -> dict[str, float]:
         """Score, estimate advantages, and take one optimiser step; returns the metrics of the step."""

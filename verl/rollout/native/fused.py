@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.models.classes import class_of
 from verl.models.forward import backbone_of, output_head
+from verl.models.introspection import class_of
 from verl.rollout.native.backbone import head_logits
 from verl.rollout.native.fp8 import Fp8Products
 from verl.rollout.native.ops import Norms, Ops

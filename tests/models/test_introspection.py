@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl.models.sizes import token_weights
+from verl.models.introspection import token_weights
 
 
 def _total(module: nn.Module, config: object) -> int:

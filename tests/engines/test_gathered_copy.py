@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from verl.engines.whole_copy import copy_without_weights
+from verl.engines.gathered_copy import copy_to_meta
 from verl.models.forward import FORWARD_METHOD, attach
 from verl.models.lora import add_lora
 
@@ -16,7 +16,7 @@ def test_a_copy_has_the_classes_and_ties_of_the_model_and_none_of_its_weights(to
     model = tools.model(tie_word_embeddings=True)
     add_lora(model, rank=2, alpha=4, target_modules=["q_proj"])
     attach(model)
-    copied = copy_without_weights(model)
+    copied = copy_to_meta(model)
     assert [type(part) for part in copied.modules()] == [type(part) for part in model.modules()]
     assert all(param.is_meta for param in copied.parameters())
     assert copied.lm_head.weight is copied.model.embed_tokens.weight
@@ -31,5 +31,5 @@ def test_a_model_that_cannot_be_copied_is_named(tools, caplog):
     model = tools.model()
     model.lock = threading.Lock()
     with caplog.at_level(logging.WARNING):
-        assert copy_without_weights(model) is None
+        assert copy_to_meta(model) is None
     assert "LlamaForCausalLM cannot be copied" in caplog.text and "lock" in caplog.text

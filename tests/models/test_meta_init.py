@@ -71,7 +71,7 @@ def test_weights_take_no_memory_until_they_are_read(tiny, tmp_path):
     tiny().save_pretrained(tmp_path)
     opened, source = open_causal_lm(str(tmp_path), dtype=torch.float32)
     assert all(param.is_meta for param in opened.parameters())
-    assert set(source.places) == {name for name, _ in opened.named_parameters()}
+    assert set(source.locations) == {name for name, _ in opened.named_parameters()}
 
 
 def test_opening_draws_no_random_numbers(tiny, tmp_path):
@@ -120,12 +120,24 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tiny, tmp_path, monkeypatch):
     (store / "refs/main").write_text("abc")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    from verl.models.weight_files import WeightFiles
+    from verl.models.tensor_index import SafetensorsFiles
 
-    files = WeightFiles.of("someone/tiny")
-    assert files is not None and len(set(files.files.values())) > 1
+    files = SafetensorsFiles.of("someone/tiny")
+    assert len(set(files.files.values())) > 1
     assert files.shapes["model.norm.weight"] == (16,)
-    assert WeightFiles.of("someone/other") is None
+    with pytest.raises(CannotStream, match="no safetensors"):
+        SafetensorsFiles.of("someone/other")
+
+
+def test_other_safetensors_files_in_the_folder_are_ignored(tiny, tmp_path):
+    """A consolidated copy or an old save beside the model's own files."""
+    model = tiny()
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    stale = {name: value + 1 for name, value in model.state_dict().items()}
+    save_file(stale, tmp_path / "consolidated.safetensors", metadata={"format": "pt"})
+    opened, source = open_causal_lm(str(tmp_path), dtype=torch.float32)
+    for name, value in read_whole(opened, source).items():
+        assert torch.equal(value, model.get_parameter(name)), name
 
 
 def edit(folder, change):
@@ -143,14 +155,14 @@ def configure(folder, **values):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda f: edit(f, lambda w: w.pop("model.norm.weight")), "do not hold model.norm.weight"),
+        (lambda f: edit(f, lambda w: w.pop("model.norm.weight")), "lack model.norm.weight"),
         (
             lambda f: edit(f, lambda w: w.update({"model.norm.weight": torch.ones(3)})),
             r"is \(3,\) in its files",
         ),
         (
             lambda f: edit(f, lambda w: w.update({"lm_head.weight": torch.ones(53, 16)})),
-            "hold lm_head.weight twice",
+            "have lm_head.weight, which is tied",
         ),
         (lambda f: (f / "model.safetensors").unlink(), "no safetensors"),
         (lambda f: (f / "adapter_config.json").write_text("{}"), "not in the usual files"),
@@ -192,8 +204,8 @@ def test_experts_that_are_joined_on_loading_are_read_row_by_row(tiny, tmp_path, 
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda w: w.pop("model.layers.0.mlp.experts.3.up_proj.weight"), "do not hold all of"),
-        (lambda w: [w.pop(f"model.layers.0.mlp.experts.{i}.up_proj.weight") for i in range(12)], "all of"),
+        (lambda w: w.pop("model.layers.0.mlp.experts.3.up_proj.weight"), "lack some of"),
+        (lambda w: [w.pop(f"model.layers.0.mlp.experts.{i}.up_proj.weight") for i in range(12)], "some of"),
         (
             lambda w: w.update({"model.layers.0.mlp.experts.3.up_proj.weight": torch.ones(5, 16)}),
             "differ in shape",
@@ -219,7 +231,7 @@ def test_weights_that_change_in_another_way_are_refused(tiny, tmp_path, monkeypa
     tiny().save_pretrained(tmp_path)
     change = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", [Transpose()])
     monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [change])
-    with pytest.raises(CannotStream, match=r"another form than the model \(model.layers.0.mlp.down_proj"):
+    with pytest.raises(CannotStream, match=r"converts its weights on loading \(model.layers.0.mlp.down_proj"):
         open_causal_lm(str(tmp_path), dtype=torch.float32)
 
 
