@@ -55,7 +55,7 @@ def test_dropout_is_switched_off(tiny, tmp_path, architecture, dropout):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: path / "nothing", "does not exist; set model.path"),
+        (lambda path: path / "nothing", "model.path=.*does not exist"),
         (lambda path: path, "has no config.json"),
     ],
 )
@@ -119,5 +119,5 @@ def test_a_weight_that_is_missing_is_never_made_up(tiny, tmp_path, lost, load):
     weights = load_file(tmp_path / "model.safetensors")
     del weights[lost]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=rf"lack .*{lost.removeprefix('model.')}.*at random.*model.path"):
+    with pytest.raises(ModelError, match=rf"lack .*{lost.removeprefix('model.')}.*model.path"):
         load(str(tmp_path), dtype=torch.float32, device="cpu")

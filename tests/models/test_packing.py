@@ -92,7 +92,7 @@ ONES = torch.ones(2, 4, dtype=torch.long)
 @pytest.mark.parametrize(
     ("attention", "wanted", "message"),
     [
-        (ONES[:, :3], ONES[:, :2], "one shape"),
+        (ONES[:, :3], ONES[:, :2], r"attention_mask is \(2, 3\)"),
         (ONES, ONES[:1, :2], "2 rows"),
         (ONES, torch.ones(2, 5, dtype=torch.long), "at most 4 columns"),
         (

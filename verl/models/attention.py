@@ -1,11 +1,8 @@
 """One attention implementation, "verl", for every Hugging Face model that uses the attention interface.
 
-The model stays as Hugging Face wrote it; only the attention call is ours, and it does what the context object in
-the keyword argument `verl_attn` says. Training passes a `PackedAttention` (sequences laid end to end), the native
-rollout engine its own paged context.
-
-What always holds: a token sees itself and the earlier tokens of its own sequence (within the sliding window),
-nothing else; nothing is padded; on CUDA no call waits for the device.
+Only the attention call of the model is ours; the context object in the keyword argument `verl_attn` computes it.
+Training passes a `PackedAttention` (sequences end to end), the native rollout engine its paged context. A token sees
+itself and the earlier tokens of its own sequence (within the sliding window). On CUDA no call waits for the device.
 
 Shapes: H query heads, K key/value heads, N tokens of the pack, D head size.
 """
@@ -72,8 +69,8 @@ def _attention(
         return observer.attend(module, q, k, v, attention_mask, named), None
     if verl_attn is None:
         raise RuntimeError(
-            "the attention implementation 'verl' was called without its context; call the model through a verl "
-            "engine, or switch it back with model.set_attn_implementation('sdpa')"
+            "the attention implementation 'verl' needs a context; call the model through a verl engine, or "
+            "model.set_attn_implementation('sdpa')"
         )
     out = verl_attn.attend(module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     return out, None

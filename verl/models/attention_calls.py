@@ -1,13 +1,12 @@
-"""What a model asks of its attention, found out by running it on a few tokens with an attention that only takes notes.
+"""Records a model's attention calls by running it on a few tokens: shapes, masks, unknown arguments.
 
-A few tokens cannot show everything: a window of 4096 tokens, or chunks of 8192, look like plain causal attention. The
-notes hold the mask as transformers describes it, a function of two positions, which can be asked about any distance.
+A few tokens cannot show everything: a window of 4096 tokens, or chunks of 8192, look like plain causal attention. So
+the mask is recorded as transformers defines it, a function of two positions, which can be evaluated at any distance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,16 +43,16 @@ class AttentionCall:
 
 
 @dataclass
-class _Notes:
+class _Recorder:
     calls: list[AttentionCall] = field(default_factory=list)
     masks: dict[int, Callable[..., torch.Tensor]] = field(default_factory=dict)
-    _kept: list[torch.Tensor] = field(default_factory=list)
+    _markers: list[torch.Tensor] = field(default_factory=list)
 
     def mask(self, function: Callable[..., torch.Tensor], device: torch.device | None) -> torch.Tensor:
-        """Stands for the mask until it comes back with an attention call."""
+        """A placeholder that identifies the mask when it arrives with an attention call."""
         # Of bool, since FSDP2 would exchange a float for another tensor on its way into a layer.
         marker = torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device)
-        self._kept.append(marker)  # else its address might be used again
+        self._markers.append(marker)  # else its address might be used again
         self.masks[marker.untyped_storage().data_ptr()] = function
         return marker
 
@@ -94,25 +93,19 @@ class _Notes:
         return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-@contextmanager
-def _noted() -> Iterator[_Notes]:
-    notes = _Notes()
-    with observe_attention(notes):
-        yield notes
-
-
 @torch.no_grad()
 def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall]:
     """The calls of one forward pass, in order. The model uses our attention ("verl")."""
     device = model.get_input_embeddings().weight.device  # type: ignore[operator]
     ids = torch.arange(3, 3 + TOKENS, device=device)[None]
-    with _noted() as notes:
+    recorder = _Recorder()
+    with observe_attention(recorder):
         backbone(input_ids=ids, use_cache=False, verl_attn="observed")
-    return notes.calls
+    return recorder.calls
 
 
 def attention_fault(calls: Sequence[AttentionCall], config: Any) -> str | None:
-    """Why our attention cannot stand in for the model's own, or None as far as the calls tell."""
+    """Why our attention cannot replace the model's, or None as far as the calls tell."""
     if not calls:
         return "its layers do not call transformers' attention interface"
     if not all(call.has_context for call in calls):

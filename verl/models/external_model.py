@@ -1,4 +1,4 @@
-"""A model handed in by the user: taken out of FSDP or DDP for training, and given what it learned afterwards."""
+"""A user's model: unwrapped from FSDP, DDP or torch.compile for training, with the weights copied back at the end."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def _plain(model: nn.Module) -> nn.Module:
         plain.tie_weights()
     except (AttributeError, TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"the model given is a {kind.__name__} wrapped in FSDP and cannot be taken out of it ({error}); give the "
-            "model without FSDP: training shards it itself"
+            f"the {kind.__name__} cannot be unwrapped from FSDP ({error}); pass the model without FSDP: training "
+            "shards it itself"
         ) from error
     left = [name for name, param in plain.named_parameters() if param.is_meta]
     if left:
         raise ConfigError(
-            f"the model given is wrapped in FSDP, which does not give the weights of {', '.join(left[:3])}; give the "
-            "model without FSDP: training shards it itself"
+            f"FSDP does not return the weights of {', '.join(left[:3])}; pass the model without FSDP: training shards "
+            "it itself"
         )
     if getattr(inner, "generation_config", None) is not None:
         plain.generation_config = copy.deepcopy(inner.generation_config)
@@ -89,7 +89,6 @@ def avoid_slow_bf16(model: nn.Module, device: torch.device) -> None:
         return
     cast_parameters(model, torch.float32)
     log.warning(
-        "the model given is bfloat16, and this CPU has no bf16 instructions, which makes it many times slower: it is "
-        "converted to float32, and checkpoints are float32. Load it with dtype=torch.float32, or keep bfloat16 by "
-        "overrides={'actor_rollout_ref.model.dtype': 'bfloat16'}"
+        "the model is bfloat16 and this CPU has no bf16 instructions: it is converted to float32, and so are "
+        "checkpoints. overrides={'actor_rollout_ref.model.dtype': 'bfloat16'} keeps bfloat16, many times slower"
     )

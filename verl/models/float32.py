@@ -1,9 +1,7 @@
-"""Run a half-precision model in float32 without a float32 copy of it, so that two ways of computing the same thing can
-be compared exactly.
+"""Run a half-precision model in float32 without a float32 copy of it, to compare two computations exactly.
 
-Inside `float32_arithmetic` every operation widens the half-precision tensors it reads (weights are the only ones left)
-and makes float32 results: at any time at most one weight exists twice. The module is not touched, so it works alike
-for plain, adapted (LoRA), tied, mixture-of-experts and FSDP2-sharded models.
+Inside `float32_arithmetic` every operation widens the half-precision tensors it reads: at any time at most one weight
+exists twice. The module is not touched, so it works alike for LoRA, tied, mixture-of-experts and FSDP2-sharded models.
 """
 
 from __future__ import annotations

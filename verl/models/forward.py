@@ -1,8 +1,6 @@
-"""Run a Hugging Face model on a packed (or padded) micro-batch and ask its head only for what is wanted.
+"""The forward pass of a Hugging Face model on a packed (or padded) micro-batch, without vocabulary-wide logits.
 
-What always holds: the vocabulary-wide logits are never made (see `fused_linear`); packed and padded inputs go
-through the same lines after the backbone; the whole computation is one call on the module, so that sharding
-hooks on the module see it (`attach`).
+It is one method of the module (`attach`), so that FSDP2 can hook it like `forward`.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class OutputHead:
 
 
 def backbone_of(model: Any) -> Any:
-    """The layers without the output head: what answers with `last_hidden_state`."""
+    """The model without its output head: its output has `last_hidden_state`."""
     if isinstance(model, ValueModel):
         return model.backbone
     inner = model.base_model
@@ -63,15 +61,15 @@ def output_head(model: Any) -> OutputHead:
 
 
 def hidden_states(model: Any, pack: Pack) -> torch.Tensor:
-    """The backbone's last hidden states of the wanted places, [M, D]."""
+    """The backbone's last hidden states that predict the targets, [M, D]."""
     inputs: dict[str, Any] = {
         "input_ids": pack.input_ids,
         "position_ids": pack.position_ids,
         "use_cache": False,
     }
     if pack.attention is not None:
-        # A four-dimensional mask is taken for a finished one: without it transformers would look for packed
-        # sequences in position_ids, which waits for the device. Our attention never reads it.
+        # transformers uses a four-dimensional mask as it is; without one it would look for packed sequences in
+        # position_ids, which waits for the device. Our attention never reads it.
         inputs["attention_mask"] = pack.position_ids.new_zeros((1, 1, 1, 1))
         inputs["verl_attn"] = pack.attention
     else:
@@ -84,12 +82,8 @@ def packed_log_probs(model: Any, pack: Pack, options: HeadOptions) -> dict[str, 
     """`log_probs` and, where asked, `entropy` and `sum_pi_squared`; [M] each, float32."""
     head = output_head(model)
     options = replace(options, softcap=head.softcap, scale=head.scale)
-    answer = fused_head(hidden_states(model, pack), head.weight, pack.target, bias=head.bias, options=options)
-    named = {
-        "log_probs": answer.log_probs,
-        "entropy": answer.entropy,
-        "sum_pi_squared": answer.sum_pi_squared,
-    }
+    out = fused_head(hidden_states(model, pack), head.weight, pack.target, bias=head.bias, options=options)
+    named = {"log_probs": out.log_probs, "entropy": out.entropy, "sum_pi_squared": out.sum_pi_squared}
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -116,8 +110,6 @@ def _forward(
 
 
 def attach(model: nn.Module) -> None:
-    """Give the module the method `verl_forward(pack, options)`; FSDP2 can then hook it like a forward. With
-    `check` it answers with what that makes of the module, whose root parameters are gathered by then.
-
-    It answers with a dictionary of tensors, because the sharding hooks look for tensors in what it returns."""
+    """Give the module the method `verl_forward(pack, options)`. With `check` it returns `check(module)` instead, with
+    the root's parameters gathered. It returns a dict of tensors, because FSDP2's hooks look for tensors in outputs."""
     setattr(model, FORWARD_METHOD, MethodType(_forward, model))

@@ -1,8 +1,7 @@
-"""Let a Hugging Face model run its RMS norms and gated MLPs through our kernels, where that changes nothing else.
+"""RMS norms and gated MLPs of a Hugging Face model through our kernels.
 
-What always holds: a module is exchanged only if it looks like the one we know (parameters, attributes) and, for a
-small input on the device, gives the same numbers as before; parameters, names and classes stay; `unfuse` puts
-the old forward back. Modules we do not know keep their own code.
+A module's forward is replaced only if the module has exactly the parameters and attributes we know and, for a small
+input on the device, gives the same numbers; parameters, names and classes stay. `unfuse` restores the old forward.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _known(module: Any) -> Forward | None:
-    """Our forward for a module that has exactly the parts of the one it replaces."""
+    """Our forward for a module with exactly the children and parameters it needs."""
     parameters = {name for name, _ in module.named_parameters(recurse=False)}
     children = {name for name, _ in module.named_children()}
     if type(module).__name__.endswith("RMSNorm") and parameters == {"weight"} and not children:
@@ -75,14 +74,14 @@ def _agrees(module: Any, forward: Forward, device: torch.device) -> bool:
 
 
 def fuse(model: nn.Module, device: torch.device, force: bool = False) -> int:
-    """Exchange what can be exchanged; returns how many modules. Call it before sharding.
+    """Replace what can be replaced and return how many modules. Call it before sharding.
 
-    On a CPU nothing happens (`force` is for the interpreter's sake); without a working Triton neither."""
+    Does nothing on a CPU (`force`: with Triton's interpreter) or without a working Triton."""
     if device.type != "cuda" and not force:
         return 0
     fault = triton_fault(device)
     if fault:
-        log.warning("the fused layers are left out, training is slower: %s", fault)
+        log.warning("no fused layers, training is slower: %s", fault)
         return 0
     checked: dict[tuple[type, int], bool] = {}
     count = 0
@@ -94,7 +93,7 @@ def fuse(model: nn.Module, device: torch.device, force: bool = False) -> int:
         if kind not in checked:
             checked[kind] = _agrees(module, forward, device)
             if not checked[kind]:
-                log.warning("%s differs from the one we know and keeps its own code", type(module).__name__)
+                log.warning("%s differs from the known one and is not fused", type(module).__name__)
         if checked[kind]:
             module.forward = MethodType(forward, module)  # type: ignore[method-assign]
             count += 1

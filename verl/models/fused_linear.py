@@ -1,9 +1,9 @@
 """Log-probability, entropy and sum of squared probabilities straight from hidden states and the output matrix.
 
-What always holds: [tokens, vocabulary] never exists; at any time at most one slice of its columns does, and the
-backward pass recomputes the slice instead of having kept it. The products run in the dtype of the inputs with
-float32 results, every reduction over the vocabulary is float32 (float64 for float64). Slicing the vocabulary, not
-the tokens, makes each row of the weight's gradient in one product over all tokens, already summed in float32.
+Logits [tokens, vocabulary] are computed one slice of columns at a time; the backward pass recomputes each slice. The
+products run in the dtype of the inputs with float32 results, every reduction over the vocabulary is float32 (float64
+for float64). Slicing the vocabulary, not the tokens, gives each row of the weight's gradient in one product over all
+tokens, already summed in float32.
 
 With x = cap(hidden W^T + bias) * scale / temperature, p = softmax(x), y the target:
   log_prob = x_y - lse,  entropy H = lse - sum p x,  sum_pi_squared = sum p^2 (no gradient),

@@ -1,8 +1,6 @@
 """Load a Hugging Face folder as a policy (causal language model) or as a critic (same backbone, scalar head).
 
-What always holds: a folder that cannot be used is refused with a `ModelError` that says what is missing; the
-module returned carries Hugging Face's own parameter names; dropout is off, because a policy whose probabilities
-are drawn anew at every call cannot be compared with itself.
+Parameter names are Hugging Face's. Dropout is off: log-probs of a policy must not be random.
 """
 
 from __future__ import annotations
@@ -38,12 +36,10 @@ def load_config(
     folder = Path(path).expanduser()
     if _looks_local(path):
         if not folder.is_dir():
-            raise ModelError(
-                f"model folder {path!r} does not exist; set model.path to a Hugging Face folder or name"
-            )
+            raise ModelError(f"model.path={path!r} does not exist; set it to a Hugging Face folder or name")
         if not (folder / "config.json").is_file():
             found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-            raise ModelError(f"model folder {path!r} has no config.json (it holds: {found}); set model.path")
+            raise ModelError(f"model.path={path!r} has no config.json, only: {found}")
         path = str(folder)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -54,8 +50,8 @@ def load_config(
     for key, value in (override_config or {}).items():
         if not hasattr(config, key):
             raise ModelError(
-                f"override_config has {key!r}, which {type(config).__name__} does not know; "
-                f"its keys are: {', '.join(sorted(config.to_dict()))}"
+                f"model.override_config has {key!r}, which {type(config).__name__} lacks; allowed: "
+                f"{', '.join(sorted(config.to_dict()))}"
             )
         setattr(config, key, value)
     return config
@@ -82,8 +78,8 @@ def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_rem
     if missing:
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ModelError(
-            f"the weights in {path!r} lack {some}, which {type(model).__name__} would start with at random; "
-            "set model.path to a folder with all its weights"
+            f"the weights in {path!r} lack {some} of {type(model).__name__}; set model.path to a folder with all of "
+            "them"
         )
     return model
 
@@ -101,8 +97,7 @@ def disable_dropout(model: nn.Module) -> None:
         _zero_dropout(part)
     if changed:
         log.warning(
-            "dropout is switched off for training: the policy's probabilities must not be random (%d modules)",
-            changed,
+            "dropout is switched off for training: log-probs must not be random (%d modules)", changed
         )
 
 

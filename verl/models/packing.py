@@ -1,9 +1,8 @@
 """From a padded batch to a pack of sequences laid end to end, and back.
 
-What always holds: every attended token of the batch stands in the pack exactly once, behind the one before it, at
-position 0, 1, 2, ... of its own sequence; the model's head is asked only for the tokens whose response mask is 1;
-`unpack` puts each answer where the mask's 1 was and leaves 0 elsewhere. All bookkeeping is done on the host, so
-that packing never waits for the device.
+Every attended token of the batch is in the pack exactly once, at position 0, 1, 2, ... of its own sequence. The head
+computes outputs only for tokens whose response mask is 1; `unpack` puts them back there and 0 elsewhere. Indices are
+computed on the host, so that packing never waits for the device.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from verl.models.attention import Backend, PackedAttention
 
 @dataclass
 class Pack:
-    """N tokens of several sequences, and the M of them the head is asked for.
+    """N tokens of several sequences, and the M of them the head computes outputs for.
 
-    A padded batch is described the same way: `input_ids` is then [b, L], `attention` None, `attention_mask` given.
-    `source` [M] is the place in the pack of the token *before* each wanted token: its hidden state predicts the
-    wanted one. `slot` [M] is the wanted token's place in the flattened [rows, width] answer."""
+    A padded batch has the same form: `input_ids` is then [b, L], `attention` None, `attention_mask` set. `source` [M]
+    is the index in the pack of the token *before* each target: its hidden state predicts it. `slot` [M] is the
+    target's index in the flattened [rows, width] output."""
 
     input_ids: torch.Tensor  # [1, N], or [b, L] when padded
     position_ids: torch.Tensor  # [1, N]
@@ -50,8 +49,7 @@ def check_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_
     """Refuse a batch whose masks contradict each other; the packing itself then needs no checks."""
     if input_ids.shape != attention_mask.shape:
         raise DataError(
-            f"input_ids is {tuple(input_ids.shape)} but attention_mask is {tuple(attention_mask.shape)}; "
-            "they must have one shape"
+            f"input_ids is {tuple(input_ids.shape)} but attention_mask is {tuple(attention_mask.shape)}"
         )
     width = response_mask.shape[1]
     if response_mask.shape[0] != input_ids.shape[0] or width > input_ids.shape[1]:
@@ -63,14 +61,12 @@ def check_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_
     attended = attention_mask[:, input_ids.shape[1] - width :].bool()
     if bool((wanted & ~attended).any()):
         row = int((wanted & ~attended).any(dim=1).nonzero()[0])
-        raise DataError(
-            f"row {row}: response_mask is 1 on a token whose attention_mask is 0; it must be 0 there"
-        )
+        raise DataError(f"row {row}: response_mask is 1 on a token whose attention_mask is 0")
     seen = attention_mask.long().cumsum(dim=1)[:, input_ids.shape[1] - width :]
     if bool((wanted & (seen <= 1)).any()):
         row = int((wanted & (seen <= 1)).any(dim=1).nonzero()[0])
         raise DataError(
-            f"row {row}: response_mask is 1 on the first token of the sequence, which nothing predicts; it must be 0"
+            f"row {row}: response_mask is 1 on the first token of the sequence, which nothing predicts"
         )
 
 
@@ -81,8 +77,8 @@ def _send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def pad(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor, device: torch.device
 ) -> Pack:
-    """The same description for a model whose attention cannot be packed. Rows are moved to the left: behind a sequence
-    padding changes nothing, while in front of it some models count or select it."""
+    """The same for a model whose attention cannot be packed. Rows are padded on the right: some models count or select
+    padding on the left."""
     rows, length = input_ids.shape
     width = response_mask.shape[1]
     attended, wanted = attention_mask.bool(), response_mask.bool()
@@ -116,8 +112,7 @@ def pack(
 ) -> Pack:
     """Pack host tensors [B, L], [B, L] and [B, T] (the last T columns are the response) for `device`.
 
-    Sequences stand in order of their length: which one is where makes no difference to the answers, but dense
-    attention can take neighbours of one length together."""
+    Sequences are sorted by length, so that dense attention can batch neighbours of one length."""
     rows, length = input_ids.shape
     width = response_mask.shape[1]
     first = length - width

@@ -1,8 +1,7 @@
 """A critic: a Hugging Face backbone with one scalar per token.
 
-What always holds: parameter names are those of Hugging Face's `...ForTokenClassification` with one label
-(`<prefix>.*` and `score.*`), so that a saved critic is an ordinary folder; the head starts at zero, so an
-untrained critic says 0.
+Parameter names are those of Hugging Face's `...ForTokenClassification` with one label (`<prefix>.*` and `score.*`), so
+that transformers can open a saved critic. The head starts at zero: an untrained critic predicts 0.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import nn
 
 
 class ValueModel(nn.Module):
-    """Backbone and head; the parts of a Hugging Face model's surface the engines use are passed on."""
+    """Backbone and head, with the methods of a Hugging Face model that engines use."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()

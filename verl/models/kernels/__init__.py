@@ -1,8 +1,5 @@
-"""Triton kernels, used on CUDA only; the plain torch versions beside their callers are the reference.
-
-What always holds: where Triton is missing or cannot build a kernel (it needs a C compiler once), callers are told
-by `triton_fault` and go on with plain torch.
-"""
+"""Triton kernels, used on CUDA only; the torch versions beside their callers are the reference and the fallback where
+Triton is missing or cannot compile (`triton_fault`)."""
 
 from __future__ import annotations
 
@@ -22,7 +19,5 @@ def triton_fault(device: torch.device) -> str | None:
         one = torch.ones(4, device=device)
         gated(one, one)
     except Exception as error:  # compilers fail with anything: no C compiler, no driver, a device too old
-        return (
-            f"Triton does not work here ({type(error).__name__}: {str(error).strip().splitlines()[0][:150]})"
-        )
+        return f"Triton does not work ({type(error).__name__}: {str(error).strip().splitlines()[0][:150]})"
     return None

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """AdamW in one pass: reads the gradient as it is, updates master and moments, writes the rounded parameter.
 
-What always holds: the arithmetic is that of torch's AdamW, in float32; every number is read and written once.
+The arithmetic is that of torch's AdamW, in float32; every number is read and written once.
 """
 
 from __future__ import annotations

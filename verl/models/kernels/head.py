@@ -1,6 +1,6 @@
 """One pass over a block of logits [M, C] (float32): statistics on the way forward, gradient on the way back.
 
-What always holds: the arithmetic is that of `verl.models.fused_linear`, in float32; each logit is read once.
+The arithmetic is that of `verl.models.fused_linear`, in float32; each logit is read once.
 
 Shapes: M rows (tokens), C columns (a slice of the vocabulary that begins at `first`).
 """

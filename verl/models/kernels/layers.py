@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """RMS norm and the gated product of an MLP, each one kernel forward and one backward.
 
-What always holds: numbers are rounded where the plain code rounds them, so that forward results are the same;
-between those points the arithmetic is float32. The backward passes keep the inputs only.
+Numbers are rounded where the plain code rounds them, so that forward results are the same; in between the arithmetic is
+float32. The backward passes save the inputs only.
 
 Shapes: N rows (tokens), H columns (hidden or intermediate size).
 """
