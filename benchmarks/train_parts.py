@@ -54,16 +54,21 @@ def check_packing(device: torch.device) -> Iterator[Row]:
         for packed in (True, False):
             name = str(dtype).removeprefix("torch.")
             config = ModelConfig(dtype=name, use_remove_padding=packed)
-            engine = build_engine(
-                "actor", config, ActorConfig(), model=new_model(work, device, dtype), device=device
-            )
+            model = new_model(work, device, dtype)
+            gradients: list[torch.Tensor] = []
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(
+                    lambda p, into=gradients: into.append(p.grad.flatten().float())  # type: ignore[misc]
+                )
+            role = ActorConfig(ppo_micro_batch_size_per_gpu=len(work.lengths))
+            engine = build_engine("actor", config, role, model=model, device=device)
 
             def loss(output: Any, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
                 return (output.log_probs * micro.batch["advantages"]).sum(), {}
 
             logs = engine.log_probs(batch)["log_probs"]
             engine.forward_backward(batch, loss)
-            gradient = torch.cat([g.flatten().float() for g in engine._optimizer.named_gradients().values()])  # type: ignore[attr-defined]
+            gradient = torch.cat(gradients)
             found.append((logs, gradient, engine.info.packed))
         (logs, gradient, packed_ran), (other_logs, other_gradient, _) = found
         gap = float((logs - other_logs).abs().max())
