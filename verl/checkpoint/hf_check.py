@@ -11,7 +11,7 @@ import torch
 from verl.checkpoint.hf_folder import check_names, on_disk, out_dtype
 from verl.checkpoint.reader import CheckpointReader, hf_reader
 from verl.errors import CheckpointError
-from verl.models.quiet import quiet_transformers
+from verl.runtime import quiet_transformers
 
 PROMPT_LENGTH = 12
 HEADER_SLACK = 0.01

@@ -156,14 +156,6 @@ class TrainEngine(ABC):
     def save_adapter(self, folder: Path) -> None:
         """Write the LoRA adapter alone, as peft opens it (rank 0 writes). An error without adapters."""
 
-    @abstractmethod
-    def save_hf_config(self, folder: Path) -> None:
-        """Write only config and generation config, as `save_hf` does, on the rank that calls it."""
-
-    @abstractmethod
-    def save_adapter(self, folder: Path) -> None:
-        """Write the LoRA adapter as peft opens it, in master precision (rank 0 writes). An error without one."""
-
     def offload(self, model: bool = True, optimizer: bool = True) -> None:  # noqa: B027  an engine may have nothing to do
         """Move parameters and optimiser state to host memory until `onload`."""
 

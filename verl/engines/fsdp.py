@@ -170,9 +170,6 @@ class FSDPEngine(TrainEngine):
     def save_hf_config(self, folder: Path) -> None:
         save_config(self._model, Path(folder), self._settings.dtype)
 
-    def save_hf_config(self, folder: Path) -> None:
-        save_config(self.model, Path(folder), self.settings.dtype)
-
     def save_adapter(self, folder: Path) -> None:
         if not has_lora(self._model):
             raise ConfigError("there is no adapter to save; set model.lora_rank")
