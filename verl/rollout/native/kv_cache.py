@@ -22,8 +22,8 @@ from verl.errors import RolloutError
 from verl.models.attention_calls import attention_calls, attention_fault
 from verl.models.float32 import FAULTS, first_line
 from verl.models.forward import backbone_of
+from verl.models.vmm_buffer import VMMBuffer, reserve
 from verl.rollout.native.block_manager import Copy
-from verl.rollout.native.vmm_buffer import VMMBuffer, reserve
 from verl.rollout.verify import cannot_generate
 
 log = logging.getLogger(__name__)
