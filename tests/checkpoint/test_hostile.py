@@ -412,7 +412,7 @@ def test_an_engine_left_in_between_never_trains(run: Path, job: ModuleType, olde
 
 def test_memory_that_runs_out_while_loading_is_not_the_checkpoints_fault(run: Path, job: ModuleType) -> None:
     class Full(Unlucky):
-        def load_state_dict(self, state: dict[str, Any]) -> None:
+        def load_state(self, state: Any) -> None:
             raise MemoryError
 
     with pytest.raises(MemoryError):

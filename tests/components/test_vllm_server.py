@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from verl import watchdog
 from verl.errors import RolloutError, TrainingHalted
-from verl.observe import life
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.source import ModuleWeights
@@ -141,8 +141,8 @@ def test_requests_arrive_at_the_server_while_others_run_and_weights_change(
     before = server.version
     shake(model)
     server.update_weights(ModuleWeights(model), before + 1)
-    beats = life.beats()
-    while life.beats() < beats + 100:  # some tokens with the new weights
+    beats = watchdog.beats()
+    while watchdog.beats() < beats + 100:  # some tokens with the new weights
         assert server.poll(0.05) == []
     server.abort(["early"])
     (early,) = server.poll()

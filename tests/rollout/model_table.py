@@ -79,7 +79,7 @@ def one_line(error: Exception, named: str) -> str:
     text = str(error)
     if "\n" in text or named not in text:
         raise Wrong(f"not a refusal in one line that names {named!r}: {text!r}") from error
-    text = re.sub(r"^rollout\.name=\w+ cannot generate from \w+: |^\w+ cannot be trained here: ", "", text)
+    text = re.sub(r"^rollout\.name=\w+ cannot generate from \w+: |^\w+ cannot be trained: ", "", text)
     text = re.sub(r"^(\w+) does not call its attention", "its layers do not call their attention", text)
     text = re.sub(r",? which rollout\.name=native needs|; use rollout\.name=.*$", "", text)
     text = re.sub(r" \((?:[A-Za-z]+Error|log-probabilities differ).*$", "", text)
@@ -133,7 +133,7 @@ def training(model: Any) -> str:
         try:
             engine = build_engine("actor", ModelConfig(), section, model=model, device="cpu")
         except ModelError as error:
-            return one_line(error, "cannot be trained here")
+            return one_line(error, "cannot be trained")
     batch = _batch(tokens)
     answers = engine.log_probs(batch)["log_probs"]
     gap = float((answers - own.detach()).abs().max())

@@ -256,7 +256,7 @@ def test_a_model_that_refuses_float32_is_probed_without_noise(
         first, second = (engine.weights().log_probs(prompt, tokens) for _ in range(2))
     assert first is not None and first == second and first.exact is None
     assert len(refused) == len(caplog.records) == 1, "tried once"
-    assert "rounding noise of log-probs cannot be measured in float32: expected bfloat16" in caplog.text
+    assert "log-probs cannot be computed in float32: expected bfloat16" in caplog.text
     check = ProbeCheck("test", "bfloat16")
     check.add(1, first.log_probs, first)
     assert check.metrics() == {"rollout/probe_gap": 0.0}

@@ -91,8 +91,8 @@ def watch(
             seen.generated.append(Generated(number, settings, batch))
             return batch
 
-        def watched_train(group: Any, role: str, mini: DataProto) -> Any:
-            metrics = train(group, role, mini)
+        def watched_train(group: Any, role: str, mini: DataProto, prepared: Any = None) -> Any:
+            metrics = train(group, role, mini, prepared)
             numbers = {name: float(metric.value) for name, metric in metrics.items()}
             seen.updates.append(Update(seen.loop.step_number, role, mini, numbers))
             return metrics

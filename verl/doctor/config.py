@@ -13,7 +13,6 @@ from verl.errors import VerlError
 
 TRIED_ROWS = 64
 _SCORED_ROWS = 4
-_DIFFERENT_WEIGHTS = ("its files do not hold", "in its files, not")
 
 
 def is_sft(arguments: list[str]) -> bool:
@@ -83,7 +82,7 @@ def model(arguments: list[str]) -> Iterator[Finding]:
     import torch
 
     from verl.models.loading import load_config
-    from verl.models.meta_init import CannotStream, open_causal_lm
+    from verl.models.meta_init import CannotStream, WeightsDiffer, open_causal_lm
 
     section = _model_section(_config(*arguments))
     if not Path(section.path).expanduser().is_dir() and not _in_cache(section.path):
@@ -108,17 +107,15 @@ def model(arguments: list[str]) -> Iterator[Finding]:
     try:
         empty_model, _ = open_causal_lm(section.path, dtype=torch.float32, **options)
     except CannotStream as reason:
-        yield judge_weights(str(reason))
+        if isinstance(reason, WeightsDiffer):
+            yield Finding(
+                "weights", "fatal", one_line(str(reason)), "take the files of one and the same model"
+            )
+        else:
+            yield Finding("weights", "note", f"not compared with the architecture: {one_line(str(reason))}")
         return
     count = sum(parameter.numel() for parameter in empty_model.parameters())
     yield Finding("weights", "ok", f"{count:,} parameters, all in the files", data={"parameters": count})
-
-
-def judge_weights(reason: str) -> Finding:
-    """Whether the weights differ from the architecture, or could only not be compared."""
-    if any(part in reason for part in _DIFFERENT_WEIGHTS):
-        return Finding("weights", "fatal", one_line(reason), "take the files of one and the same model")
-    return Finding("weights", "note", f"not compared with the architecture: {one_line(reason)}")
 
 
 def _in_cache(name: str) -> bool:

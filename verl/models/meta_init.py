@@ -19,6 +19,7 @@ from verl.models.tensor_index import (
     CannotStream,
     ParameterIndex,
     SafetensorsFiles,
+    WeightsDiffer,
     locate_parameters,
     model_file,
 )
@@ -128,4 +129,11 @@ def open_value_model(
     return model, ParameterIndex(files, locations, dtype)
 
 
-__all__ = ["CannotStream", "ParameterIndex", "open_causal_lm", "open_value_model", "parameters_on_meta"]
+__all__ = [
+    "CannotStream",
+    "ParameterIndex",
+    "WeightsDiffer",
+    "open_causal_lm",
+    "open_value_model",
+    "parameters_on_meta",
+]

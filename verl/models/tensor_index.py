@@ -25,6 +25,10 @@ class CannotStream(Exception):
     """Why the weights cannot be read parameter by parameter."""
 
 
+class WeightsDiffer(CannotStream):
+    """The files do not have the tensors of the architecture."""
+
+
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -154,9 +158,9 @@ def locate_parameters(
         for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
             location = location or (SingleTensor(key) if key in shapes else joined.get(key))
         if location is None:
-            raise CannotStream(f"its files lack {name}")
+            raise WeightsDiffer(f"its files lack {name}")
         if location.shape(shapes) != tuple(param.shape):
-            raise CannotStream(f"{name} is {location.shape(shapes)} in its files, not {tuple(param.shape)}")
+            raise WeightsDiffer(f"{name} is {location.shape(shapes)} in its files, not {tuple(param.shape)}")
         found[name] = location
     return found
 
@@ -176,10 +180,10 @@ def _joined(files: SafetensorsFiles, conversions: Sequence[Any]) -> dict[str, Jo
             sources.setdefault(target, {}).setdefault(pattern, []).append(name)
         for target, by_pattern in sources.items():
             if set(by_pattern) != set(change.source_patterns):
-                raise CannotStream(f"its files lack some of {target}")
+                raise WeightsDiffer(f"its files lack some of {target}")
             columns = [by_pattern[pattern] for pattern in change.source_patterns]
             if len({len(column) for column in columns}) != 1:
-                raise CannotStream(f"its files lack some of {target}")
+                raise WeightsDiffer(f"its files lack some of {target}")
             found[target] = JoinedExperts(tuple(zip(*columns, strict=True)))
     return found
 

@@ -132,6 +132,7 @@ class SharedMemorySender:
         self._buffer = None  # first: at most one bucket is allocated
         if device is not None:
             return torch.empty(size, dtype=torch.uint8, device=device)
+        (self.folder / f"bucket{self._files}").unlink(missing_ok=True)
         self._files += 1
         path = self.folder / f"bucket{self._files}"
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -145,7 +146,6 @@ class SharedMemorySender:
             ) from error
         finally:
             os.close(descriptor)
-        (self.folder / f"bucket{self._files - 1}").unlink(missing_ok=True)
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
     def _handle(self, buffer: torch.Tensor) -> Any:
