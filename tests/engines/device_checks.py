@@ -186,7 +186,7 @@ def graphs(rollout: Any) -> int:
 
 def two_steps(engine: Any, **limits: Any) -> str:
     """Generate, train, generate: the second time from new weights, with the session of the first."""
-    rollout = make_rollout(engine, **limits)
+    rollout = make_rollout(engine.weights(), **limits)
     seen, kept = [], []
     for _ in range(2):
         with engine.weights().module() as module:
@@ -233,7 +233,7 @@ def one_rank_sharded_generates_in_fp8() -> str:
 def sharded_weights_in_host_memory_keep_graphs() -> str:
     """fsdp_config.param_offload: the shards leave between the phases."""
     engine = make_engine(make_model(), sharded=True)
-    rollout = make_rollout(engine)
+    rollout = make_rollout(engine.weights())
     kept = []
     for _ in range(2):
         engine.offload()
@@ -249,7 +249,7 @@ def sharded_weights_in_host_memory_keep_graphs() -> str:
 def offloaded_weights_come_back_to_captured_graphs() -> str:
     """fsdp_config.param_offload on one GPU, unsharded."""
     engine = make_engine(make_model())
-    rollout = make_rollout(engine)
+    rollout = make_rollout(engine.weights())
     size = sum(param.nbytes for param in module_of(engine).parameters())
     kept, freed = [], 0
     for step in range(3):

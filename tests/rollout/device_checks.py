@@ -33,6 +33,7 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.native import Limits, NativeRollout
 from verl.rollout.native.device_attention import ContinuedAttention
 from verl.rollout.native.device_runner import DeviceRunner
+from verl.rollout.source import ModuleWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPENING = [50 + i for i in range(20)]
@@ -103,6 +104,50 @@ def sampled_tokens_equal_the_reference_engine() -> str:
     filtered = requests(temperature=1.2, top_p=0.9, top_k=30, min_p=0.01, repetition_penalty=1.3)
     compare(answers(native(model), filtered), answers(HFRollout(model, None), filtered), 1e-4)
     return said
+
+
+@check
+def a_stream_gives_the_tokens_of_a_batch() -> str:
+    """Requests submitted while others run, conversations that keep their KV blocks, weights updated in flight."""
+    model = build_model("qwen3").to(DEVICE)
+    asked = requests(temperature=0.8, ignore_eos=True)
+    together = answers(native(model), asked)
+    engine, late = native(model), {}
+    for request in asked:
+        engine.submit([request])
+        late |= {(r.request_id, r.sample): r for r in engine.poll(0)}
+    while responses := engine.poll():
+        late |= {(r.request_id, r.sample): r for r in responses}
+    said = compare(late, together, 1e-4)
+    engine = native(model)
+    sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    (turn,) = engine.generate([Request("turn 1", OPENING, sampling, prefix_id="talk")])
+    history = [*OPENING, *turn.token_ids, 7, 8, 9]
+    before = engine.stats().prefilled_tokens
+    (second,) = engine.generate([Request("turn 2", history, sampling, prefix_id="talk")])
+    prefilled = engine.stats().prefilled_tokens - before
+    (fresh,) = native(model).generate([Request("turn 2", history, sampling)])
+    if second.token_ids != fresh.token_ids or prefilled > 4:
+        raise AssertionError(
+            f"{prefilled} tokens prefilled for a turn of 3 more; tokens equal: "
+            f"{second.token_ids == fresh.token_ids}"
+        )
+    engine.submit([Request("long", OPENING, SamplingParams(max_tokens=200, ignore_eos=True), n=4)])
+    engine.poll(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.01)
+    engine.update_weights(ModuleWeights(model), 1)
+    engine.submit([Request("after", history, sampling)])
+    found = {}
+    while responses := engine.poll():
+        found |= {(r.request_id, r.sample): r for r in responses}
+    (wanted,) = native(model).generate([Request("after", history, sampling)])
+    if found["after", 0].token_ids != wanted.token_ids or found["after", 0].policy_version != 1:
+        raise AssertionError(
+            "a request after an update in flight was not generated with the new weights alone"
+        )
+    return f"{said}; a second turn prefills {prefilled} tokens"
 
 
 @check
