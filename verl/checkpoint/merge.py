@@ -32,10 +32,10 @@ from verl.checkpoint.hf_folder import (
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from verl.checkpoint.megatron.reader import MegatronFolder, MegatronReader, find_megatron, holds_megatron
 from verl.checkpoint.reader import CheckpointReader, ShardedReader, hf_reader, read_lora_scale
-from verl.checkpoint.staging import free_host_bytes
 from verl.checkpoint.steps import in_use, list_steps
 from verl.errors import CheckpointError
 from verl.json_input import read_json
+from verl.memory import free_host_bytes
 from verl.models.dtypes import torch_dtype
 
 logger = logging.getLogger(__name__)

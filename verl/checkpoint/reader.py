@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from verl.checkpoint.tensors import ShardReader
 from verl.errors import CheckpointError
 from verl.json_input import read_json
+from verl.models.lora import merge_lora
 
 _BASE = ".base_layer."
 _PEFT_PREFIX = "base_model.model."
@@ -96,8 +97,7 @@ class ShardedReader(CheckpointReader):
         stem = name.removesuffix(".weight")
         if self._scale is not None and stem + _A in self._known:
             weight = weight.to(self.base_dtype or weight.dtype)
-            product = self._gather(stem + _B).float() @ self._gather(stem + _A).float()
-            weight = (weight.float() + self._scale * product).to(weight.dtype)
+            weight = merge_lora(weight, self._gather(stem + _A), self._gather(stem + _B), self._scale)
         return weight
 
     def adapter(self) -> dict[str, torch.Tensor]:

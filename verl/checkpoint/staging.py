@@ -9,19 +9,15 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import torch
 
 from verl.checkpoint.engine_state import Snapshot
 from verl.checkpoint.tensors import Chunk
+from verl.memory import free_host_bytes
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SPARE = 0.1
 """Of free memory, this share is not used."""
-
-
-def free_host_bytes() -> int:
-    return int(psutil.virtual_memory().available)
 
 
 class Staging:

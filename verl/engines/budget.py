@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable
 
 import torch
+
+from verl.memory import free_device_bytes, free_host_bytes
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,9 @@ def fitting_tokens(free_bytes: float, fixed_bytes: float, bytes_per_token: float
 def free_bytes(device: torch.device) -> int:
     """Memory a pass may take: on CUDA what the driver has left plus what torch's cache holds unused."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free_device_bytes(device) + cached
+    return free_host_bytes()
 
 
 def measure(
