@@ -124,7 +124,7 @@ def test_an_adapter_is_used_and_replaced(adapted: Adapted, reference: Callable[.
         assert response.log_probs == pytest.approx(reference(model, [5, 9, 33], response.token_ids), abs=5e-4)
         seen.append(tuple(response.token_ids))
     assert len(set(seen)) == 3, "every adapter speaks differently"
-    assert engine.llm.llm_engine.list_loras() == {engine.adapters.current.lora_int_id}
+    assert engine.llm.llm_engine.list_loras() == {engine.adapter.lora_int_id}
 
 
 @pytest.mark.parametrize(
