@@ -186,7 +186,7 @@ def test_a_loop_left_early_leaves_nothing_running(engine: Any) -> None:
 
 
 def test_what_cannot_be_served_is_said_before_anything_runs(engine: Any) -> None:
-    with pytest.raises(RolloutError, match="max_tokens 126"):
+    with pytest.raises(RolloutError, match="may reach 129 tokens"):
         engine.generate([Request("a", [5, 6, 7], SamplingParams(max_tokens=126))])
     with pytest.raises(RolloutError, match="vocabulary of 160"):
         engine.generate([Request("a", [160])])
