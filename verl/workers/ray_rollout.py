@@ -54,7 +54,8 @@ class RayRollout(RolloutEngine):
             while True:
                 responses = self._scheduler.take_cancelled(self._version)
                 self._dispatch()
-                if not self._streams:
+                # A stream may have ended while requests were on their way to it: they come back and are sent again.
+                if not self._streams and not self._submits:
                     return responses
                 left = SUBMIT_S if deadline is None else max(0.0, min(SUBMIT_S, deadline - time.monotonic()))
                 responses += self._receive(0.0 if responses else left)
