@@ -34,7 +34,7 @@ _COLLECTIVE_FILES = (
     "torch/distributed/",
     "torch/_C/_distributed",
     "verl/engines/ranks.py",
-    "verl/checkpoint/ranks.py",
+    "verl/distributed.py",
     "verl/rollout/weight_sync/broadcast.py",
 )
 _TRANSPORT = re.compile(

@@ -150,7 +150,7 @@ def test_shared_memory_without_room_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("os.posix_fallocate", full)
     with SharedMemorySender(1, 300) as sender:
         monkeypatch.setattr(sender, "_accept", list)
-        with pytest.raises(RolloutError, match="has no room for a bucket .* --shm-size"):
+        with pytest.raises(RolloutError, match="is too small for a bucket .* --shm-size"):
             sender.send(some_weights())
 
 

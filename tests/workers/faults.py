@@ -14,6 +14,18 @@ from typing import Any
 
 from verl.observe.timing import Timer
 
+PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
+CALLS = [
+    "generate",
+    "log_probs",
+    "ref_log_probs",
+    "values",
+    "train_critic",
+    "train_actor",
+    "update_weights",
+    "save",
+]
+"""Calls of a PPO step that a rank serves, in order."""
 ACTIONS = {
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
     "kill the other": "os.kill(int(Path(note).read_text()), signal.SIGKILL)",

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
-from pathlib import Path
 
 import pytest
 
+from tests.workers import faults
+from tests.workers.faults import CALLS, PPO
+
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
-_spec = importlib.util.spec_from_file_location("faults", Path(__file__).with_name("faults.py"))
-assert _spec and _spec.loader
-faults = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(faults)
-
-PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
 OWN = ["testing", "reward", "adv"]
 """Phases in which the controller works itself; in the others a rank kills it, in the middle of a call."""
-CALLS = [
-    "generate",
-    "log_probs",
-    "ref_log_probs",
-    "values",
-    "train_critic",
-    "train_actor",
-    "update_weights",
-    "save",
-]
 MARK = "VERL_TEST_RUN"
 """What a controller starts by itself carries this in its environment."""
 

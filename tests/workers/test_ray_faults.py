@@ -6,36 +6,20 @@ call. Validation (`testing`) generates as training does; its calls are the first
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
+from tests.workers import faults
+from tests.workers.faults import CALLS, PPO
 from verl.errors import TrainingHalted, WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
-_spec = importlib.util.spec_from_file_location("faults", Path(__file__).with_name("faults.py"))
-assert _spec and _spec.loader
-faults = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(faults)
-
-PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
 SMALL = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.n_gpus_per_node=2"]
-PHASES = [
-    "testing",
-    "generate",
-    "log_probs",
-    "ref_log_probs",
-    "values",
-    "train_critic",
-    "train_actor",
-    "update_weights",
-    "save",
-]
+PHASES = ["testing", *CALLS]
 
 
 @pytest.fixture

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.workers import faults
+from tests.workers.faults import CALLS, PPO
 from verl.errors import WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
-_spec = importlib.util.spec_from_file_location("faults", Path(__file__).with_name("faults.py"))
-assert _spec and _spec.loader
-faults = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(faults)
-
-PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
 TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.save_freq=1", "trainer.watchdog_s=180"]
-CALLS = [
-    "generate",
-    "log_probs",
-    "ref_log_probs",
-    "values",
-    "train_critic",
-    "train_actor",
-    "update_weights",
-    "save",
-]
 MISSED_IN = {"testing": "open_generation", "reward": "log_probs", "adv": "train_critic"}
 """Phases in which the controller works itself, and the call in which it misses the rank of a node that died then."""
 

@@ -141,7 +141,7 @@ class SharedMemorySender:
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             raise RolloutError(
-                f"{self.folder.parent} has no room for a bucket of {size >> 20} MiB of weights ({error.strerror}); "
+                f"{self.folder.parent} is too small for a bucket of {size >> 20} MiB of weights ({error.strerror}); "
                 "enlarge it (docker: --shm-size)"
             ) from error
         finally:
