@@ -37,7 +37,7 @@ class Workload:
 
 WORKLOADS = {
     "step": Workload("timing_s/step", 64, 8, 16, hidden_size=128),
-    "rollout": Workload("timing_s/gen", 16, 8, 192, hidden_size=128),
+    "rollout": Workload("timing_s/gen", 8, 8, 96, hidden_size=128),
     "checkpoint": Workload("timing_s/save_checkpoint", 4, 2, 4, hidden_size=640, save=True),
 }
 
