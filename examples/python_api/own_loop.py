@@ -1,4 +1,4 @@
-"""Your own loop: one worker generates, one learns, with your optimiser.
+"""A custom training loop: one worker generates, one trains, with your optimiser.
 
 python examples/python_api/own_loop.py --model FOLDER
 """
