@@ -1,8 +1,9 @@
 """`python -m benchmarks.compare --old PATH`: this checkout against another one, in the same run, on the CPU.
 
 Three workloads run alternately under either checkout as `python -m verl.trainer.main_ppo`, which every version has: a
-short GRPO step, long responses (rollout) and a larger model saved at every step (checkpoint). Printed are the medians
-of the metric each writes to `metrics.jsonl`, over all rounds, and their ratio.
+short GRPO step, longer responses (rollout) and a larger model saved at every step (checkpoint). Printed are the medians
+of the metric each writes to `metrics.jsonl`, over all rounds, and their ratio. One thread by default: on a busy machine
+threads that wait for each other would measure the other programs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "step": Workload("timing_s/step", 64, 8, 16, hidden_size=128),
+    "step": Workload("timing_s/step", 32, 8, 16, hidden_size=128),
     "rollout": Workload("timing_s/gen", 8, 8, 96, hidden_size=128),
     "checkpoint": Workload("timing_s/save_checkpoint", 4, 2, 4, hidden_size=640, save=True),
 }
@@ -47,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=sorted(WORKLOADS), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=3, help="processes per checkout and workload")
     parser.add_argument("--steps", type=int, default=8, help="steps of each process")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps of each process that do not count")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each process that do not count")
+    parser.add_argument("--threads", type=int, default=1, help="of each process (OMP_NUM_THREADS)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
                 # Who goes first alternates: a machine that slows down in between favours neither.
                 for checkout in (old, NEW) if number % 2 == 0 else (NEW, old):
                     with tempfile.TemporaryDirectory(dir=folder) as run_folder:
-                        train(checkout, workload, model, rows, Path(run_folder), args.steps)
+                        train(checkout, workload, model, rows, Path(run_folder), args)
                         found[checkout] += measured(Path(run_folder), workload.metric)[args.warm_up :]
             before, after = (statistics.median(found[checkout]) for checkout in (old, NEW))
             write(f"{name:12} {before:9.4f} {after:9.4f} {after / before:8.3f}\n")
@@ -75,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def train(checkout: Path, workload: Workload, model: Path, rows: Path, run_folder: Path, steps: int) -> None:
+def train(
+    checkout: Path, workload: Workload, model: Path, rows: Path, run_folder: Path, args: argparse.Namespace
+) -> None:
     """One run of the command under the code of `checkout`."""
     overrides = [
         f"data.train_files={rows}",
@@ -88,7 +92,7 @@ def train(checkout: Path, workload: Workload, model: Path, rows: Path, run_folde
         f"actor_rollout_ref.actor.ppo_mini_batch_size={workload.prompts}",
         "algorithm.adv_estimator=grpo",
         f"reward.custom_reward_function.path={rows.with_name('reward.py')}",
-        f"trainer.total_training_steps={steps}",
+        f"trainer.total_training_steps={args.steps}",
         f"trainer.save_freq={1 if workload.save else -1}",
         "trainer.max_actor_ckpt_to_keep=1",
         "trainer.device=cpu",
@@ -104,7 +108,7 @@ def train(checkout: Path, workload: Workload, model: Path, rows: Path, run_folde
     done = subprocess.run(
         [sys.executable, "-c", program, *overrides],
         cwd=run_folder,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
+        env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(args.threads)},
         capture_output=True,
         text=True,
         check=False,

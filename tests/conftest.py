@@ -1,4 +1,4 @@
-"""Fixtures shared by all rooms: a tiny model as an ordinary Hugging Face folder, a tiny task, the real GSM8K."""
+"""Fixtures shared by all tests: a tiny model as a Hugging Face folder, a tiny task, the real GSM8K, a fork server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says how busy the machine is, nothing about the code. The same examples every time: what
-# fails on one machine fails on every other.
+# No deadlines: time per example depends on the machine's load. The same examples every time, so that failures repeat.
 settings.register_profile(
     "verl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -32,7 +31,7 @@ settings.load_profile("verl")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Servers of the tests are on this machine, whatever stands between it and the rest.
+# Servers of the tests are on this machine: never ask a proxy for them.
 for _name in ("no_proxy", "NO_PROXY"):
     os.environ[_name] = ",".join(filter(None, [os.environ.get(_name), "127.0.0.1", "localhost"]))
 
@@ -60,11 +59,11 @@ TEMPLATE = (
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Clusters and servers start many processes; on a machine with other work to do they get the time they need."""
+    """Long time limits for components, which start many processes; with several test processes, long files first."""
     for item in items:
         if item.get_closest_marker("components") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
-    if hasattr(config, "workerinput"):  # one of several processes: files that take long begin first
+    if hasattr(config, "workerinput"):  # one of several test processes
         expected: Counter[Path] = Counter()
         for item in items:
             expected[item.path] += expected_seconds(item)
@@ -72,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def expected_seconds(item: pytest.Item) -> float:
-    """Roughly; it only decides what begins first."""
+    """An estimate, used only to order files."""
     slow = item.get_closest_marker("slow")
     if slow is not None:
         return float(slow.kwargs.get("seconds", 10))
@@ -83,7 +82,7 @@ LONG_S = 5.0
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Keeps the mark `slow` honest. For information: how long a test takes also says how busy the machine is."""
+    """List long tests without the mark `slow`. Not a failure: time also depends on the machine's load."""
     taken: Counter[str] = Counter()
     for report in [report for kind in ("passed", "") for report in terminalreporter.stats.get(kind, [])]:
         if not {"slow", "components"} & set(report.keywords):
@@ -94,16 +93,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What torch, transformers and the test modules have loaded stays: a collection of garbage that looked at it, as
-    the engines ask for when memory is short, would take a quarter of a second each time."""
+    """Exclude what is loaded by now from garbage collection: a full collection, which engines trigger when memory is
+    short, would take a quarter of a second each time."""
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or extension modules complain of leaks at the end
+    atexit.register(gc.unfreeze)  # or extension modules report leaks at exit
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """What a command wrote before it failed, or before its time was up, is shown with the failure."""
+    """Show the output of a command that failed or timed out with the failure."""
     report = yield
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, subprocess.TimeoutExpired | subprocess.CalledProcessError):
@@ -116,7 +115,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
 
 @pytest.fixture(autouse=True)
 def same_draws_in_any_order() -> None:
-    """What a test draws without a generator of its own does not depend on the tests before it."""
+    """Global random draws of a test do not depend on the tests before it."""
     random.seed(0)
     for module, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
         if module in sys.modules:
@@ -124,7 +123,7 @@ def same_draws_in_any_order() -> None:
 
 
 class Forked:
-    """A process of the fork server, with what tests use of `subprocess.Popen`."""
+    """A process of the fork server, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -214,7 +213,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def gsm8k_dir() -> Path:
-    """The folder with the real GSM8K files; a test that needs it says so when it is not there."""
+    """The folder with the real GSM8K files; tests that need it are skipped when it is missing."""
     folder = Path(os.environ.get("VERL_SHARED", ROOT.parent / "shared")) / "data" / "gsm8k"
     if not (folder / "train.jsonl").exists():
         pytest.skip(f"needs the GSM8K files train.jsonl and test.jsonl in {folder} (set VERL_SHARED)")
@@ -265,7 +264,7 @@ def tiny_model_dir(tiny_tokenizer, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def digits_data(tmp_path_factory) -> Path:
-    """`train.jsonl` and `val.jsonl`: say the digit again. The reward is in `digits_reward.py` beside them."""
+    """`train.jsonl` and `val.jsonl`: repeat the digit. The reward is in `digits_reward.py` in the same folder."""
     folder = tmp_path_factory.mktemp("digits")
     random_numbers = random.Random(0)
     for name, count in (("train", 256), ("val", 32)):
@@ -291,7 +290,7 @@ def digits_data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def gone():
-    """Whether a process has ended (or ends soon: the kernel takes a moment, on a busy machine a long one)."""
+    """Whether a process ends within some minutes (long, for busy machines)."""
 
     def check(pid: int) -> bool:
         for _ in range(24_000):

@@ -50,7 +50,7 @@ class Program(TypedDict):
 
 
 def preload() -> None:
-    """Import what the programs need, also what is imported only when a model is saved, loaded or put to work."""
+    """Import what the programs need, including what is imported only when a model is saved, loaded or trained."""
     import torch
     from tqdm import tqdm
 
@@ -122,7 +122,7 @@ def serve(address: str) -> Program | None:
 
 
 def answer(connection: socket.socket, status: int) -> None:
-    with connection, contextlib.suppress(OSError):  # whoever wanted to know may be gone
+    with connection, contextlib.suppress(OSError):  # the client may be gone
         connection.sendall(f"{status}\n".encode())
 
 
@@ -145,8 +145,8 @@ if __name__ == "__main__":
     preload()
     assert threading.active_count() == 1, threading.enumerate()  # a fork copies no other thread
     assert "ray" not in sys.modules
-    atexit.register(gc.unfreeze)  # or extension modules complain of leaks at the end
-    gc.freeze()  # what is loaded stays loaded: no collection in a forked process looks at it, or copies its pages
+    atexit.register(gc.unfreeze)  # or extension modules report leaks at exit
+    gc.freeze()  # garbage collection in a forked process neither scans nor copies these pages
     wanted = serve(sys.argv[1])
     if wanted is None:
         os._exit(0)  # at once, without unloading what was preloaded

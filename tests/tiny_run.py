@@ -1,4 +1,4 @@
-"""The command line of a small GRPO run on the tiny model and the digits task: tests add what they are about."""
+"""The command line of a small GRPO run on the tiny model and the digits task, to which tests add their own keys."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ def tiny_run(model: Path, data: Path, *extra: str, folder: Path | None = None) -
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics that two runs of one config share: all but times and throughput."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("timing", "perf/"))}
+        for row in rows
+    ]

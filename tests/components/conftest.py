@@ -38,7 +38,7 @@ def smollm2_dir() -> Path:
     (gguf,) = Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # What was read from GGUF counts as quantized and cannot be saved: a model of its own takes the weights over.
+    # A model loaded from GGUF counts as quantized and cannot be saved: copy the weights into a plain one.
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -49,7 +49,7 @@ def smollm2_dir() -> Path:
     tokenizer.save_pretrained(half)
     try:
         half.rename(CACHE)
-    except OSError:  # another process was quicker
+    except OSError:  # another process was faster
         shutil.rmtree(half)
     return CACHE
 

@@ -140,7 +140,7 @@ def small_run(model: Path, data: Path, folder: Path) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """Whole rows only: the last one may be in the middle of being written."""
+    """Complete rows only: the last one may be half written."""
     file = folder / "run" / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -180,13 +180,13 @@ def test_a_run_on_two_ranks_through_slurm(
 
 
 def test_a_bad_key_ends_the_job_with_its_message(slurm: dict[str, str], tmp_path: Path) -> None:
-    """Through the script's other place, which only passes everything on."""
+    """Through examples/tutorial/slurm, which runs the same script."""
     script = ROOT / "examples/tutorial/slurm/ray_on_slurm.slurm"
     status, text = submit(slurm, tmp_path, script, ["trainer.devise=cpu"])
     assert status == 2 and "trainer.devise" in text
 
 
-def test_a_job_told_that_its_time_is_up_saves_and_ends(
+def test_a_job_near_its_time_limit_saves_and_ends(
     slurm: dict[str, str], tiny_model_dir: Path, digits_data: Path, tmp_path: Path
 ) -> None:
     """The signal Slurm sends to the script before the limit reaches the trainer."""

@@ -20,7 +20,7 @@ wandb = pytest.importorskip("wandb", reason="needs the package wandb (pip instal
 
 
 @pytest.fixture(autouse=True)
-def nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No key of whoever runs the tests, no traffic to the real service, nothing remembered from test to test."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -64,7 +64,8 @@ def test_offline_everything_is_kept_in_the_run_folder(tmp_path, monkeypatch, pro
         rows = [{"prompt": "1+1", "score": None}, {"prompt": "2+2", "score": 1.0, "more": [1]}]
         fan.log_samples(2, rows)
         fan.log(2, {"reward/mean": 0.6875})
-        session = fan.trackers["wandb"]._run
+        session = wandb.run
+        assert session is not None
         assert (session.project, session.name) == ("a project", "an experiment")
         assert session.config["trainer"] == {"project_name": "p"} and session.config["path"] == "/data"
         assert session.summary["reward/mean"] == 0.6875 and session.step == 3  # the second is complete

@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong: one clear message that names the cause and the key, exit code 2, nothing damaged."""
+"""User errors: one message that names the cause and the key, exit code 2, no file changed."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_one_response_with_a_group_estimator(refused):
         ("return {'points': 1.0}", ["score", "points"]),
     ],
 )
-def test_reward_function_that_cannot_be_believed(refused, tmp_path, body, words):
+def test_reward_function_that_fails_on_every_row(refused, tmp_path, body, words):
     path = write_reward(tmp_path, body)
     message = refused(f"reward.custom_reward_function.path={path}")
     assert "compute_score" in message

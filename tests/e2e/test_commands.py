@@ -1,4 +1,4 @@
-"""The commands as a user types them: quick to answer, light to import, honest about what they would do."""
+"""The commands as a user types them."""
 
 from __future__ import annotations
 

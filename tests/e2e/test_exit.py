@@ -114,7 +114,7 @@ def test_a_plug_in_that_exits_when_it_is_imported_is_an_error(
     assert "sys.exit(0) was called in" in capsys.readouterr().err
 
 
-def test_fine_tuning_ends_with_an_error_too(
+def test_an_exit_during_fine_tuning_is_an_error(
     plugin: Callable[[str], str],
     tiny_model_dir: Path,
     tmp_path: Path,
@@ -139,7 +139,7 @@ def test_fine_tuning_ends_with_an_error_too(
     assert "sys.exit(0) was called" in (tmp_path / "run/crash.txt").read_text()
 
 
-# -- the pieces ---------------------------------------------------------------------------------------------------
+# -- single functions ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -159,7 +159,9 @@ def test_a_function_of_this_process_that_exits_is_named(is_async: bool, code: An
     assert "test_exit.py" in str(raised.value)
 
 
-def test_an_exit_is_an_error_of_the_command_and_an_answer_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sys_exit_is_an_error_of_the_command_and_command_answered_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def leave() -> int:
         sys.exit(0)
 
@@ -175,7 +177,7 @@ def test_an_exit_is_an_error_of_the_command_and_an_answer_is_not(capsys: pytest.
         leave()
 
 
-def test_a_rank_that_is_told_to_exit_answers_with_the_failure() -> None:
+def test_sys_exit_in_a_rank_is_returned_as_its_failure() -> None:
     class Leaving(RPCServer):
         def do_leave(self) -> None:
             sys.exit(0)

@@ -1,7 +1,7 @@
 """A tiny model learns, by GRPO and by PPO with a critic: the rise of the reward is asserted.
 
-Another processor rounds otherwise, and a draw that comes out otherwise is another run, as with another seed. So the
-bounds are those that every run keeps: with five seeds the reward ended at 0.86 or more (GRPO), 0.64 or more (PPO).
+Rounding on another processor acts like another seed, so the bounds leave room: with five seeds the reward ended at 0.86
+or more (GRPO), 0.64 or more (PPO).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 
 import pytest
+
+from tests.tiny_run import untimed
 
 
 def rewards(rows: list[dict]) -> list[float]:
@@ -63,7 +65,7 @@ def test_ppo_with_a_critic_raises_the_reward_and_the_critic_explains_it(train):
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_the_first_update_is_on_policy(train, estimator):
-    """The trainer's own two passes (before and in the update) agree, however each is cut."""
+    """The log-probs before and in the update agree, whatever the micro-batches of each."""
     rows = train(
         f"algorithm.adv_estimator={estimator}",
         "algorithm.use_kl_in_reward=True",
@@ -82,13 +84,6 @@ def test_the_second_mini_batch_is_off_policy(train):
     """The counterpart: with two updates per batch the ratio moves, or the clip would never matter."""
     rows = train("actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.total_training_steps=1")
     assert abs(rows[-1]["actor/ppo_kl"]) > 1e-4
-
-
-def untimed(rows: list[dict]) -> list[dict]:
-    return [
-        {name: value for name, value in row.items() if not name.startswith(("timing", "perf/"))}
-        for row in rows
-    ]
 
 
 def test_the_same_config_and_seed_give_the_same_metrics(train):

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if it had not been: through the real command's code path."""
+"""A stopped run resumes with the results of an uninterrupted one, through the code path of the real command."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_run import untimed
 from verl.errors import VerlError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def untimed(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +53,7 @@ def test_metrics_after_resuming_equal_those_of_an_uninterrupted_run(train, digit
 
 @pytest.mark.timeout(1200)
 @pytest.mark.slow(seconds=8)
-def test_sigterm_saves_and_the_same_command_goes_on(overrides, tmp_path, fork_server):
+def test_sigterm_saves_and_the_same_command_resumes(overrides, tmp_path, fork_server):
     steps = 100_000
     log = tmp_path / "log.txt"
 
@@ -88,7 +85,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(overrides, tmp_path, fork_se
     assert steps == list(range(1, reached + 2))
 
 
-def test_the_saved_model_is_an_ordinary_folder_with_the_trained_weights(train, tmp_path):
+def test_the_saved_model_is_a_hugging_face_folder(train, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -101,8 +98,8 @@ def test_the_saved_model_is_an_ordinary_folder_with_the_trained_weights(train, t
     assert torch.isfinite(model(**tokenizer(text, return_tensors="pt")).logits).all()
 
 
-def test_a_checkpoint_without_its_line_in_the_metrics_brings_it_along(train, tmp_path):
-    """Killed after the checkpoint got its name and before its step was logged."""
+def test_resuming_restores_a_line_missing_in_the_metrics(train, tmp_path):
+    """Killed after the checkpoint was committed and before its step was logged."""
     whole = train("trainer.total_training_steps=3", folder="whole")
     train("trainer.total_training_steps=2", folder="parts")
     metrics = tmp_path / "parts" / "metrics.jsonl"
@@ -110,7 +107,7 @@ def test_a_checkpoint_without_its_line_in_the_metrics_brings_it_along(train, tmp
     assert untimed(train("trainer.total_training_steps=3", folder="parts")) == untimed(whole)
 
 
-def test_a_checkpoint_knows_the_health_of_its_own_step(train, monkeypatch):
+def test_a_checkpoint_contains_the_health_state_of_its_step(train, monkeypatch):
     from verl.checkpoint import CheckpointManager
 
     seen, save = [], CheckpointManager.save
@@ -137,10 +134,8 @@ def forge(folder: Path, name: str, change: Callable[[dict], object]) -> None:
     write_manifest(folder, replace(manifest, files=files), replace=True)
 
 
-def test_a_newest_checkpoint_and_metrics_that_cannot_be_used_cost_a_step_and_nothing_else(
-    train, tmp_path, caplog
-):
-    """Forged states in the newest checkpoint, lines of metrics that were cut or that others wrote."""
+def test_an_unusable_newest_checkpoint_and_damaged_metrics_cost_one_step(train, tmp_path, caplog):
+    """A forged state in the newest checkpoint; truncated and foreign lines in the metrics."""
     common = ("trainer.save_freq=1", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
     whole = train(*common, "trainer.total_training_steps=3", folder="whole")
     run = tmp_path / "parts"
@@ -159,7 +154,7 @@ def test_a_newest_checkpoint_and_metrics_that_cannot_be_used_cost_a_step_and_not
     assert (run / "report.html").exists() and (run / "global_step_2.earlier").is_dir()
 
 
-def test_a_state_the_loop_cannot_use_changes_nothing_of_it(overrides):
+def test_an_invalid_state_leaves_the_loop_unchanged(overrides):
     import torch
 
     from verl.config.load import load_ppo_config

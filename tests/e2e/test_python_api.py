@@ -1,4 +1,4 @@
-"""The model given to the Python API is the user's: it learns, and afterwards works as before."""
+"""The model passed to the Python API is trained in place and works as before afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_trained_model_generates_and_trains_again(model, tiny_tokenizer, tmp_p
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_model_whose_training_failed_is_handed_back_too(model, tiny_tokenizer, tmp_path: Path) -> None:
+def test_a_model_whose_training_failed_is_restored(model, tiny_tokenizer, tmp_path: Path) -> None:
     attention = model.config._attn_implementation
     with pytest.raises(Exception, match="no score"):
         GRPOTrainer(
@@ -60,7 +60,7 @@ def test_a_model_whose_training_failed_is_handed_back_too(model, tiny_tokenizer,
     assert model.config._attn_implementation == attention
 
 
-def test_a_run_repeated_under_another_name_has_a_folder_of_its_own(
+def test_a_run_repeated_under_another_name_has_another_folder(
     overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from verl.config.load import load_ppo_config

@@ -1,4 +1,4 @@
-"""A run as a newcomer meets it: started twice, with other settings, on a disk too small for its model."""
+"""First runs and repeated runs: minimal settings, changed settings, a disk that is too small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from verl.trainer.main_ppo import main
 
 
-def test_the_same_command_with_another_model_says_whose_weights_go_on(
+def test_resuming_with_another_model_path_warns_that_the_weights_are_the_checkpoints(
     overrides, tiny_model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(overrides("trainer.total_training_steps=1", "trainer.logger=[console]")) == 0
@@ -24,7 +24,7 @@ def test_the_same_command_with_another_model_says_whose_weights_go_on(
     assert "nothing left to do: 1 of 1 steps are done" in out and "step 1/1" not in out
 
 
-def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_in_the_next(train, tmp_path: Path) -> None:
+def test_metrics_of_a_run_killed_before_its_first_checkpoint_are_moved_aside(train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 0, "x": 1}\n{"step": 1, "x": 1}\n{"step": 2, "x": 1}\n')
@@ -32,7 +32,7 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_in_the_next(tra
     assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) == 3
 
 
-def test_sampled_validation_after_resuming_draws_what_it_would_have_drawn(
+def test_sampled_validation_after_resuming_equals_that_of_an_uninterrupted_run(
     train, digits_data: Path, tmp_path: Path
 ) -> None:
     line = [
@@ -51,7 +51,7 @@ def test_sampled_validation_after_resuming_draws_what_it_would_have_drawn(
     assert whole == cut and whole.count("\n") == 8
 
 
-def test_a_disk_without_room_for_the_model_fails_the_run_at_its_end_only(
+def test_a_full_disk_fails_the_run_only_at_its_last_checkpoint(
     overrides, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -70,7 +70,7 @@ def test_a_disk_without_room_for_the_model_fails_the_run_at_its_end_only(
     assert not list(run.glob("global_step_*")) and (run / "crash.txt").is_file()
 
 
-def test_everything_missing_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+def test_missing_files_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
     import subprocess
     import sys
 
