@@ -139,7 +139,7 @@ def test_an_exit_during_fine_tuning_is_an_error(
     assert "sys.exit(0) was called" in (tmp_path / "run/crash.txt").read_text()
 
 
-# -- single functions ---------------------------------------------------------------------------------------------------
+# -- single functions -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
