@@ -6,12 +6,12 @@ All of them take one message string, so that they survive pickling between proce
 
 from __future__ import annotations
 
-RESUME = "the same command goes on from the last checkpoint (trainer.resume_mode=auto)"
-"""What every message says that ends a run which nobody has to mend."""
+RESUME = "the same command resumes from the last checkpoint (trainer.resume_mode=auto)"
+"""Part of every message that ends a run which can simply be started again."""
 
 
 class VerlError(Exception):
-    """Base of everything a user caused or can mend. The commands print its text and exit with `exit_code`."""
+    """Base of everything a user caused or can fix. The commands print its text and exit with `exit_code`."""
 
     exit_code = 2
 
@@ -55,7 +55,7 @@ class MissingPackage(VerlError):
 
 
 class TrainingHalted(VerlError):
-    """Training stopped itself because going on would be worse (non-finite steps, failing rewards, ...)."""
+    """Training stopped itself because continuing would do harm (non-finite steps, failing rewards, ...)."""
 
     exit_code = 3
 

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow(seconds=260)
 @pytest.mark.timeout(1200)
-def test_demo_learns_and_says_so_in_its_last_line(tmp_path):
+def test_demo_learns_and_prints_its_accuracy(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "verl.cli", "demo", "--out", str(tmp_path / "demo")],
         env={**os.environ, "COLUMNS": "100"},

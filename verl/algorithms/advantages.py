@@ -1,8 +1,8 @@
 """Advantage estimators: from token rewards to what each token did better than expected.
 
 Each is called by keyword with `token_level_rewards` [B, T], `response_mask` [B, T], `index` (the prompt group of
-each sequence), `config` (the algorithm section) and what it needs beside them, and returns (advantages, returns),
-both [B, T] in the rewards' dtype, zero where the mask is 0. What stands on masked positions changes nothing.
+each sequence), `config` (the algorithm section) and what else it needs, and returns (advantages, returns),
+both [B, T] in the rewards' dtype, zero where the mask is 0. Values at masked positions have no effect.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def token_budget_batches(
 ) -> list[list[int]]:
     """Cut sequences into micro-batches of at most `max_tokens` tokens, few of them, with even work.
 
-    The budget is a hard bound; only a sequence that is longer by itself stands alone above it. At least
+    The budget is a hard bound; only a single sequence that is longer exceeds it, in a batch alone. At least
     `min_count` batches are made where there are that many sequences (ranks must agree on the number of steps).
     `work` defaults to `sequence_work(lengths, hidden_size)`.
     """

@@ -88,7 +88,7 @@ class FixedKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """The configured value stands: a user who resumes with another coefficient wants that one."""
+        """Keeps the configured value: a user who resumes with another coefficient wants that one."""
 
 
 class AdaptiveKLController:

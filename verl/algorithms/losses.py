@@ -1,8 +1,8 @@
 """Policy losses (`actor_rollout_ref.actor.policy_loss.loss_mode`) and the critic's loss.
 
 Each policy loss here maps `LossInputs` to token losses [B, T] and metrics (means over the policy tokens); masking,
-rollout-correction weights and aggregation are the same for all (`_policy_loss`). What stands on masked positions
-changes neither loss nor gradient. With the mini-batch's counts in `config.global_batch_info`, the shares of
+rollout-correction weights and aggregation are the same for all (`_policy_loss`). Values at masked positions
+change neither loss nor gradient. With the mini-batch's counts in `config.global_batch_info`, the shares of
 micro-batches and ranks add up to the loss of the mini-batch; losses that compare tokens across it (clip_cov, kl_cov)
 choose them in a `prepare` step over all of it.
 """
@@ -261,7 +261,7 @@ def kl_cov(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 @_policy_loss("geo_mean")
 def geo_mean(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """GMPO: the geometric mean of a sequence's ratios, each token's log-ratio bounded on the side its advantage
-    pushes to. The sequence's loss stands on each of its tokens, so every aggregation mode applies to it;
+    pushes to. The sequence's loss is repeated on each of its tokens, so every aggregation mode applies to it;
     `seq-mean-token-mean` is the paper's mean over sequences."""
     low, high = x.clip_range
     bounded = torch.where(x.advantages >= 0, x.delta.clamp(max=high), x.delta.clamp(min=-low))

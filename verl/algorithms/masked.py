@@ -1,6 +1,6 @@
 """Sums, means and whitening over the positions a mask keeps.
 
-What stands on a masked position (NaN and infinities included) changes neither value nor gradient of the result.
+Values at masked positions (NaN and infinities included) change neither value nor gradient of the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The demo's pieces: data that cannot leak, a tokenizer without loss, a folder anyone can load, an honest score."""
+"""Data, tokenizer, model folder and reward of the demo."""
 
 import re
 
