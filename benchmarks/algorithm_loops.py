@@ -2,7 +2,7 @@
 
 The benchmark measures the vectorised code against these loops, and the tests of the estimators compare with them. An
 estimator takes a batch and returns (advantages, returns); a loss returns the mini-batch's mean over tokens (over
-sequences where that is the method). What stands behind the mask may be anything, NaN included.
+sequences where that is the method). Values at masked positions may be anything, NaN included.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def estimator_calls(name: str, b: loops.Batch) -> tuple[Callable[[], Any], Calla
 
 
 def loss_calls(name: str, b: loops.Batch) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The choice of tokens (clip_cov, kl_cov) is made once for both, outside the clock: it is a step of its own."""
+    """The choice of tokens (clip_cov, kl_cov) is made once for both and not timed: it is a separate step."""
     fn, prepare = get_policy_loss_fn(name), get_policy_loss_prepare(name)
     prepared = prepare and prepare(b.old, b.log_prob, b.advantages, b.mask, CONFIG)
     chosen = None if prepared is None else next(iter(prepared.values()))

@@ -1,13 +1,12 @@
 """`python -m benchmarks.checkpoint`: saving and loading against plain `torch.save` and `torch.load` of the same state.
 
-The state is that of a real engine after one update: float32 weights and both moments. Every way is measured in
-turn, several times over, after the disk has come to rest; medians count, with the fastest and the slowest time
-beside them, and a ratio is the median of the ratios within each round, so that a machine that slows down in between
-favours nobody. A checkpoint is on the disk when a save returns, so it is compared with `torch.save` followed by
-fsync, which promises the same; the second column of ratios is against `torch.save` alone, which returns before the
-data is on the disk. Every save makes new files, as in a run; the space of the save before is freed outside the
-clock, on both sides. The first background save of a run is measured once, after memory was reserved for it as at
-the start of a run. Loading reads from the disk, on both sides; resuming includes comparing every checksum.
+The state is that of an engine after one update: float32 weights and both moments. In every round each operation is
+timed once, after the disk is idle; printed are medians with the fastest and slowest time, and the median of the ratios
+within each round, so that a machine that slows down affects both sides. A checkpoint is on the disk when a save
+returns, so it is compared with `torch.save` followed by fsync; the second column of ratios is against `torch.save`
+alone, which returns earlier. Every save writes new files, as in a run; earlier ones are removed untimed, on both sides.
+The first background save is measured once, after its memory was reserved as at the start of a run. Loading reads from
+the disk, on both sides; resuming includes comparing every checksum.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SAVE_BAR, WAIT_BAR = 1.2, 0.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--millions", type=int, default=60, help="parameters of the model (default: 60)")
-    parser.add_argument("--repeat", type=int, default=5, help="times each way is measured (default: 5)")
+    parser.add_argument("--repeat", type=int, default=5, help="times each operation is measured (default: 5)")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
 
@@ -77,7 +76,7 @@ def make_engine(millions: int, device: str) -> Any:
 
 
 class Ways:
-    """The things that are timed."""
+    """The operations that are timed."""
 
     def __init__(self, engine: Any, folder: Path) -> None:
         self.engine = engine
@@ -98,8 +97,7 @@ class Ways:
         return self._files[-1]
 
     def rest(self) -> None:
-        """Free the space of earlier saves, let the disk finish, and have nothing left in the page cache: a run that
-        resumes reads from the disk."""
+        """Remove earlier saves, wait for the disk, and empty the page cache: a run that resumes reads from the disk."""
         for file in self._files[:-1]:
             file.unlink(missing_ok=True)
         del self._files[:-1]
@@ -150,7 +148,7 @@ class Ways:
 
 
 def measure(ways: Ways, repeat: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round; one round before counts for nothing but the first background save."""
+    """Seconds of each operation in each round. The warm-up round counts only for the first background save."""
     order: list[tuple[Callable[[], None], ...]] = [
         (ways.torch_save,),
         (ways.torch_save_synced,),
@@ -163,7 +161,7 @@ def measure(ways: Ways, repeat: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {}
     ways.reserve()
     for turn in range(repeat + 1):
-        # Each round begins with another way: what came just before leaves its mark on caches and disk.
+        # Each round starts with another operation: the one before affects caches and disk.
         shift = max(turn - 1, 0) % len(order)
         for together in order[shift:] + order[:shift]:
             ways.rest()
@@ -197,7 +195,7 @@ def report(ways: Ways, seconds: dict[str, list[float]], parameters: int) -> list
         ("torch.save and fsync", "torch_save_synced"),
         ("torch.save", "torch_save"),
         ("checkpoint, same state", "save"),
-        ("checkpoint with whole weights for transformers", "save_whole"),
+        ("checkpoint with unsharded HF weights", "save_whole"),
         ("checkpoint in the background: training waits", "save_in_background"),
         ("  the first time", "first_save_in_background"),
         ("  until it is done", "finish_background"),

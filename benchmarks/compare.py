@@ -38,7 +38,7 @@ class Workload:
 
 WORKLOADS = {
     "step": Workload("timing_s/step", 32, 8, 16, hidden_size=128),
-    "rollout": Workload("timing_s/gen", 8, 8, 96, hidden_size=128),
+    "rollout": Workload("timing_s/gen", 8, 4, 96, hidden_size=128),
     "checkpoint": Workload("timing_s/save_checkpoint", 4, 2, 4, hidden_size=640, save=True),
 }
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--old", type=Path, required=True, help="the checkout to compare with")
     parser.add_argument("--only", choices=sorted(WORKLOADS), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=3, help="processes per checkout and workload")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each process")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each process")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each process that do not count")
     parser.add_argument("--threads", type=int, default=1, help="of each process (OMP_NUM_THREADS)")
 

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.overhead`: what Ray costs: the same steps in this process and on one Ray worker.
+"""`python -m benchmarks.overhead`: the overhead of Ray: the same steps in this process and on one Ray worker.
 
-A step is what the loop asks of its workers: generate, recompute log-probabilities, update. Both sides have the same
+A step is generate, recompute log-probabilities, update. Both sides have the same
 weights, prompts and draws, so they do the same work (the last gradient norms are in the JSON). The figure is the
 median step on the worker over the median step in process, less one.
 """
@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
     seconds: dict[str, list[dict[str, float]]] = {}
     norms: dict[str, float] = {}
-    # One after the other: side by side they would share a device's memory, and threads that spin.
+    # Sequentially: concurrent sides would share the device's memory and compete for cores.
     for name, build in (("in process", in_process), ("one Ray worker", on_ray)):
         group = build()
         try:

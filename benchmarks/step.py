@@ -1,8 +1,8 @@
-"""`python -m benchmarks.step`: one whole GRPO step (generate, score, update) through the real loop, beside a peer's.
+"""`python -m benchmarks.step`: one GRPO step (generate, score, update) through the training loop, and a peer's.
 
 Both sides train the same model folder on the same prompts with the same batch (P prompts x n responses of at most
-T tokens), reward and learning rate; the figure is the median time of the steps after the warm-up. The peer runs as
-a black box in an environment of its own (`--against trl --peer-python PATH`), through `benchmarks/peers/`.
+T tokens), reward and learning rate; the figure is the median time of the steps after the warm-up. The peer runs in
+a separate environment (`--against trl --peer-python PATH`), through `benchmarks/peers/`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REWARD = """def compute_score(solution_str, ground_truth):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a Hugging Face folder; default: a random Llama of 0.8M parameters")
-    parser.add_argument("--data", help="jsonl with a column 'question' (GSM8K); default: made-up prompts")
+    parser.add_argument("--data", help="jsonl with a column 'question' (GSM8K); default: random prompts")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=16)
@@ -98,7 +98,7 @@ def make_model(folder: Path, hidden_size: int = 128) -> Path:
 
 
 def make_data(work: Path, count: int, source: str | None = None) -> Path:
-    """Rows enough for every step, and the reward beside them."""
+    """Rows for every step, and the reward in the same folder."""
     import random
 
     draw = random.Random(0)
