@@ -13,6 +13,7 @@ from verl.algorithms import adv_estimator_names, policy_loss_names
 SHORT_STEP = ["--prompts", "4", "--n", "2", "--max-tokens", "4", "--steps", "2", "--warm-up", "1"]
 
 
+@pytest.mark.slow(seconds=8)
 def test_every_estimator_and_loss_agrees_with_its_loop(capsys):
     sizes = ["--batch", "8", "--width", "12", "--group", "4", "--repeat", "1"]
     assert algorithms.main(sizes) == 0

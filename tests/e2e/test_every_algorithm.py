@@ -43,7 +43,7 @@ def check(row: dict, *names: str) -> None:
     assert row["actor/grad_norm"] > 0, "nothing was learned"
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if not name.endswith("_vectorized")])
 def test_every_estimator_trains(train, estimator, digits_data):
     extra = ["trainer.total_training_steps=2", f"algorithm.adv_estimator={estimator}"]
     names = []

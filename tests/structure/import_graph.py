@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "verl"
@@ -18,11 +19,16 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path, known: dict[str, Path], *, typing_only: bool = True) -> Iterator[tuple[str, bool]]:
     """Modules of ours that a file imports, and whether at import time (not inside a function).
 
     Imports below `if TYPE_CHECKING:` run at no time; they count unless `typing_only` is False."""
-    for node, at_import in _nodes(ast.parse(path.read_text(encoding="utf-8")), True, typing_only):
+    for node, at_import in _nodes(tree(path), True, typing_only):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif node.module is None or node.level:

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from tests.structure.import_graph import cycles, imports, modules, package_of
+from tests.structure.import_graph import cycles, imports, modules, package_of, tree
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 FREE = {"verl", "__main__"}
@@ -53,7 +53,7 @@ def test_nothing_outside_engines_reaches_into_an_engine():
         f"{path}:{node.lineno}: {ast.unparse(node)}"
         for name, path in modules().items()
         if package_of(name) != "engines"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute)
         and node.attr.lstrip("_") in private
         and ast.unparse(node.value).rpartition(".")[2].rstrip("()").endswith("engine")
