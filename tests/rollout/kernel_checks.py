@@ -16,8 +16,7 @@ from sampling_checks import boundary_rows, kept_by_definition, key_of, selection
 from verl.rollout.base import SamplingParams
 from verl.rollout.native.kernels import attention, fp8, gated, linear, norm, rotary, sampling, selection
 from verl.rollout.native.ops import TorchOps, TritonOps
-from verl.rollout.noise import sequence_key
-from verl.rollout.sampling import SamplingBatch, apply_filters
+from verl.rollout.sampling import SamplingBatch, apply_filters, sequence_key
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 reference = TorchOps()

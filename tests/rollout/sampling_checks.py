@@ -10,7 +10,7 @@ GOLDEN, MIX_A, MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 
 
 def key_of(uniform: int) -> int:
-    """The key whose number at position 0 is `uniform` * 2^-32: the mixing of `verl.rollout.noise`, backwards."""
+    """The key whose number at position 0 is `uniform` * 2^-32: the mixing of `verl.rollout.sampling`, backwards."""
 
     def undo_shift(value: int, bits: int) -> int:
         found = value

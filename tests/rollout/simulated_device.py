@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from verl.rollout.base import Request, Response
+from verl.rollout.base import Request, Response, Stopper
 from verl.rollout.native import Limits
 from verl.rollout.native.block_manager import BlockManager, Copy
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.scheduler import Chunk, Scheduler
 from verl.rollout.native.sequence import Sequence, sequences_of
-from verl.rollout.noise import mix, sequence_key
-from verl.rollout.requests import Stopper
-from verl.rollout.sampling import Kinds
+from verl.rollout.sampling import Kinds, mix, sequence_key
 
 EOS = 0
 VOCABULARY = 12

@@ -9,14 +9,16 @@ import torch
 from sampling_checks import boundary_rows, kept_by_definition, key_of, selection_rows
 
 from verl.rollout.base import SamplingParams
-from verl.rollout.noise import mix, sequence_key, uniform
 from verl.rollout.sampling import (
     SamplingBatch,
     apply_filters,
     invert_cdf,
+    mix,
     penalise_repeats,
     sample,
     seen_tokens,
+    sequence_key,
+    uniform,
 )
 
 VOCAB = 300

@@ -1,10 +1,12 @@
-"""The interface of rollout engines: token ids in, token ids out.
+"""The interface of rollout engines (token ids in, token ids out), and what they share: checks of requests, the end of a
+response.
 
 The tokens of a request depend only on its token ids, sampling parameters, seed and the weights, not on what else runs.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from verl.models.weight_source import WeightSource
 
 FinishReason = Literal["stop", "length", "abort"]
+_STOP_TAIL = 8
+"""Tokens decoded beyond the characters of a stop string, for tokens that decode to nothing by themselves."""
 
 
 @dataclass(frozen=True)
@@ -264,3 +268,137 @@ class BatchEngine(RolloutEngine):
                 yield from responses
         finally:
             self._drop_batches()
+
+
+def check_requests(
+    requests: Sequence[Request], vocab_size: int, tokenizer: Any | None, max_length: int | None = None
+) -> None:
+    """Raise `RolloutError` for the first request that cannot be served.
+
+    `max_length` is the most tokens (prompt and response) one sequence may have in this engine."""
+    seen: set[str] = set()
+    for request in requests:
+        if request.request_id in seen:
+            raise RolloutError(
+                f"request {request.request_id!r} was submitted twice; ids key the draws and must differ"
+            )
+        seen.add(request.request_id)
+        problem = next(_problems(request, vocab_size, tokenizer, max_length), None)
+        if problem is not None:
+            raise RolloutError(f"request {request.request_id!r}: {problem}")
+
+
+def _problems(
+    request: Request, vocab_size: int, tokenizer: Any | None, max_length: int | None
+) -> Iterator[str]:
+    prompt, partial, sampling = request.prompt_ids, request.partial, request.sampling
+    if len(prompt) == 0:
+        yield "the prompt is empty"
+    if request.n < 1:
+        yield f"n is {request.n}; it must be at least 1 (rollout.n)"
+    wrong = [token for ids in (prompt, *partial) for token in (min(ids, default=0), max(ids, default=0))]
+    wrong = [token for token in wrong if not 0 <= token < vocab_size]
+    if wrong:
+        yield f"token id {wrong[0]} lies outside the vocabulary of {vocab_size}"
+    if sampling.max_tokens < 1:
+        yield f"max_tokens is {sampling.max_tokens}; it must be at least 1 (data.max_response_length)"
+    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
+        yield f"temperature is {sampling.temperature}; it must be 0 (greedy) or a positive number"
+    if not 0 < sampling.top_p <= 1:
+        yield f"top_p is {sampling.top_p}; it must be above 0 and at most 1 (rollout.top_p)"
+    if not 0 <= sampling.min_p <= 1:
+        yield f"min_p is {sampling.min_p}; it must be between 0 and 1"
+    if not (sampling.repetition_penalty > 0 and math.isfinite(sampling.repetition_penalty)):
+        yield f"repetition_penalty is {sampling.repetition_penalty}; it must be a positive number"
+    if "" in sampling.stop:
+        yield "a stop string is empty; it would end every response at once"
+    if sampling.stop and tokenizer is None:
+        yield f"stop strings {list(sampling.stop)}, but the engine has no tokenizer; use stop_token_ids"
+    if partial and len(partial) != request.n:
+        yield f"partial has {len(partial)} samples but n is {request.n}; give one list per sample"
+    longest = max(map(len, partial), default=0)
+    if longest >= sampling.max_tokens:
+        yield f"a partial has {longest} tokens already; max_tokens is {sampling.max_tokens}"
+    length = len(prompt) + sampling.max_tokens
+    if max_length is not None and length > max_length:
+        yield (
+            f"prompt and max_tokens may reach {length} tokens; the limit is {max_length} (data.max_prompt_length, "
+            "data.max_response_length, rollout.max_model_len)"
+        )
+
+
+def eos_token_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
+    """Every token that ends a sequence: the model's generation config and the tokenizer's end token."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, (list, tuple)):
+            found.update(int(item) for item in value)
+    return frozenset(found)
+
+
+def check_finite(log_probs: Sequence[float]) -> None:
+    """Broken weights give NaN; drawing from that would go unnoticed."""
+    if not all(map(math.isfinite, log_probs)):
+        raise RolloutError(
+            "the logits are NaN or infinite: broken weights, or an overflow in this dtype (check the last update's "
+            "gradient norm and rollout.dtype)"
+        )
+
+
+class Stopper:
+    """Finds where a response ends: at a stop token, at a stop string, or at `max_tokens`."""
+
+    def __init__(self, tokenizer: Any | None, eos_ids: frozenset[int]) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        # Stop strings are searched in the raw text: cleaning moves spaces that later tokens follow, so that the answer
+        # would depend on how many tokens are decoded at once.
+        cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._decoding = {"clean_up_tokenization_spaces": False} if cleans else {}
+
+    def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        ids = frozenset(sampling.stop_token_ids)
+        return ids if sampling.ignore_eos else ids | self.eos_ids
+
+    def end(
+        self, token_ids: Sequence[int], start: int, sampling: SamplingParams, prompt_length: int = 0
+    ) -> tuple[int, FinishReason] | None:
+        """Where, among `token_ids[start:]`, the response `token_ids[prompt_length:]` ends and why; None if nowhere.
+
+        The tokens before `start` are known not to end it. (3, "stop") means that the first 3 of `token_ids` stay.
+        The work is linear in the new tokens, however long the response is.
+        """
+        longest = prompt_length + sampling.max_tokens
+        limit = min(len(token_ids), longest)
+        stopped = next((at + 1 for at in range(start, limit) if self._stops(token_ids[at], sampling)), None)
+        if sampling.stop and self.tokenizer is not None:
+            found = self._stop_string(token_ids, start, stopped or limit, sampling, prompt_length)
+            if found is not None:
+                return found, "stop"
+        if stopped is not None:
+            return stopped, "stop"
+        return (limit, "length") if limit == longest else None
+
+    def _stops(self, token: int, sampling: SamplingParams) -> bool:
+        return token in sampling.stop_token_ids or (token in self.eos_ids and not sampling.ignore_eos)
+
+    def _stop_string(
+        self, token_ids: Sequence[int], start: int, limit: int, sampling: SamplingParams, prompt_length: int
+    ) -> int | None:
+        """The first count above `start`, at most `limit`, of tokens whose newest ones contain a stop string.
+
+        All new tokens are decoded at once; only where that finds a stop string are they decoded one by one, to find
+        the token that completes it."""
+        tail = max(len(text) for text in sampling.stop) + _STOP_TAIL
+
+        def contains(first: int, count: int) -> bool:
+            ids = list(token_ids[max(prompt_length, first) : count])
+            text = self.tokenizer.decode(ids, skip_special_tokens=False, **self._decoding)  # type: ignore[union-attr]
+            return any(stop in text for stop in sampling.stop)
+
+        if start >= limit or not contains(start + 1 - tail, limit):
+            return None
+        return next((count for count in range(start + 1, limit + 1) if contains(count - tail, count)), None)

@@ -17,10 +17,18 @@ import torch
 
 from verl.errors import RolloutError
 from verl.models.weight_source import Adapter, NamedTensors, WeightSource
-from verl.rollout.base import FinishReason, Request, Response, RolloutEngine, RolloutStats
+from verl.rollout.base import (
+    FinishReason,
+    Request,
+    Response,
+    RolloutEngine,
+    RolloutStats,
+    Stopper,
+    check_finite,
+    check_requests,
+)
 from verl.rollout.model_info import model_info
-from verl.rollout.noise import mix, sequence_key
-from verl.rollout.requests import Stopper, check_finite, check_requests
+from verl.rollout.sampling import mix, sequence_key
 from verl.rollout.weight_sync.probe import PROBE_ID, ProbeCheck, probe_request
 from verl.rollout.weight_sync.receive import ReceivedWeights
 from verl.rollout.weight_sync.stale_files import new_path, sweep
@@ -166,8 +174,7 @@ class ExternalRollout(RolloutEngine):
 
     def submit(self, requests: Iterable[Request]) -> None:
         requests = list(requests)
-        self.stopper.check_stop_strings(requests)
-        check_requests(requests, self.info.vocab_size, self.max_length)
+        check_requests(requests, self.info.vocab_size, self.stopper.tokenizer, self.max_length)
         if self.asleep:
             raise RolloutError(f"{self.name} sleeps; call wake() before submit()")
         self._enqueue(requests)

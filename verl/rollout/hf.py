@@ -17,12 +17,18 @@ from typing import Any
 
 import torch
 
-from verl.rollout.base import BatchEngine, FinishReason, Request, Response
-from verl.rollout.noise import sequence_key
-from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
-from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
-from verl.rollout.source import as_source, causal_lm, generation_mode
-from verl.rollout.verify import verify
+from verl.rollout.base import (
+    BatchEngine,
+    FinishReason,
+    Request,
+    Response,
+    Stopper,
+    check_finite,
+    check_requests,
+    eos_token_ids,
+)
+from verl.rollout.sampling import SamplingBatch, sample, seen_tokens, sequence_key
+from verl.rollout.source import as_source, causal_lm, generation_mode, verify
 
 DEFAULT_BATCH = 256
 """Padded caches are large: more rows than this at a time are not worth their memory."""
@@ -103,8 +109,7 @@ class HFRollout(BatchEngine):
                 model = causal_lm(module)
                 self._stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
                 self._vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self._stopper.check_stop_strings(requests)
-        check_requests(requests, self._vocab_size)
+        check_requests(requests, self._vocab_size, self.tokenizer)
 
     def run_batch(self, requests: list[Request]) -> Iterator[Response]:
         self._aborted.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.models.lora import has_lora
 from verl.models.weight_source import WeightSource
-from verl.rollout.requests import eos_token_ids
+from verl.rollout.base import eos_token_ids
 from verl.rollout.source import causal_lm
 
 

@@ -1,8 +1,10 @@
 """Drawing one token per row from logits: repetition penalty, temperature, top-k, top-p, min-p, greedy.
 
-A row draws by inverting its cumulative distribution at one uniform number (see `noise`), so that a draw costs one pass
-over the vocabulary. Filters apply in the order penalty, temperature, top-k, top-p, min-p; top-p sees the distribution
-renormalised by top-k. A token whose probability is zero, or which a filter removed, is never drawn.
+A row draws by inverting its cumulative distribution at one uniform number, so that a draw costs one pass over the
+vocabulary. The number depends only on (seed, request, sample, position): without generator state a request draws the
+same tokens whatever else is in the batch, also after a preemption or a resume. Filters apply in the order penalty,
+temperature, top-k, top-p, min-p; top-p sees the distribution renormalised by top-k. A token whose probability is zero,
+or which a filter removed, is never drawn.
 
 The log-prob returned is the one a trainer recomputes from the plain logits: of the temperature-scaled distribution
 before penalty and filters, or at temperature 1 where `raw` is set or the row is greedy.
@@ -12,18 +14,55 @@ Shape suffixes: B rows, V vocabulary, N blocks of the vocabulary, L length of th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from verl.models.kernels import triton_fault
-from verl.rollout import noise
 from verl.rollout.base import SamplingParams
 
 _BLOCK = 256
 _NUCLEUS_GUESS = 512
 """Most nuclei fit in this many tokens; only rows that do not are sorted whole."""
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_A = 0xBF58476D1CE4E5B9
+_MIX_B = 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    value &= _MASK64
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def mix(value: int) -> int:
+    """The finaliser of splitmix64 on a Python integer; every input bit reaches every output bit."""
+    value &= _MASK64
+    value = ((value ^ (value >> 30)) * _MIX_A) & _MASK64
+    value = ((value ^ (value >> 27)) * _MIX_B) & _MASK64
+    return value ^ (value >> 31)
+
+
+def sequence_key(seed: int, request_id: str, sample: int) -> int:
+    """The signed 64-bit key of one sample; stable across processes (unlike `hash`)."""
+    name = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
+    return _signed(mix(mix(mix(seed + _GOLDEN) ^ name) + _GOLDEN * (sample + 1)))
+
+
+def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift: torch's shift of int64 is arithmetic."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1), float64 with 32 random bits; `keys` and `positions` are int64 of one shape."""
+    value = keys + (positions + 1) * _signed(_GOLDEN)
+    value = (value ^ _shift_right(value, 30)) * _signed(_MIX_A)
+    value = (value ^ _shift_right(value, 27)) * _signed(_MIX_B)
+    value = value ^ _shift_right(value, 31)
+    return _shift_right(value, 32).to(torch.float64) * 2.0**-32
 
 
 @dataclass(frozen=True)
@@ -79,38 +118,25 @@ class SamplingBatch:
     def of(
         params: Sequence[SamplingParams], keys: Sequence[int], device: torch.device | str = "cpu"
     ) -> SamplingBatch:
-        def column(values: list[float] | list[bool] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-        greedy = [p.temperature == 0 for p in params]
-        temperature = [1.0 if g else p.temperature for p, g in zip(params, greedy, strict=True)]
         return SamplingBatch(
-            keys_B=column(list(keys), torch.int64),
-            temperature_B=column(temperature, torch.float32),
-            top_p_B=column([p.top_p for p in params], torch.float32),
+            keys_B=column(keys, torch.int64),
+            temperature_B=column([p.temperature or 1.0 for p in params]),
+            top_p_B=column([p.top_p for p in params]),
             top_k_B=column([p.top_k for p in params], torch.int64),
-            min_p_B=column([p.min_p for p in params], torch.float32),
-            penalty_B=column([p.repetition_penalty for p in params], torch.float32),
+            min_p_B=column([p.min_p for p in params]),
+            penalty_B=column([p.repetition_penalty for p in params]),
             raw_B=column([p.raw_log_probs for p in params], torch.bool),
-            greedy_B=column(greedy, torch.bool),
+            greedy_B=column([p.temperature == 0 for p in params], torch.bool),
             kinds=Kinds.of(params),
         )
 
     def select(self, rows_B: torch.Tensor) -> SamplingBatch:
-        """The settings of some rows; the kinds of work stay those of the whole."""
-        return replace(self, **{name: getattr(self, name)[rows_B] for name in _COLUMNS})
-
-
-_COLUMNS = (
-    "keys_B",
-    "temperature_B",
-    "top_p_B",
-    "top_k_B",
-    "min_p_B",
-    "penalty_B",
-    "raw_B",
-    "greedy_B",
-)
+        """The settings of some rows; the kinds of work stay those of the whole batch."""
+        columns = [field.name for field in fields(self) if field.name != "kinds"]
+        return replace(self, **{name: getattr(self, name)[rows_B] for name in columns})
 
 
 def seen_tokens(history_BL: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -185,7 +211,7 @@ def apply_filters(weights_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tenso
 
 
 def _covering(weights_BN: torch.Tensor, share_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, 1]: the place whose weight covers `share` of the row's sum, and the share of that weight which lies before.
+    """[B, 1]: the index whose weight covers `share` of the row's sum, and the share of that weight which lies before.
 
     Weights (float64) below 2^-40 of the sum are never chosen. What any order of summation gets wrong is far below that,
     so the running sum grows at every weight that counts."""
@@ -247,7 +273,7 @@ def sample(
         log_total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
     else:
         log_total_B1 = weights_BV.sum(-1, keepdim=True).log_() + peak_B1
-    uniform_B = noise.uniform(batch.keys_B, positions_B)
+    uniform_B = uniform(batch.keys_B, positions_B)
     tokens_B = invert_cdf(apply_filters(weights_BV, batch) if kinds.filters else weights_BV, uniform_B)
     if kinds.greedy:
         tokens_B = torch.where(batch.greedy_B, drawn_BV.argmax(-1), tokens_B)

@@ -1,9 +1,15 @@
-"""Plain modules as weight sources, and a module's state while it generates."""
+"""Modules that engines of this process generate from: as weight sources, and in generation mode.
+
+A rollout engine calls a model in ways its authors did not: with an attention of ours, a cache of ours, several prompts
+laid end to end. An architecture that keeps state elsewhere, or asks more of its attention, would be sampled from
+wrongly and without an error. So `verify` generates a few tokens before any that count and recomputes their log-probs by
+the stock forward without a cache; both in float32, so that rounding can neither hide nor cause a difference.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +18,7 @@ from torch import nn
 
 from verl.errors import RolloutError
 from verl.models.attention import ATTENTION_NAME, register_attention
-from verl.models.float32 import FAULTS, first_line, float32_arithmetic
+from verl.models.float32 import FAULTS, exact_if_possible, first_line, float32_arithmetic, settled
 from verl.models.weight_source import (
     Adapter,
     NamedTensors,
@@ -23,8 +29,15 @@ from verl.models.weight_source import (
     base_tensors,
     merged_tensors,
 )
+from verl.rollout.base import Request, Response, SamplingParams
 
 log = logging.getLogger(__name__)
+
+_PROBE_TOKENS = 4
+_BOUND = 5e-4
+"""Of the largest difference of log-probs, with the temperature at which logits have unit variance."""
+_NOISE = 8
+_INSTEAD = {"native": "rollout.name=vllm or rollout.name=hf", "hf": "rollout.name=vllm"}
 
 
 class ModuleWeights(WeightSource):
@@ -52,19 +65,22 @@ class ModuleWeights(WeightSource):
 
     def log_probs(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> SourceLogProbs:
         with torch.no_grad(), generation_mode(self._module, None) as model:
-            log_probs = _log_probs(model, prompt_ids, responses)
+            log_probs = _log_probs(model, prompt_ids, responses).tolist()
             try:
                 with float32_arithmetic(model):
-                    return SourceLogProbs(log_probs, _log_probs(model, prompt_ids, responses))
+                    return SourceLogProbs(log_probs, _log_probs(model, prompt_ids, responses).tolist())
             except FAULTS as error:
                 log.info("rounding noise of log-probs cannot be measured in float32: %s", first_line(error))
                 return SourceLogProbs(log_probs, None)
 
 
-def _log_probs(model: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]]) -> list[list[float]]:
+def _log_probs(
+    model: Any, prompt: Sequence[int], rows: Sequence[Sequence[int]], temperature: float = 1.0
+) -> torch.Tensor:
+    """[rows, tokens of a row] by the model's forward, without a cache."""
     ids = torch.tensor([[*prompt, *row] for row in rows], device=model.get_input_embeddings().weight.device)
-    logits_BTV = model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].float()
-    return logits_BTV.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])[..., 0].tolist()
+    logits_BTV = model(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1].float() / temperature
+    return logits_BTV.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])[..., 0]
 
 
 def as_source(source: WeightSource | nn.Module) -> WeightSource:
@@ -114,3 +130,72 @@ def generation_mode(module: nn.Module, attention: str | None) -> Iterator[Any]:
             model.set_attn_implementation(before)
         for part in training:
             part.training = True
+
+
+def cannot_generate(model: Any, fault: str, engine: str = "native") -> RolloutError:
+    return RolloutError(
+        f"rollout.name={engine} cannot generate from {type(model).__name__}: {fault}; use {_INSTEAD[engine]}"
+    )
+
+
+def verify(model: Any, engine: str, generate: Callable[[list[Request]], list[Response]]) -> None:
+    """RolloutError where `generate`, which uses this model, gives other log-probs than the model's own forward."""
+    try:
+        fault = settled(lambda seed: _difference(model, generate, seed))
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as error:
+        raise cannot_generate(model, first_line(error), engine) from error
+    if fault is not None:
+        raise cannot_generate(model, fault, engine)
+
+
+def _difference(model: Any, generate: Callable[[list[Request]], list[Response]], seed: int) -> str | None:
+    def own_log_probs(
+        rows: list[tuple[Sequence[int], list[int]]], temperature: float, times: int = 1
+    ) -> torch.Tensor:
+        """Each row alone (in a batch of `times` equal ones), by the stock forward."""
+        with torch.no_grad(), generation_mode(model, None):
+            found = [_log_probs(model, prompt, [ids] * times, temperature)[0] for prompt, ids in rows]
+        return torch.stack(found).double().cpu()
+
+    def compare(exact: bool) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        with float32_arithmetic(model) if exact else nullcontext():
+            prompts = _probe_prompts(model, seed)
+            ids = torch.tensor(prompts[:1], device=model.get_input_embeddings().weight.device)
+            with torch.no_grad(), generation_mode(model, None):
+                logits_V = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+            if not bool(logits_V.isfinite().all()):
+                return None  # broken weights are reported by the generation that counts
+            temperature = float(logits_V.std()) or 1.0
+            sampling = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=temperature, ignore_eos=True)
+            responses = generate(
+                [Request(str(at), ids, sampling, n=2 - at, seed=seed) for at, ids in enumerate(prompts)]
+            )
+            rows = [(prompts[int(response.request_id)], response.token_ids) for response in responses]
+            ours = torch.tensor([response.log_probs for response in responses]).double()
+            own = own_log_probs(rows, temperature)
+            # Without float32 the size of rounding errors is seen from another batch size, which takes other kernels.
+            noise = 0.0 if exact else float((own - own_log_probs(rows, temperature, 3)).abs().mean())
+            return ours, own, noise
+
+    found, exact = exact_if_possible(compare)
+    if found is None:
+        return None
+    ours, own, noise = found
+    differences = (ours - own).abs()
+    gap = float(differences.max() if exact else differences.mean())
+    if gap <= (_BOUND if exact else max(10 * _BOUND, _NOISE * noise)):
+        return None
+    return f"its log-probs differ from those of the model's own forward by {gap:.2g}"
+
+
+def _probe_prompts(model: Any, seed: int) -> list[list[int]]:
+    """Two prompts that begin alike, so that blocks of the cache are shared."""
+    vocab = int(model.get_input_embeddings().num_embeddings)
+    longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
+    length = max(min(23, longest - _PROBE_TOKENS), 2)
+    generator = torch.Generator().manual_seed(seed)
+    first, other = torch.randint(min(3, vocab - 1), vocab, (2, length), generator=generator).tolist()
+    shared = min(16, length - 1)
+    return [first, (first[:shared] + other)[: length - 2 if length > shared + 3 else length]]

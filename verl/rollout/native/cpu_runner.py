@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from verl.rollout.base import FinishReason
+from verl.rollout.base import FinishReason, Stopper, check_finite
 from verl.rollout.native.attention import ChunkSpan, PagedAttention, make_segments
 from verl.rollout.native.backbone import Backbone
 from verl.rollout.native.kv_cache import PageCache
 from verl.rollout.native.scheduler import Scheduler, Step
 from verl.rollout.native.sequence import Sequence
-from verl.rollout.requests import Stopper, check_finite
 from verl.rollout.sampling import Kinds, SamplingBatch, sample, seen_tokens
 
 

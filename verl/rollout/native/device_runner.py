@@ -20,7 +20,7 @@ import torch
 
 from verl.errors import ConfigError
 from verl.models.attention import PackedAttention
-from verl.rollout.base import FinishReason
+from verl.rollout.base import FinishReason, Stopper
 from verl.rollout.native.backbone import Backbone
 from verl.rollout.native.cuda_graphs import GraphRecorder
 from verl.rollout.native.device_attention import ContinuedAttention, DecodeAttention, PromptAttention
@@ -30,7 +30,6 @@ from verl.rollout.native.kv_cache import DeviceCache
 from verl.rollout.native.ops import Ops
 from verl.rollout.native.scheduler import Chunk, Scheduler, Step
 from verl.rollout.native.sequence import Sequence
-from verl.rollout.requests import Stopper
 from verl.rollout.sampling import Kinds, sample
 
 LOOKAHEAD = 4

@@ -21,17 +21,25 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from verl.errors import RolloutError
-from verl.rollout.base import FinishReason, Request, Response, RolloutEngine, RolloutStats
+from verl.rollout.base import (
+    FinishReason,
+    Request,
+    Response,
+    RolloutEngine,
+    RolloutStats,
+    Stopper,
+    check_finite,
+    check_requests,
+    eos_token_ids,
+)
 from verl.rollout.native.backbone import PositionLimit, position_limit
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.kv_cache import CacheLayout, cache_layout
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.native.session import CPUSession, DeviceSession, Limits, uses_graphs, weight_signature
-from verl.rollout.requests import Stopper, check_finite, check_requests, eos_token_ids
 from verl.rollout.sampling import Kinds
-from verl.rollout.source import as_source, causal_lm, generation_mode
-from verl.rollout.verify import verify
+from verl.rollout.source import as_source, causal_lm, generation_mode, verify
 
 log = logging.getLogger(__name__)
 
@@ -130,9 +138,8 @@ class NativeRollout(RolloutEngine):
             self.limits.check_dtype(self.source.dtype)
 
     def _check(self, requests: list[Request]) -> None:
-        self._stopper.check_stop_strings(requests)
         lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
-        check_requests(requests, self._vocab_size, min(lengths, default=None))
+        check_requests(requests, self._vocab_size, self.tokenizer, min(lengths, default=None))
         for request in requests:
             if request.request_id in self._outstanding:
                 raise RolloutError(

@@ -24,7 +24,7 @@ from verl.models.float32 import FAULTS, first_line
 from verl.models.forward import backbone_of
 from verl.models.vmm_buffer import VMMBuffer, reserve
 from verl.rollout.native.block_manager import Copy
-from verl.rollout.verify import cannot_generate
+from verl.rollout.source import cannot_generate
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.rollout import noise
+from verl.rollout.sampling import invert_cdf, uniform
 
 FP8_TYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -146,12 +146,10 @@ class TorchOps:
         keys: torch.Tensor,
         produced: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from verl.rollout.sampling import invert_cdf
-
         values = logits.float() / temperature[:, None]
         peak = values.amax(-1, keepdim=True)
         weights = (values - peak).exp()
-        tokens = invert_cdf(weights, noise.uniform(keys, produced))
+        tokens = invert_cdf(weights, uniform(keys, produced))
         tokens = torch.where(greedy.bool(), values.argmax(-1), tokens)
         log_probs = values.gather(1, tokens[:, None]) - peak - weights.sum(-1, keepdim=True).log()
         return tokens, log_probs[:, 0]

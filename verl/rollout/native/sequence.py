@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 
 from verl.rollout.base import FinishReason, Request, Response
-from verl.rollout.noise import sequence_key
+from verl.rollout.sampling import sequence_key
 
 
 class Status(Enum):

@@ -43,7 +43,7 @@ def _chunk_masses(
 
 @triton.jit
 def _uniform(key, position):
-    """The same numbers as `verl.rollout.noise.uniform`."""
+    """The same numbers as `verl.rollout.sampling.uniform`."""
     value = key + (position + 1) * -7046029254386353131
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
