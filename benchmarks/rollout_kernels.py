@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from verl.rollout.native.kernels import attention, gated, linear, norm, rotary, sampling, selection
+from verl.rollout.native.kernels import attention, layers, linear, rotary, sampling, selection
 
 SHAPES = {
     "smollm2-135m": (576, 1536, 9, 3, 64, 49152),
@@ -90,7 +90,7 @@ def products(name: str, rows: int, hidden: int, inner: int, heads: int, kv: int,
         out = torch.empty(rows, 2 * inner, device="cuda", dtype=torch.bfloat16)
         torch.mm(x, gate.t(), out=out[:, :inner])
         torch.mm(x, up.t(), out=out[:, inner:])
-        gated.silu_mul(out[:, :inner], out[:, inner:])
+        layers.silu_mul(out[:, :inner], out[:, inner:])
 
     whole = [torch.cat(ws) for ws in qkv]
     single = micros(lambda: x @ next_of(whole).t())
@@ -130,25 +130,22 @@ def small_kernels(
     context, size = 320, 16
     width = -(-(context + 64) // size)
     blocks = rows * width + 1
-    keys, values = (torch.randn(blocks, kv, size, dim, **half) for _ in range(2))
+    cache = tuple(torch.randn(blocks, kv, size, dim, **half) for _ in range(2))
     table = torch.randperm(rows * width, device="cuda").view(rows, width).int()
     positions = torch.full((rows,), context - 1, device="cuda")
     active = torch.ones(rows, dtype=torch.int64, device="cuda")
     qkv = torch.randn(rows, (heads + 2 * kv) * dim, **half)
-    cos, sin = (torch.randn(context + 64, dim, **half) for _ in range(2))
+    rope = tuple(torch.randn(context + 64, dim, **half) for _ in range(2))
+    inputs = (positions, positions, active, table)
     q = torch.randn(rows, heads, dim, **half)
     figures = {
-        "norm": micros(lambda: norm.add_rms_norm(x, x, weight, 1e-5)),
-        "rotary": micros(
-            lambda: rotary.rotary_cache(qkv, keys, values, cos, sin, positions, active, table, heads, None)
-        ),
+        "norm": micros(lambda: layers.add_rms_norm(x, x, weight, 1e-5)),
+        "rotary": micros(lambda: rotary.rotary_cache(qkv, cache, rope, inputs, heads, None)),
     }
     floor = rows * context * kv * dim * 2 * 2 / 4.3e12 * 1e6
     for splits in (1, 2, 4, 8):
         figures[f"attention/{splits}"] = micros(
-            lambda s=splits: attention.decode_attention(
-                q, keys, values, table, positions, active, dim**-0.5, None, None, s
-            )
+            lambda s=splits: attention.decode_attention(q, cache, inputs, dim**-0.5, None, None, s)
         )
     logits = torch.randn(rows, vocab, device="cuda")
     ones, zeros = torch.ones(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")

@@ -156,7 +156,7 @@ def graphs_follow_new_weights_and_are_kept() -> str:
     engine = native(model)
     asked = requests(temperature=0, ignore_eos=True)
     before = answers(engine, asked)
-    captured = len(engine._session.runner._graphs)
+    captured = len(engine.session.runner.graphs)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
@@ -164,7 +164,7 @@ def graphs_follow_new_weights_and_are_kept() -> str:
     compare(after, answers(HFRollout(model, None), asked), 1e-4)
     if all(after[k].token_ids == before[k].token_ids for k in after):
         raise AssertionError("new weights changed nothing")
-    if len(engine._session.runner._graphs) != captured:
+    if len(engine.session.runner.graphs) != captured:
         raise AssertionError("graphs were captured again")
     return f"{captured} graphs kept"
 
@@ -175,22 +175,22 @@ def a_sleeping_engine_holds_no_cache_and_keeps_its_graphs() -> str:
     engine = native(model)
     asked = requests(temperature=0, ignore_eos=True)
     before = answers(engine, asked)
-    session = engine._session
+    session = engine.session
     held = session.cache.bytes
     free = torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 0
     engine.sleep()
     if DEVICE == "cpu":
         return "no device memory to give back"
-    if engine._session is not session:
+    if engine.session is not session:
         raise AssertionError("the cache cannot be parked here")
     given = torch.cuda.mem_get_info()[0] - free
     if session.cache.bytes != 0 or given < held:
         raise AssertionError(f"{given} bytes came back of {held}")
     engine.wake()
     compare(answers(engine, asked), before, 1e-4)
-    if engine._session is not session:
+    if engine.session is not session:
         raise AssertionError("the session was made anew")
-    return f"{given} bytes given back, {len(session.runner._graphs)} graphs kept"
+    return f"{given} bytes given back, {len(session.runner.graphs)} graphs kept"
 
 
 @check
@@ -493,12 +493,12 @@ def greedy_validation_reuses_the_graphs_of_training() -> str:
     model = build_model("qwen3").to(DEVICE)
     engine = native(model)
     answers(engine, requests(ignore_eos=True))
-    captured = len(engine._session.runner._graphs)
+    captured = len(engine.session.runner.graphs)
     for temperature in (0.0, 0.7):
         asked = requests(ignore_eos=True, temperature=temperature)
         compare(answers(engine, asked), answers(HFRollout(model, None), asked), 1e-4)
-    if len(engine._session.runner._graphs) != captured:
-        raise AssertionError(f"{len(engine._session.runner._graphs)} graphs instead of {captured}")
+    if len(engine.session.runner.graphs) != captured:
+        raise AssertionError(f"{len(engine.session.runner.graphs)} graphs instead of {captured}")
     return f"{captured} graphs"
 
 
@@ -535,7 +535,7 @@ def cached_beginnings_equal_padded_attention() -> str:
         for window in (None, 50):
             attention = ContinuedAttention(counts, lengths, lambda x: x.to(DEVICE))
             ours = attention.attend(None, q, k, v, sliding_window=window)
-            theirs = attention._padded(q.float(), k.float(), v.float(), None, window, None)
+            theirs = attention.padded(q.float(), k.float(), v.float(), None, window, None)
             worst = max(worst, float((ours.float() - theirs).abs().max()))
     if not worst < 0.03:
         raise AssertionError(f"attention differs by {worst:.1e}")
@@ -551,29 +551,29 @@ def a_failed_capture_leaves_nothing_behind() -> str:
     asked = requests(temperature=0, ignore_eos=True)
     theirs = answers(HFRollout(model, None), asked)
     engine = native(model)
-    step, stream = DeviceRunner._step, torch.cuda.current_stream()
+    step, stream = DeviceRunner.decode_step, torch.cuda.current_stream()
 
     def waiting(runner: DeviceRunner, size: int) -> None:
         step(runner, size)
         torch.cuda.current_stream().synchronize()
 
-    DeviceRunner._step = waiting
+    DeviceRunner.decode_step = waiting
     try:
         compare(answers(engine, asked), theirs, 1e-4)
     finally:
-        DeviceRunner._step = step
+        DeviceRunner.decode_step = step
     if torch.cuda.current_stream() != stream:
         raise AssertionError("the thread stayed on the stream of the capture")
-    if engine._graphs_refused is None or engine._session.runner._graphs:
+    if engine.graphs_refused is None or engine.session.runner.graphs:
         raise AssertionError("the capture did not fail")
     compare(answers(engine, asked), theirs, 1e-4)
-    if engine._session.runner._graphs:
+    if engine.session.runner.graphs:
         raise AssertionError("captured again with the same weights")
     engine.update_weights(None, 1)
     compare(answers(engine, asked), theirs, 1e-4)
-    if not engine._session.runner._graphs:
+    if not engine.session.runner.graphs:
         raise AssertionError("not captured again after a weight update")
-    return f"{len(engine._session.runner._graphs)} graphs after the weight update"
+    return f"{len(engine.session.runner.graphs)} graphs after the weight update"
 
 
 @check
@@ -584,9 +584,9 @@ def a_mixture_of_experts_is_captured_in_half_precision() -> str:
     model = build_model("qwen3_moe").to(DEVICE, torch.bfloat16)
     engine = native(model)
     answers(engine, requests(temperature=0, ignore_eos=True))
-    if engine._graphs_refused is not None:
-        raise AssertionError(engine._graphs_refused[1])
-    return f"{len(engine._session.runner._graphs)} graphs"
+    if engine.graphs_refused is not None:
+        raise AssertionError(engine.graphs_refused[1])
+    return f"{len(engine.session.runner.graphs)} graphs"
 
 
 ASKS_MORE = (

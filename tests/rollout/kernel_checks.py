@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sampling_checks import boundary_rows, kept_by_definition, key_of, selection_rows
 
 from verl.rollout.base import SamplingParams
-from verl.rollout.native.kernels import attention, fp8, gated, linear, norm, rotary, sampling, selection
-from verl.rollout.native.ops import TorchOps, TritonOps
+from verl.rollout.native.kernels import attention, layers, linear, rotary, sampling, selection
+from verl.rollout.native.ops import DecodeInputs, TorchOps, TritonOps
 from verl.rollout.sampling import SamplingBatch, apply_filters, sequence_key
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,14 +36,14 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return values.to(DEVICE, dtype)
 
 
-def rows_of(contexts: list[int], block_size: int, blocks: int) -> tuple[torch.Tensor, ...]:
+def rows_of(contexts: list[int], block_size: int, blocks: int) -> DecodeInputs:
     """A table of distinct, shuffled blocks for each row; rows of context 0 are not active."""
     width = max(-(-max(contexts) // block_size), 1)
     order = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(3))[: len(contexts) * width]
     table = order.view(len(contexts), width).to(DEVICE, torch.int32)
     positions = torch.tensor([max(c - 1, 0) for c in contexts], device=DEVICE)
     active = torch.tensor([int(c > 0) for c in contexts], dtype=torch.int32, device=DEVICE)
-    return table, positions, active
+    return DecodeInputs(positions, positions, active, table)
 
 
 # The interpreter truncates to bfloat16 instead of rounding; float16 stands in for it there.
@@ -53,7 +53,7 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
     x, residual, weight = (randn(5, 72, dtype=dtype, seed=s) for s in range(3))
     for added in (None, residual):
         ours, theirs = (
-            norm.add_rms_norm(x, added, weight[0], 1e-5),
+            layers.add_rms_norm(x, added, weight[0], 1e-5),
             reference.add_rms_norm(x, added, weight[0], 1e-5),
         )
         check(f"norm {kind} {added is not None}", ours[0], theirs[0], tolerance)
@@ -61,12 +61,12 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
     both = randn(5, 140, dtype=dtype)
     check(
         f"gated {kind}",
-        gated.silu_mul(both[:, :70], both[:, 70:]),
+        layers.silu_mul(both[:, :70], both[:, 70:]),
         reference.silu_mul(*both.chunk(2, 1)),
         tolerance,
     )
 
-    values, scales = fp8.quantise_rows(both[:, :70])
+    values, scales = layers.quantise_rows(both[:, :70])
     expected, expected_scales = reference.quantise_rows(both[:, :70])
     check(f"fp8 scales {kind}", scales, expected_scales, 1e-6)
     if DEVICE.type == "cuda":  # the interpreter does not round to eight bits
@@ -74,7 +74,7 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         check(f"fp8 values {kind}", values.float() * scales, expected.float() * expected_scales, 0.07)
         left, right = (reference.quantise_rows(randn(n, 96, dtype=dtype)) for n in (5, 48))
         args = (left[0], left[1], right[0], right[1].t().contiguous(), torch.bfloat16)
-        check("fp8 product", TritonOps(DEVICE).scaled_product(*args), reference.scaled_product(*args), 2e-2)
+        check("fp8 product", TritonOps().scaled_product(*args), reference.scaled_product(*args), 2e-2)
 
     for rows in (3, 20, 40):
         x = randn(rows, 72, dtype=dtype) * 0.3
@@ -98,16 +98,16 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
 
     for heads, kv_heads, dim, block_size in ((3, 1, 16, 4), (6, 3, 32, 8)):
         contexts = [1, 0, 9, 31]
-        table, positions, active = rows_of(contexts, block_size, 64)
+        inputs = rows_of(contexts, block_size, 64)
         shape = (64, kv_heads, block_size, dim)
         qkv = randn(len(contexts), (heads + 2 * kv_heads) * dim, dtype=dtype)
         angle = randn(64, dim // 2, dtype=torch.float32).repeat(1, 2)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         for norms in (None, (weight[0, :dim].contiguous(), weight[1, :dim].contiguous(), 1e-6)):
             caches = [[randn(*shape, dtype=dtype, seed=s) for s in (5, 6)] for _ in range(2)]
-            args = (cos, sin, positions, active, table, heads, norms)
-            ours = rotary.rotary_cache(qkv, *caches[0], *args)
-            theirs = reference.rotary_cache(qkv, *caches[1], *args)
+            args = ((cos, sin), inputs, heads, norms)
+            ours = rotary.rotary_cache(qkv, caches[0], *args)
+            theirs = reference.rotary_cache(qkv, caches[1], *args)
             # Without a norm both round every product and every sum, so that the bits agree.
             allowed = 0 if norms is None and dtype == torch.bfloat16 else tolerance
             check(f"rotary {kind} {norms is not None}", ours, theirs, allowed)
@@ -117,25 +117,25 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
         slots = torch.tensor([3, 200, 17], device=DEVICE)
         k, v = (randn(kv_heads, 3, dim, dtype=dtype, seed=s).transpose(0, 1) for s in (1, 2))
         caches = [[randn(*shape, dtype=dtype, seed=s) for s in (5, 6)] for _ in range(2)]
-        rotary.write_cache(k, v, *caches[0], slots)
-        reference.write_cache(k, v, *caches[1], slots)
+        rotary.write_cache(k, v, caches[0], slots)
+        reference.write_cache(k, v, caches[1], slots)
         check(f"write keys {kind}", caches[0][0], caches[1][0], 0)
         check(f"write values {kind}", caches[0][1], caches[1][1], 0)
 
         contexts = [1, 0, 5, 64, 65, 150]
-        table, positions, active = rows_of(contexts, block_size, 6 * 40)
+        inputs = rows_of(contexts, block_size, 6 * 40)
         keys, values = (randn(6 * 40, kv_heads, block_size, dim, dtype=dtype, seed=s) for s in (1, 2))
         # The cache is not cleared: what nobody has written may be anything.
         written = torch.zeros(6 * 40, block_size, dtype=torch.bool, device=DEVICE)
         for row, context in enumerate(contexts):
             places = torch.arange(context, device=DEVICE)
-            written[table[row, places // block_size].long(), places % block_size] = True
+            written[inputs.table[row, places // block_size].long(), places % block_size] = True
         for cache in (keys, values):
             cache.masked_fill_(~written[:, None, :, None], float("nan"))
         q = randn(len(contexts), heads, dim, dtype=dtype)
         for splits in (1, 4):
             for window, softcap in ((None, None), (7, None), (None, 5.0)):
-                args = (q, keys, values, table, positions, active, 0.3, window, softcap)
+                args = (q, (keys, values), inputs, 0.3, window, softcap)
                 ours, theirs = attention.decode_attention(*args, splits), reference.decode_attention(*args)
                 check(
                     f"attention {kind} splits {splits} window {window} cap {softcap}", ours, theirs, tolerance
@@ -145,7 +145,7 @@ for dtype, tolerance in ((torch.float32, 2e-5), (HALF, 1e-2)):
 for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12), (192, 128)):
     heads, kv_heads, block_size, kind = 4, 2, 8, f"{key_size}/{value_size}"
     contexts = [1, 0, 9, 31]
-    table, positions, active = rows_of(contexts, block_size, 64)
+    inputs = rows_of(contexts, block_size, 64)
     caches = [
         [
             randn(64, kv_heads, block_size, size, dtype=torch.float32, seed=5)
@@ -155,12 +155,12 @@ for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12
     ]
     slots = torch.tensor([3, 200, 17], device=DEVICE)
     k, v = (randn(kv_heads, 3, size, dtype=torch.float32).transpose(0, 1) for size in (key_size, value_size))
-    rotary.write_cache(k, v, *caches[0], slots)
-    reference.write_cache(k, v, *caches[1], slots)
+    rotary.write_cache(k, v, caches[0], slots)
+    reference.write_cache(k, v, caches[1], slots)
     check(f"write keys {kind}", caches[0][0], caches[1][0], 0)
     check(f"write values {kind}", caches[0][1], caches[1][1], 0)
     q = randn(len(contexts), heads, key_size, dtype=torch.float32)
-    args = (q, *caches[0], table, positions, active, 0.1, None, None)
+    args = (q, caches[0], inputs, 0.1, None, None)
     for splits in (1, 4):
         ours, theirs = attention.decode_attention(*args, splits), reference.decode_attention(*args)
         check(f"attention {kind} splits {splits}", ours, theirs, 2e-5)
@@ -169,9 +169,9 @@ for key_size, value_size in ((80, 80), (96, 96), (100, 100), (120, 120), (24, 12
         angle = randn(64, key_size // 2, dtype=torch.float32).repeat(1, 2)
         weights = [randn(key_size, dtype=torch.float32, seed=s) for s in (1, 2)]
         for norms in (None, (weights[0], weights[1], 1e-6)):
-            args = (angle.cos(), angle.sin(), positions, active, table, heads, norms)
-            ours = rotary.rotary_cache(qkv, *caches[0], *args)
-            theirs = reference.rotary_cache(qkv, *caches[1], *args)
+            args = ((angle.cos(), angle.sin()), inputs, heads, norms)
+            ours = rotary.rotary_cache(qkv, caches[0], *args)
+            theirs = reference.rotary_cache(qkv, caches[1], *args)
             check(f"rotary {kind}", ours, theirs, 2e-5)
             check(f"rotary keys {kind}", caches[0][0][:-1], caches[1][0][:-1], 2e-5)
             check(f"rotary values {kind}", caches[0][1][:-1], caches[1][1][:-1], 0)
@@ -202,20 +202,24 @@ for vocab in (97, 5000):
     states = []
     for ops in (sampling, reference):
         counter = torch.arange(rows, device=DEVICE)
-        state = {
+        columns = {
+            "active": (counter % 5 != 0).long(),
+            "generated": counter % 3,
             "tokens": counter * 2,
             "positions": counter + 5,
             "produced": counter + 1,
-            "generated": counter % 3,
-            "active": (counter % 5 != 0).int(),
             "last": counter + 5 + (counter % 2) * 2,
-            "stop_ids": torch.stack([theirs[0] if vocab == 97 else counter - 1, counter - 1], 1),
             "slots": (counter * 7) % rows,
-            "out_tokens": torch.full((rows, 4), -7, dtype=torch.int32, device=DEVICE),
-            "out_log_probs": torch.zeros(rows, 4, device=DEVICE),
         }
-        ops.advance(theirs[0], theirs[1], **state)
-        states.append(state)
+        # Some rows of a larger state: the columns are apart by more than the rows.
+        whole = torch.full((9, rows + 3), -5, device=DEVICE)
+        whole[:7, 2 : rows + 2] = torch.stack(list(columns.values()))
+        out_tokens = torch.full((rows, 4), -7, dtype=torch.int32, device=DEVICE)
+        out_log_probs = torch.zeros(rows, 4, device=DEVICE)
+        stop_ids = torch.stack([theirs[0] if vocab == 97 else counter - 1, counter - 1], 1)
+        ops.advance(*theirs, whole[:, 2 : rows + 2], stop_ids, out_tokens, out_log_probs)
+        states.append(dict(zip(columns, whole[:7], strict=True)))
+        states[-1] |= {"others": whole[7:], "out_tokens": out_tokens, "out_log_probs": out_log_probs}
     for name in states[0]:
         check(f"advance {name}", states[0][name], states[1][name], 0)
 

@@ -154,7 +154,7 @@ class SimulatedRunner(DeviceRunner):
         self.decode_calls.append((len(self.rows), steps))
         super().decode(steps)
 
-    def _step(self, size: int) -> None:
+    def decode_step(self, size: int) -> None:
         for row, state in zip(self.rows, self.state.rows, strict=True):
             if state["active"]:
                 position = self.computed[id(row.sequence)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl.rollout import Request, SamplingParams
-from verl.rollout.native import Limits, NativeRollout, cuda_graphs
+from verl.rollout.native import Limits, NativeRollout, device_runner
 from verl.rollout.native import engine as native_engine
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.kv_cache import DeviceCache
@@ -31,7 +31,7 @@ class Captures:
 
         class Graph:
             def __init__(self, runner: DeviceRunner, size: int) -> None:
-                self.run = weakref.WeakMethod(runner._step), size
+                self.run = weakref.WeakMethod(runner.decode_step), size
 
             def replay(self) -> None:
                 step, size = self.run[0](), self.run[1]
@@ -46,7 +46,7 @@ class Captures:
             return Graph(runner, size)
 
         monkeypatch.setattr(native_engine, "uses_graphs", lambda device, limits: not limits.enforce_eager)
-        monkeypatch.setattr(DeviceRunner, "_capture", capture)
+        monkeypatch.setattr(DeviceRunner, "capture", capture)
 
 
 @pytest.fixture
@@ -115,17 +115,17 @@ def test_a_new_session_takes_its_memory_after_the_last_one_gave_it_back(
     monkeypatch.setattr(DeviceCache, "__init__", noting)
     engine = NativeRollout(tiny("llama"), None, Limits(dtype="fp8"), on_device=True, verify=False)
     list(engine.generate(asked()))
-    session = engine._session
+    session = engine.session
     assert session is not None and session.runner.fused is not None
     products = session.runner.fused.layers[0].products
     owned = [session.cache, session.cache.tensor, session.runner, session.runner.state, products]
-    owned += session.runner._graphs.values()
+    owned += session.runner.graphs.values()
     assert len(owned) > 5
     watched += [weakref.ref(thing) for thing in owned]
     del owned, products
     list(engine.generate([Request("long", [1] * 300, SamplingParams(max_tokens=20))]))
     assert alive == [[], []], "the old session was alive when the new cache was allocated"
-    assert engine._session is not session
+    assert engine.session is not session
 
 
 class FakeCuda:
@@ -185,7 +185,7 @@ class FakeCuda:
             monkeypatch.setattr(
                 torch._C, name, lambda index, pool, name=name: self.left.append(name), raising=False
             )
-        monkeypatch.setattr(cuda_graphs, "_BROKEN", [])
+        monkeypatch.setattr(device_runner, "_BROKEN", [])
 
 
 @pytest.mark.parametrize("invalidated", [False, True])
@@ -193,7 +193,7 @@ def test_a_failed_recording_leaves_the_stream_and_the_pool(
     invalidated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = FakeCuda(monkeypatch, end_fails=9 if invalidated else 0)
-    recorder = cuda_graphs.GraphRecorder(torch.device("cuda"))
+    recorder = device_runner.GraphRecorder(torch.device("cuda"))
 
     def work() -> None:
         assert cuda.current == "side"
@@ -205,11 +205,11 @@ def test_a_failed_recording_leaves_the_stream_and_the_pool(
     assert (cuda.current, cuda.capturing, cuda.modes) == ("main", False, ["thread_local"])
     # A capture that ended has left the pool; one that CUDA broke off has not, and its graph must stay alive.
     expected = ["_cuda_endAllocateToPool", "_cuda_releasePool"] if invalidated else []
-    assert cuda.left == expected and len(cuda_graphs._BROKEN) == int(invalidated)
+    assert cuda.left == expected and len(device_runner._BROKEN) == int(invalidated)
 
 
 def test_a_capture_that_cannot_be_ended_is_a_failed_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch, end_fails=9)
     with pytest.raises(RuntimeError, match="invalidated"):
-        cuda_graphs.GraphRecorder(torch.device("cuda")).record(lambda: None)
+        device_runner.GraphRecorder(torch.device("cuda")).record(lambda: None)
     assert cuda.current == "main" and len(cuda.left) == 2

@@ -97,10 +97,10 @@ def test_a_session_serves_training_and_validation_in_turn(tiny: Callable[..., An
     ]
     list(engine.generate(training))
     list(engine.generate(validation))
-    session = engine._session
+    session = engine.session
     for requests in (training, longer, validation, training):
         assert len(list(engine.generate(requests))) == sum(r.n for r in requests)
-        assert engine._session is session, "a session that is large enough was thrown away"
+        assert engine.session is session, "a session that is large enough was thrown away"
 
 
 def test_sizes_grow_within_memory() -> None:
@@ -138,7 +138,7 @@ def test_sleep_leaves_nothing_behind_that_cannot_come_back(tiny: Callable[..., A
     asked = [Request("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True), n=3)]
     before = {r.sample: r.token_ids for r in engine.generate(asked)}
     engine.sleep()
-    assert engine._session is None, "ordinary memory is given back whole"
+    assert engine.session is None, "ordinary memory is given back whole"
     engine.wake()
     assert {r.sample: r.token_ids for r in engine.generate(asked)} == before
     with torch.no_grad():
@@ -176,8 +176,8 @@ def test_places_of_the_cache_that_nobody_wrote_are_never_read(
 def test_a_cache_that_comes_back_is_not_cleared(tiny: Callable[..., Any]) -> None:
     engine = NativeRollout(tiny("llama"), None, Limits(), on_device=True)
     list(engine.generate([Request("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))]))
-    assert engine._session is not None
-    cache = engine._session.cache
+    assert engine.session is not None
+    cache = engine.session.cache
     memory: Any = SimpleNamespace(mapped=True)
     memory.park = lambda: setattr(memory, "mapped", False)
     memory.unpark = lambda: setattr(memory, "mapped", True)

@@ -95,7 +95,7 @@ def test_the_flash_kernel_is_given_queries_and_keys_of_their_own_lengths(
     counts, lengths = [3, 1, 5], [9, 14, 5]
     q, k, v = tensors(counts, lengths)
     monkeypatch.setattr(device_attention, "varlen_kernel", lambda: flash_like)
-    found = ContinuedAttention(counts, lengths, lambda x: x)._varlen(q, k, v, 0.3, window)
+    found = ContinuedAttention(counts, lengths, lambda x: x).varlen(q, k, v, 0.3, window)
     torch.testing.assert_close(found, by_definition(q, k, v, counts, lengths, 0.3, window, None))
 
 
@@ -143,7 +143,7 @@ def calls_of_a_layer(prompts: int, flash: bool, monkeypatch: pytest.MonkeyPatch)
             return torch.empty_like(q)
 
         monkeypatch.setattr(device_attention, "varlen_kernel", lambda: kernel)
-        monkeypatch.setattr(inner, "_padded", lambda *args: inner._varlen(*args[:5]))
+        monkeypatch.setattr(inner, "padded", lambda *args: inner.varlen(*args[:5]))
     context = PromptAttention(TorchOps(), cache, torch.arange(sum(counts)), torch.arange(sum(lengths)), inner)
     context.attend(SimpleNamespace(layer_idx=0), q, k, v)  # type: ignore[arg-type]
     with Calls() as calls:

@@ -152,7 +152,7 @@ def verify(model: Any, engine: str, generate: Callable[[list[Request]], list[Res
 
 def _difference(model: Any, generate: Callable[[list[Request]], list[Response]], seed: int) -> str | None:
     def own_log_probs(
-        rows: list[tuple[Sequence[int], list[int]]], temperature: float, times: int = 1
+        rows: list[tuple[list[int], list[int]]], temperature: float, times: int = 1
     ) -> torch.Tensor:
         """Each row alone (in a batch of `times` equal ones), by the stock forward."""
         with torch.no_grad(), generation_mode(model, None):

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from verl.models.attention import PackedAttention, choose_backend, varlen_kernel
-from verl.rollout.native.attention import dot_product_attention
-from verl.rollout.native.fused import DecodeInputs
 from verl.rollout.native.kv_cache import DeviceCache
-from verl.rollout.native.ops import Ops, decode_slots
+from verl.rollout.native.ops import DecodeInputs, Ops, decode_slots, dot_product_attention
+from verl.rollout.native.scheduler import Chunk
 
 Send = Callable[[torch.Tensor], torch.Tensor]
 """Brings a tensor to the device without waiting for it."""
@@ -36,30 +36,41 @@ class PromptAttention:
     context_slots: torch.Tensor | None
     inner: PackedAttention | ContinuedAttention
 
+    @staticmethod
+    def of(chunks: list[Chunk], ops: Ops, cache: DeviceCache, send: Send) -> PromptAttention:
+        size = cache.block_size
+        slots: list[np.ndarray] = []
+        context: list[np.ndarray] = []
+        for chunk in chunks:
+            end = chunk.start + chunk.count
+            blocks = np.array(chunk.sequence.table[: -(-end // size)], dtype=np.int64)
+            context.append((blocks[:, None] * size + np.arange(size)).ravel()[:end])
+            slots.append(context[-1][chunk.start :])
+        counts = [chunk.count for chunk in chunks]
+        new_slots = send(torch.from_numpy(np.concatenate(slots)))
+        if all(chunk.start == 0 for chunk in chunks):
+            packed = PackedAttention.from_lengths(counts, new_slots.device)
+            return PromptAttention(ops, cache, new_slots, None, packed)
+        lengths = [chunk.start + chunk.count for chunk in chunks]
+        context_slots = send(torch.from_numpy(np.concatenate(context)))
+        return PromptAttention(
+            ops, cache, new_slots, context_slots, ContinuedAttention(counts, lengths, send)
+        )
+
     def __post_init__(self) -> None:
         size = self.cache.block_size
         slots = self.context_slots
         self._context = None if slots is None else (slots // size, slots % size)
 
     def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        keys, values = self.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
-        self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), keys, values, self.slots)
+        cache = self.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+        self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), cache, self.slots)
         if self._context is not None:
             block, offset = self._context
-            k, v = (x[block, :, offset].transpose(0, 1)[None] for x in (keys, values))
-        return self.inner.attend(
-            module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-        )
+            k, v = (x[block, :, offset].transpose(0, 1)[None] for x in cache)
+        return self.inner.attend(module, q, k, v, **options)
 
 
 _SCORES = 1 << 27
@@ -94,10 +105,10 @@ class ContinuedAttention:
         sizes = (q.shape[-1], v.shape[-1])
         backend = choose_backend(q.is_cuda, q.dtype, sizes, False, sliding_window, softcap)
         if backend == "varlen":
-            return self._varlen(q, k, v, scaling, sliding_window)
-        return self._padded(q, k, v, scaling, sliding_window, softcap)
+            return self.varlen(q, k, v, scaling, sliding_window)
+        return self.padded(q, k, v, scaling, sliding_window, softcap)
 
-    def _varlen(
+    def varlen(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
     ) -> torch.Tensor:
         """One call of the flash kernel. Its causal mask is aligned to the end: the last query sees the last key."""
@@ -110,7 +121,7 @@ class ContinuedAttention:
         cu_q, cu_k = self._bounds
         return varlen_kernel()(q_NHD, k_TKD, v_TKD, cu_q, most_q, scaling, window, (cu_k, most_k))[None]
 
-    def _padded(
+    def padded(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -197,10 +208,7 @@ class DecodeAttention:
     inputs: DecodeInputs
 
     def __post_init__(self) -> None:
-        state, cache = self.inputs, self.cache
-        self._slots = decode_slots(
-            state.table, state.positions, state.active, cache.block_size, cache.blocks + 1
-        )
+        self._slots = decode_slots(self.inputs, self.cache.block_size, self.cache.blocks + 1)
 
     def attend(
         self,
@@ -213,18 +221,8 @@ class DecodeAttention:
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        keys, values = self.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
-        state = self.inputs
-        self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), keys, values, self._slots)
+        cache = self.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+        self.ops.write_cache(k[0].transpose(0, 1), v[0].transpose(0, 1), cache, self._slots)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        return self.ops.decode_attention(
-            q[0].transpose(0, 1).contiguous(),
-            keys,
-            values,
-            state.table,
-            state.positions,
-            state.active,
-            scale,
-            sliding_window,
-            softcap,
-        )[None]
+        q_MHD = q[0].transpose(0, 1).contiguous()
+        return self.ops.decode_attention(q_MHD, cache, self.inputs, scale, sliding_window, softcap)[None]

@@ -12,22 +12,20 @@ runs step by step.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.errors import ConfigError
-from verl.models.attention import PackedAttention
 from verl.rollout.base import FinishReason, Stopper
-from verl.rollout.native.backbone import Backbone
-from verl.rollout.native.cuda_graphs import GraphRecorder
-from verl.rollout.native.device_attention import ContinuedAttention, DecodeAttention, PromptAttention
+from verl.rollout.native.device_attention import DecodeAttention, PromptAttention
 from verl.rollout.native.device_state import DeviceState, Poll
-from verl.rollout.native.fused import DecodeInputs, FusedDecoder
 from verl.rollout.native.kv_cache import DeviceCache
-from verl.rollout.native.ops import Ops
+from verl.rollout.native.model import Backbone, FusedDecoder
+from verl.rollout.native.ops import DecodeInputs, Ops
 from verl.rollout.native.scheduler import Chunk, Scheduler, Step
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import Kinds, sample
@@ -40,6 +38,9 @@ PROMPT_PASSES = 8
 """At most so many prompt passes run between two bursts of decode steps. While rows are free and prompts wait they
 follow each other, since a decode step of a few rows takes nearly as long as one of many; running rows, and an abort,
 wait for no more than these."""
+
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose recording CUDA broke off. torch's allocator of pinned memory keeps asking them whether they record."""
 
 
 def graph_batch_size(rows: int, capacity: int) -> int:
@@ -66,6 +67,50 @@ class Row:
     table: tuple[int, int] = (0, -1)
     fetched: int = 0
     removed: bool = False
+
+
+class GraphRecorder:
+    """One pool and one stream: graphs share memory only when they are recorded on the same stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """`work` as a graph. It runs once before, which compiles and loads everything. Errors of `work` come out, and
+        this recorder must not be used after one."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            # torch.cuda.graph would do all this, but stays on its stream when ending the capture fails.
+            with torch.cuda.stream(self._stream):
+                work()
+                torch.cuda.synchronize(self._device)
+                torch.cuda.empty_cache()  # the pool of the graphs can only take what is free
+                # Threads of others (loading data, watching) may use the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                    graph.capture_end()
+                except BaseException:
+                    self._break_off(graph)
+                    raise
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture whose work failed. Where CUDA has broken it off already, torch does not reach the lines that
+        take its allocator out of the pool: they follow here."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _BROKEN.append(graph)
+            index = self._stream.device_index
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+                torch._C._cuda_releasePool(index, self._pool)
 
 
 class DeviceRunner:
@@ -95,7 +140,7 @@ class DeviceRunner:
         """Decode steps enqueued since the last poll that was read."""
         self._poll: tuple[list[Row], Poll] | None = None
         self._tables_moved = False
-        self._graphs: dict[tuple[int, Kinds | None], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, Kinds | None], torch.cuda.CUDAGraph] = {}
         self._recorder: GraphRecorder | None = None
         self.rebind(model)
         self.configure(stopper, kinds)
@@ -109,15 +154,12 @@ class DeviceRunner:
 
     def rebind(self, model: Any) -> None:
         """Compute with this module. Rows and cache stay; graphs over other weights are useless."""
-        self._graphs.clear()
+        self.graphs.clear()
         self._recorder = None
         self.backbone = Backbone(model)
         self.vocab = int(model.get_input_embeddings().num_embeddings)
-        self.fused = FusedDecoder.match(model, self.fp8)
-        if self.fused is not None:
-            self.fused.prepare(self.max_length)
-            self.fused.refresh()
-        elif self.fp8:
+        self.fused = FusedDecoder.match(model, self.max_length, self.fp8)
+        if self.fused is None and self.fp8:
             raise ConfigError(
                 "rollout.dtype=fp8 serves Llama, Mistral, Qwen2 and Qwen3 layers without adapters, not "
                 f"{type(model).__name__}; use rollout.dtype=auto"
@@ -177,34 +219,18 @@ class DeviceRunner:
     @torch.no_grad()
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute chunks of prompts; those that end their prompt draw a first token and become rows."""
-        size, send = self.cache.block_size, self.state.send
+        send = self.state.send
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[np.ndarray] = []
-        context: list[np.ndarray] = []
         last: list[int] = []
         samplers: list[Sequence] = []
         for chunk in chunks:
-            sequence, end = chunk.sequence, chunk.start + chunk.count
-            ids += sequence.tokens[chunk.start : end]
+            end = chunk.start + chunk.count
+            ids += chunk.sequence.tokens[chunk.start : end]
             positions += range(chunk.start, end)
-            blocks = np.array(sequence.table[: -(-end // size)], dtype=np.int64)
-            sequence_slots = (blocks[:, None] * size + np.arange(size)).ravel()[:end]
-            slots.append(sequence_slots[chunk.start :])
-            context.append(sequence_slots)
             last += [len(ids) - 1] * len(chunk.samplers)
             samplers += chunk.samplers
-        counts = [chunk.count for chunk in chunks]
-        if all(chunk.start == 0 for chunk in chunks):
-            inner: PackedAttention | ContinuedAttention = PackedAttention.from_lengths(
-                counts, self.state.device
-            )
-            context_slots = None
-        else:
-            inner = ContinuedAttention(counts, [chunk.start + chunk.count for chunk in chunks], send)
-            context_slots = send(torch.from_numpy(np.concatenate(context)))
-        new_slots = send(torch.from_numpy(np.concatenate(slots)))
-        attention = PromptAttention(self.ops, self.cache, new_slots, context_slots, inner)
+        attention = PromptAttention.of(chunks, self.ops, self.cache, send)
         hidden = self.backbone.hidden(send(torch.tensor(ids)), send(torch.tensor(positions)), attention)
         if samplers:
             self._join(samplers, self.backbone.logits(hidden.index_select(0, send(torch.tensor(last)))))
@@ -223,31 +249,20 @@ class DeviceRunner:
 
     def _draw(self, logits: torch.Tensor, start: int, end: int) -> None:
         """One token for each of the rows `start` to `end`, recorded on the device."""
-        state, part = self.state, slice(start, end)
+        state, rows = self.state, slice(start, end)
         if self.kinds.plain:
             tokens, log_probs = self.ops.sample_plain(
-                logits, state.temperature[part], state.greedy[part], state.keys[part], state.produced[part]
+                logits, state.temperature[rows], state.greedy[rows], state.keys[rows], state.produced[rows]
             )
         else:
-            seen = state.seen[part] if state.seen is not None else None
-            settings = state.settings(start, end, self.kinds)
-            tokens, log_probs = sample(logits, settings, state.produced[part], seen)
+            seen = state.seen[rows] if state.seen is not None else None
+            tokens, log_probs = sample(
+                logits, state.settings(start, end, self.kinds), state.produced[rows], seen
+            )
             if seen is not None:
                 seen.scatter_(1, tokens[:, None], True)
-        self.ops.advance(
-            tokens,
-            log_probs,
-            state.tokens[part],
-            state.positions[part],
-            state.produced[part],
-            state.generated[part],
-            state.active[part],
-            state.last[part],
-            state.stop_ids[part],
-            state.slots[part],
-            state.out_tokens,
-            state.out_log_probs,
-        )
+        columns, stop_ids = state.integers[:, rows], state.stop_ids[rows]
+        self.ops.advance(tokens, log_probs, columns, stop_ids, state.out_tokens, state.out_log_probs)
 
     # Decoding
 
@@ -259,7 +274,7 @@ class DeviceRunner:
         graph = self._graph(size) if self.use_graphs else None
         for _ in range(steps):
             if graph is None:
-                self._step(size)
+                self.decode_step(size)
             else:
                 graph.replay()
 
@@ -267,9 +282,9 @@ class DeviceRunner:
         """The step of this size as a graph; None, until the next `refresh`, where it cannot be captured."""
         # Plain sampling is one kernel for greedy and sampled rows at any temperature: its graphs serve them all.
         key = (size, None if self.kinds.plain else self.kinds)
-        if key not in self._graphs:
+        if key not in self.graphs:
             try:
-                self._graphs[key] = self._capture(size)
+                self.graphs[key] = self.capture(size)
             except torch.cuda.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -277,7 +292,7 @@ class DeviceRunner:
                 self.use_graphs = False
                 self._recorder = None
                 return None
-        return self._graphs[key]
+        return self.graphs[key]
 
     def _send_tables(self, used: int) -> None:
         changed = []
@@ -292,7 +307,7 @@ class DeviceRunner:
             self.state.set_tables(changed, used)
             self._tables_moved = False
 
-    def _step(self, size: int) -> None:
+    def decode_step(self, size: int) -> None:
         state = self.state
         inputs = DecodeInputs(
             state.tokens[:size], state.positions[:size], state.active[:size], state.table[:size]
@@ -304,7 +319,7 @@ class DeviceRunner:
             logits = self.backbone.logits(self.backbone.hidden(inputs.tokens, inputs.positions, context))
         self._draw(logits, 0, size)
 
-    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+    def capture(self, size: int) -> torch.cuda.CUDAGraph:
         """Capture the step for one batch size, with no active row: the warm-up run and the capture itself must not draw
         tokens or write to blocks of sequences."""
         state = self.state
@@ -314,7 +329,7 @@ class DeviceRunner:
         state.active.zero_()
         seen = state.seen[:size].clone() if state.seen is not None else None
         try:
-            return self._recorder.record(lambda: self._step(size))
+            return self._recorder.record(lambda: self.decode_step(size))
         finally:
             state.active.copy_(active)
             if seen is not None and state.seen is not None:

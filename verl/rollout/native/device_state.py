@@ -17,21 +17,6 @@ import torch
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import Kinds, SamplingBatch
 
-_INTEGERS = (
-    "active",
-    "generated",
-    "tokens",
-    "positions",
-    "produced",
-    "last",
-    "keys",
-    "top_k",
-    "greedy",
-    "raw",
-    "slots",
-)
-_FLOATS = ("temperature", "top_p", "min_p", "penalty")
-
 
 class Poll:
     """Which rows were active and how many tokens each had generated when the host polled."""
@@ -55,34 +40,18 @@ class Poll:
 
 
 class DeviceState:
-    """Every column of `_INTEGERS` and `_FLOATS` is an attribute of shape [R]."""
-
-    active: torch.Tensor
-    generated: torch.Tensor
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    produced: torch.Tensor
-    last: torch.Tensor
-    """A row ends when its newest token has this position."""
-    keys: torch.Tensor
-    top_k: torch.Tensor
-    greedy: torch.Tensor
-    raw: torch.Tensor
-    slots: torch.Tensor
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    penalty: torch.Tensor
+    """Integer and float columns of shape [R]; a row ends when its newest token has position `last`."""
 
     def __init__(self, rows: int, width: int, table_width: int, stops: int, device: torch.device) -> None:
         self.capacity = rows
         self.device = device
-        self.integers = torch.zeros(len(_INTEGERS), rows, dtype=torch.int64, device=device)
-        self.floats = torch.ones(len(_FLOATS), rows, dtype=torch.float32, device=device)
-        for index, name in enumerate(_INTEGERS):
-            setattr(self, name, self.integers[index])
-        for index, name in enumerate(_FLOATS):
-            setattr(self, name, self.floats[index])
+        self.integers = torch.zeros(11, rows, dtype=torch.int64, device=device)
+        # `Ops.advance` reads the first seven by this order, `poll` the first two.
+        self.active, self.generated, self.tokens, self.positions = self.integers[:4]
+        self.produced, self.last, self.slots, self.keys = self.integers[4:8]
+        self.top_k, self.greedy, self.raw = self.integers[8:]
+        self.floats = torch.ones(4, rows, dtype=torch.float32, device=device)
+        self.temperature, self.top_p, self.min_p, self.penalty = self.floats
         self.stop_ids = torch.full((rows, stops), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros(rows, table_width, dtype=torch.int32, device=device)
         self.out_tokens = torch.zeros(rows, width, dtype=torch.int32, device=device)
@@ -95,6 +64,7 @@ class DeviceState:
         self, start: int, sequences: Seq[Sequence], stop_ids: Seq[frozenset[int]], slots: Seq[int]
     ) -> None:
         """Rows from `start` on become these sequences, whose known tokens are all computed but for a new draw."""
+        params = [s.request.sampling for s in sequences]
         integers = [
             [1] * len(sequences),
             [0] * len(sequences),
@@ -102,17 +72,17 @@ class DeviceState:
             [s.length - 1 for s in sequences],
             [s.produced for s in sequences],
             [s.max_length - 1 for s in sequences],
-            [s.key for s in sequences],
-            [s.request.sampling.top_k for s in sequences],
-            [int(s.request.sampling.temperature == 0) for s in sequences],
-            [int(s.request.sampling.raw_log_probs) for s in sequences],
             list(slots),
+            [s.key for s in sequences],
+            [p.top_k for p in params],
+            [int(p.temperature == 0) for p in params],
+            [int(p.raw_log_probs) for p in params],
         ]
         floats = [
-            [s.request.sampling.temperature or 1.0 for s in sequences],
-            [s.request.sampling.top_p for s in sequences],
-            [s.request.sampling.min_p for s in sequences],
-            [s.request.sampling.repetition_penalty for s in sequences],
+            [p.temperature or 1.0 for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            [p.repetition_penalty for p in params],
         ]
         width = self.stop_ids.shape[1]
         stops = [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids]
@@ -159,32 +129,27 @@ class DeviceState:
 
         Does not wait for what has been enqueued since that poll."""
         with torch.cuda.stream(self._reader):
-            return self._fetch(slots, starts, counts)
-
-    def _fetch(
-        self, slots: list[int], starts: list[int], counts: list[int]
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        slot_R, start_R = self.send(torch.tensor([slots, starts], dtype=torch.int64))
-        place_RC = start_R[:, None] + torch.arange(max(counts), device=self.device)
-        place_RC.clamp_(max=self.out_tokens.shape[1] - 1)
-        found = (self.out_tokens, self.out_log_probs.view(torch.int32))
-        both_2RC = torch.stack([values[slot_R[:, None], place_RC] for values in found]).cpu()
+            slot_R, start_R = self.send(torch.tensor([slots, starts], dtype=torch.int64))
+            index_RC = start_R[:, None] + torch.arange(max(counts), device=self.device)
+            index_RC.clamp_(max=self.out_tokens.shape[1] - 1)
+            found = (self.out_tokens, self.out_log_probs.view(torch.int32))
+            both_2RC = torch.stack([values[slot_R[:, None], index_RC] for values in found]).cpu()
         tokens, log_probs = both_2RC[0].tolist(), both_2RC[1].view(torch.float32).tolist()
         cut = range(len(slots))
         return [tokens[i][: counts[i]] for i in cut], [log_probs[i][: counts[i]] for i in cut]
 
     def settings(self, start: int, end: int, kinds: Kinds) -> SamplingBatch:
         """Views of the sampling columns for rows `start` to `end`."""
-        part = slice(start, end)
+        rows = slice(start, end)
         return SamplingBatch(
-            self.keys[part],
-            self.temperature[part],
-            self.top_p[part],
-            self.top_k[part],
-            self.min_p[part],
-            self.penalty[part],
-            self.raw[part].bool(),
-            self.greedy[part].bool(),
+            self.keys[rows],
+            self.temperature[rows],
+            self.top_p[rows],
+            self.top_k[rows],
+            self.min_p[rows],
+            self.penalty[rows],
+            self.raw[rows].bool(),
+            self.greedy[rows].bool(),
             kinds,
         )
 

@@ -12,6 +12,7 @@ its decode steps are captured graphs. Both use one scheduler, and the device run
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -32,12 +33,19 @@ from verl.rollout.base import (
     check_requests,
     eos_token_ids,
 )
-from verl.rollout.native.backbone import PositionLimit, position_limit
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.kv_cache import CacheLayout, cache_layout
+from verl.rollout.native.model import position_limit
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.native.sequence import Sequence, sequences_of
-from verl.rollout.native.session import CPUSession, DeviceSession, Limits, uses_graphs, weight_signature
+from verl.rollout.native.session import (
+    CPUSession,
+    DeviceSession,
+    Limits,
+    longest,
+    uses_graphs,
+    weight_signature,
+)
 from verl.rollout.sampling import Kinds
 from verl.rollout.source import as_source, causal_lm, generation_mode, verify
 
@@ -75,7 +83,7 @@ class NativeRollout(RolloutEngine):
         """Samples without a response, by request."""
         self._stopper = Stopper(tokenizer, frozenset())
         self._vocab_size = 0
-        self._position_limit: PositionLimit | None = None
+        self._position_limit: tuple[int, str] | None = None
         self._finished: list[Response] = []
         """To be returned by the next `poll`."""
         self._suspended = False
@@ -84,11 +92,11 @@ class NativeRollout(RolloutEngine):
         self._module: ExitStack | None = None
         """Open while requests are outstanding: gathered weights, generation mode."""
         self._model: Any = None
-        self._session: CPUSession | DeviceSession | None = None
+        self.session: CPUSession | DeviceSession | None = None
         self._scheduler: Scheduler | None = None
         self._cached_weights: Any = None
         """`_weight_state` of the weights that the cache was computed with."""
-        self._graphs_refused: tuple[int, str] | None = None
+        self.graphs_refused: tuple[int, str] | None = None
         """The version at which a decode step could not be captured last, and why."""
 
     # Called from any thread
@@ -145,8 +153,13 @@ class NativeRollout(RolloutEngine):
                 raise RolloutError(
                     f"request {request.request_id!r} is outstanding already; ids key the draws and must differ"
                 )
-            if self._position_limit is not None:
-                self._position_limit.check(len(request.prompt_ids) + request.sampling.max_tokens)
+        length, (most, kind) = longest(requests), self._position_limit or (math.inf, "")
+        if length > most:
+            raise RolloutError(
+                f"a request may reach {length} tokens; beyond {most} the rotary embedding ({kind}) changes for cached "
+                f"tokens; keep data.max_prompt_length + data.max_response_length within {most}, or use "
+                "rollout.name=vllm"
+            )
 
     # Generating
 
@@ -157,8 +170,8 @@ class NativeRollout(RolloutEngine):
                 self._apply_commands()
                 if not self._finished and self._scheduler is not None and not self._scheduler.idle:
                     self._open_module()
-                    assert self._session is not None
-                    self._answer(self._session.runner.step(self._scheduler))
+                    assert self.session is not None
+                    self._answer(self.session.runner.step(self._scheduler))
                     self._note_refused_graph()
                 elif not self._finished:
                     break
@@ -186,8 +199,8 @@ class NativeRollout(RolloutEngine):
         self._close_module()
         if self._scheduler is not None and not self._scheduler.blocks.kept:
             self._scheduler = None
-            if isinstance(self._session, CPUSession):
-                self._session = None
+            if isinstance(self.session, CPUSession):
+                self.session = None
 
     def _apply_commands(self) -> None:
         """In the order they came: what is aborted or released after being submitted never starts."""
@@ -216,7 +229,7 @@ class NativeRollout(RolloutEngine):
         if self._scheduler is not None:
             named = [s for s in self._scheduler.everything() if s.request.request_id in request_ids]
             # A row whose end was drawn on the device is finished, not cut off.
-            ended = self._session.runner.evict(named) if self._session is not None else []
+            ended = self.session.runner.evict(named) if self.session is not None else []
             self._answer(ended)
             done = {id(sequence) for sequence, _ in ended}
             for sequence in named:
@@ -241,7 +254,7 @@ class NativeRollout(RolloutEngine):
         self._open_module()
         unfinished = [] if self._scheduler is None else self._scheduler.everything()
         requests = list({id(s.request): s.request for s in [*unfinished, *arrived]}.values())
-        last, busy = self._session, bool(unfinished)
+        last, busy = self.session, bool(unfinished)
         if not requests:
             return
         if last is not None and last.serves(self._model, requests, busy):
@@ -249,9 +262,9 @@ class NativeRollout(RolloutEngine):
             session.runner.configure(self._stopper, Kinds.of([request.sampling for request in requests]))
         else:
             self._suspend()
-            self._session = None
+            self.session = None
             stream = busy or any(request.prefix_id is not None for request in requests)
-            self._session = session = self._build_session(last, requests, stream)
+            self.session = session = self._build_session(last, requests, stream)
         if self._scheduler is None or session is not last:
             scheduler = session.scheduler(self._stats)
             if self._scheduler is not None:
@@ -288,12 +301,12 @@ class NativeRollout(RolloutEngine):
         if self._scheduler is not None and weights != self._cached_weights:
             self._scheduler.set_version(self.version)
         self._cached_weights = weights
-        session = self._session
+        session = self.session
         if session is None:
             return
         if (session.layout, session.device) != (layout, model.get_input_embeddings().weight.device):
             self._suspend()
-            self._session = None
+            self.session = None
             return
         if session.signature != weight_signature(model):
             session.signature = weight_signature(model)
@@ -308,8 +321,8 @@ class NativeRollout(RolloutEngine):
 
     def _suspend(self) -> None:
         """Every running sequence waits again, with the tokens it has; nothing of the cache is used any more."""
-        if self._scheduler is not None and self._session is not None:
-            ended = self._session.runner.evict(list(self._scheduler.running))
+        if self._scheduler is not None and self.session is not None:
+            ended = self.session.runner.evict(list(self._scheduler.running))
             self._scheduler.finish_all([sequence for sequence, _ in ended])
             self._answer(ended)
             self._scheduler.preempt_all()
@@ -321,7 +334,7 @@ class NativeRollout(RolloutEngine):
             self._commands, self._finished = [], []
             self._outstanding.clear()
             self._suspended = False
-            self._scheduler = self._session = None
+            self._scheduler = self.session = None
             self._close_module()
 
     def _uses_device(self, model: Any) -> bool:
@@ -347,23 +360,23 @@ class NativeRollout(RolloutEngine):
         return (self.version, self.source.version, [(p.data_ptr(), p._version) for p in parameters])
 
     def _allows_graphs(self, session: DeviceSession) -> bool:
-        refused = self._graphs_refused is not None and self._graphs_refused[0] == self.version
+        refused = self.graphs_refused is not None and self.graphs_refused[0] == self.version
         return uses_graphs(session.device, self.limits) and not refused
 
     def _note_refused_graph(self) -> None:
         """A step that cannot be captured runs without graphs until the next weight update, when it is tried again: the
         cause may have been temporary. The same cause is logged once."""
-        runner = self._session.runner if self._session is not None else None
+        runner = self.session.runner if self.session is not None else None
         if not isinstance(runner, DeviceRunner) or runner.graph_error is None:
             return
         error, runner.graph_error = runner.graph_error, None
-        if self._graphs_refused is None or self._graphs_refused[1] != error:
+        if self.graphs_refused is None or self.graphs_refused[1] != error:
             log.warning(
                 "%s cannot be captured as a CUDA graph, its decode steps run without one and slower: %s",
                 type(runner.backbone.model).__name__,
                 error,
             )
-        self._graphs_refused = (self.version, error)
+        self.graphs_refused = (self.version, error)
 
     # Weights and memory
 
@@ -383,8 +396,8 @@ class NativeRollout(RolloutEngine):
         """Free the cache. Captured graphs stay, where it can be restored at its address."""
         self._suspend()
         self._close_module()
-        if self._session is not None and not self._session.park():
-            self._session = None
+        if self.session is not None and not self.session.park():
+            self.session = None
         if self._scheduler is not None and self._scheduler.idle:
             self._scheduler = None
 

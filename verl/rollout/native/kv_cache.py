@@ -1,8 +1,4 @@
-"""The tensors of the KV cache: pages on the CPU, blocks on a device.
-
-On the CPU a block is a page as long as the longest sequence: the pages of several rows then are one strided tensor, and
-attention over them one call without gathering anything (about a third of the time of gathering blocks of 16). Pages
-cost memory only as far as they were written to.
+"""The shape of a model's KV cache, and its blocks on a device.
 
 On a device all layers are views of one allocation, which never moves, because captured graphs hold its address; while
 parked it has no memory behind it. Its content is never cleared: a slot is read only after it was written, and what
@@ -12,13 +8,11 @@ masks hide is replaced, not multiplied by zero (it may be NaN).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from verl.errors import RolloutError
 from verl.models.attention_calls import attention_calls, attention_fault
 from verl.models.float32 import FAULTS, first_line
 from verl.models.forward import backbone_of
@@ -79,38 +73,6 @@ def cache_layout(model: Any) -> CacheLayout:
         if index is not None
     }
     return CacheLayout(tuple(shapes.get(index, LayerShape()) for index in range(max(shapes) + 1)))
-
-
-class PageCache:
-    """Keys and values on the CPU: for each layer [pages, page_size, kv_heads, head_dim]."""
-
-    def __init__(self, pages: int, page_size: int) -> None:
-        self.pages = pages
-        self.page_size = page_size
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensors of one layer, shaped after the first keys [1, K, N, D] and values it writes."""
-        pair = self._layers.get(index)
-        if pair is None:
-            # Zeros, since unwritten slots are read behind the mask; the system commits pages when they are touched.
-            pair = (self._zeros(key), self._zeros(value))
-            self._layers[index] = pair
-        if pair[0].shape[2:] != (key.shape[1], key.shape[3]) or pair[0].dtype != key.dtype:
-            raise RolloutError(
-                f"layer {index} wrote keys of shape {tuple(key.shape)} and type {key.dtype} into a cache of "
-                f"{tuple(pair[0].shape)} and type {pair[0].dtype}; was the model changed while generating?"
-            )
-        return pair
-
-    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(self.pages, self.page_size, like.shape[1], like.shape[3], dtype=like.dtype)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        for pair in self._layers.values():
-            for tensor in pair:
-                for copy in copies:
-                    tensor[copy.target, : copy.tokens] = tensor[copy.source, : copy.tokens]
 
 
 class DeviceCache:

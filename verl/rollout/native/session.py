@@ -22,11 +22,11 @@ from verl.memory import free_host_bytes
 from verl.models.dtypes import torch_dtype
 from verl.rollout.base import Request, RolloutStats, Stopper
 from verl.rollout.native.block_manager import BlockManager
-from verl.rollout.native.cpu_runner import CPURunner
+from verl.rollout.native.cpu_runner import CPURunner, PageCache
 from verl.rollout.native.device_runner import DeviceRunner, graph_batch_size
 from verl.rollout.native.device_state import DeviceState
-from verl.rollout.native.fp8 import require_fp8_device
-from verl.rollout.native.kv_cache import CacheLayout, DeviceCache, PageCache
+from verl.rollout.native.kv_cache import CacheLayout, DeviceCache
+from verl.rollout.native.model import require_fp8_device
 from verl.rollout.native.ops import Ops, TorchOps, TritonOps
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.sampling import Kinds
@@ -234,7 +234,7 @@ class DeviceSession:
         self.cache = DeviceCache(layout, self.sizes.blocks, BLOCK_SIZE, device)
         table_width = -(-self.sizes.length // BLOCK_SIZE) + 1
         state = DeviceState(self.sizes.rows, self.sizes.width, table_width, self.sizes.stops, device)
-        ops: Ops = TritonOps(device) if device.type == "cuda" else TorchOps()
+        ops: Ops = TritonOps() if device.type == "cuda" else TorchOps()
         kinds = Kinds.of([request.sampling for request in requests])
         self.runner = DeviceRunner(
             model, self.cache, state, ops, stopper, kinds, self.sizes.length, limits.fp8

@@ -7,6 +7,8 @@ than one split a second kernel joins the parts. Rows that are not active have no
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -136,22 +138,26 @@ def choose_splits(rows: int, kv_heads: int, processors: int) -> int:
     return splits
 
 
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def decode_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    active: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     scale: float,
     window: int | None,
     softcap: float | None,
-    splits: int,
+    splits: int | None = None,
 ) -> torch.Tensor:
     """q [M, heads, dim] (unit strides within a row) against the blocks of each row; returns [M, heads, value size]."""
+    (keys, values), (_, positions, active, table) = cache, inputs
     _, kv_heads, block_size, dim = keys.shape
     value_dim = values.shape[3]
     rows, heads, _ = q.shape
+    splits = splits or choose_splits(rows, kv_heads, _processors(q.device))
     group = heads // kv_heads
     out = torch.empty(rows, heads, value_dim, dtype=q.dtype, device=q.device)
     dim_up, value_dim_up = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
@@ -211,8 +217,8 @@ def decode_attention(
 def tile_and_stages(token_bytes: int) -> tuple[int, int]:
     """Tokens of a tile and how many tiles are loaded ahead: a tile's keys and values, once for each stage, stay below
     the shared memory of a multiprocessor (99 KB on consumer devices) whatever the head size and type."""
-    room = 96 << 10
+    limit = 96 << 10
     tile = 64 if token_bytes <= 512 else 32
-    while tile > 16 and tile * token_bytes > room:
+    while tile > 16 and tile * token_bytes > limit:
         tile //= 2
-    return tile, max(1, min(3, room // (tile * token_bytes)))
+    return tile, max(1, min(3, limit // (tile * token_bytes)))

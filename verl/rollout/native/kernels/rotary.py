@@ -112,17 +112,14 @@ def _rotary_cache(
 
 def rotary_cache(
     qkv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    active: torch.Tensor,
-    table: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    rope: tuple[torch.Tensor, torch.Tensor],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     heads: int,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> torch.Tensor:
-    """qkv [M, (heads + 2 kv) * dim]; cos and sin [places, dim]; returns the rotated queries [M, heads, dim]."""
+    """qkv [M, (heads + 2 kv) * dim]; cos and sin [positions, dim]; returns the rotated queries [M, heads, dim]."""
+    (keys, values), (cos, sin), (_, positions, active, table) = cache, rope, inputs
     blocks, kv_heads, block_size, dim = keys.shape
     rows = qkv.shape[0]
     q_out = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
@@ -188,9 +185,10 @@ def _write_cache(
 
 
 def write_cache(
-    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    k: torch.Tensor, v: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
 ) -> None:
-    """k and v [N, kv_heads, size] (any strides, unit last) go to places `slots` [N] of the cache."""
+    """k and v [N, kv_heads, size] (any strides, unit last) go to `slots` [N] of the cache."""
+    keys, values = cache
     _, kv_heads, block_size, key_size = keys.shape
     value_size = values.shape[3]
     if k.shape[1:] != (kv_heads, key_size) or v.shape[1:] != (kv_heads, value_size):

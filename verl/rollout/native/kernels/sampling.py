@@ -155,33 +155,26 @@ def sample_plain(
 
 @triton.jit
 def _advance(
-    sampled_ptr,
-    sampled_log_prob_ptr,
-    tokens_ptr,
-    positions_ptr,
-    produced_ptr,
-    generated_ptr,
-    active_ptr,
-    last_ptr,
-    stop_ptr,
-    slots_ptr,
-    out_tokens_ptr,
-    out_log_probs_ptr,
-    rows,
-    out_stride,
-    STOPS: tl.constexpr,
-    STOPS_UP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    sampled_ptr, sampled_log_prob_ptr, columns_ptr, stop_ptr, out_tokens_ptr, out_log_probs_ptr,
+    rows, stride, out_stride, STOPS: tl.constexpr, STOPS_UP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     present = row < rows
-    active = (tl.load(active_ptr + row, mask=present, other=0) != 0) & present
+    # The order of the integer columns of `DeviceState`.
+    active_ptr = columns_ptr + row
+    generated_ptr = active_ptr + stride
+    tokens_ptr = generated_ptr + stride
+    positions_ptr = tokens_ptr + stride
+    produced_ptr = positions_ptr + stride
+    last_ptr = produced_ptr + stride
+    slots_ptr = last_ptr + stride
+    active = (tl.load(active_ptr, mask=present, other=0) != 0) & present
     token = tl.load(sampled_ptr + row, mask=active, other=0)
     log_prob = tl.load(sampled_log_prob_ptr + row, mask=active, other=0.0)
-    generated = tl.load(generated_ptr + row, mask=active, other=0)
-    position = tl.load(positions_ptr + row, mask=active, other=0)
-    produced = tl.load(produced_ptr + row, mask=active, other=0)
-    last = tl.load(last_ptr + row, mask=active, other=0)
+    generated = tl.load(generated_ptr, mask=active, other=0)
+    position = tl.load(positions_ptr, mask=active, other=0)
+    produced = tl.load(produced_ptr, mask=active, other=0)
+    last = tl.load(last_ptr, mask=active, other=0)
     stops = tl.arange(0, STOPS_UP)
     stop_ids = tl.load(
         stop_ptr + row[:, None] * STOPS + stops[None, :],
@@ -190,28 +183,22 @@ def _advance(
     )
     ended = tl.max((stop_ids == token[:, None]).to(tl.int32), 1) != 0
     ended = ended | (position + 1 >= last)
-    slot = tl.load(slots_ptr + row, mask=active, other=0)
+    slot = tl.load(slots_ptr, mask=active, other=0)
     place = slot.to(tl.int64) * out_stride + generated
     tl.store(out_tokens_ptr + place, token.to(tl.int32), mask=active)
     tl.store(out_log_probs_ptr + place, log_prob, mask=active)
-    tl.store(tokens_ptr + row, token, mask=active)
-    tl.store(generated_ptr + row, generated + 1, mask=active)
-    tl.store(positions_ptr + row, position + 1, mask=active)
-    tl.store(produced_ptr + row, produced + 1, mask=active)
-    tl.store(active_ptr + row, 0, mask=active & ended)
+    tl.store(tokens_ptr, token, mask=active)
+    tl.store(generated_ptr, generated + 1, mask=active)
+    tl.store(positions_ptr, position + 1, mask=active)
+    tl.store(produced_ptr, produced + 1, mask=active)
+    tl.store(active_ptr, 0, mask=active & ended)
 
 
 def advance(
     sampled: torch.Tensor,
     log_probs: torch.Tensor,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    produced: torch.Tensor,
-    generated: torch.Tensor,
-    active: torch.Tensor,
-    last: torch.Tensor,
+    columns: torch.Tensor,
     stop_ids: torch.Tensor,
-    slots: torch.Tensor,
     out_tokens: torch.Tensor,
     out_log_probs: torch.Tensor,
 ) -> None:
@@ -221,17 +208,12 @@ def advance(
     _advance[(triton.cdiv(rows, block),)](
         sampled,
         log_probs,
-        tokens,
-        positions,
-        produced,
-        generated,
-        active,
-        last,
+        columns,
         stop_ids,
-        slots,
         out_tokens,
         out_log_probs,
         rows,
+        columns.stride(0),
         out_tokens.stride(0),
         STOPS=stop_ids.shape[1],
         STOPS_UP=max(2, triton.next_power_of_2(stop_ids.shape[1])),

@@ -1,0 +1,129 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Operations on rows between the products of a layer: RMSNorm with the residual addition before it, the gated
+activation silu(gate) * up, and activations in eight bits.
+
+The norm's arithmetic and order of summing are those of the trainer's (`verl.models.kernels.layers`), so that both give
+the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+FP8_MAX = 448.0
+
+
+@triton.jit
+def _add_rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    x_stride,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < width
+    x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + row * width + offsets, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * width + offsets, x, mask=inside)
+    value = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
+    weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
+    normed = (value * scale).to(x.dtype).to(tl.float32)
+    tl.store(out_ptr + row * width + offsets, (weight.to(tl.float32) * normed).to(x.dtype), mask=inside)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, width], residual of the same shape or None; returns the norm of their sum, and the sum."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(out)
+    block = triton.next_power_of_2(width)
+    _add_rms_norm[(rows,)](
+        x,
+        residual if residual is not None else x,
+        weight,
+        out,
+        total,
+        x.stride(0),
+        width,
+        eps,
+        ADD=residual is not None,
+        BLOCK=block,
+        num_warps=4 if block <= 1024 else 8 if block <= 4096 else 16,
+    )
+    return out, total
+
+
+@triton.jit
+def _silu_mul(gate_ptr, up_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < width
+    gate = tl.load(gate_ptr + row * stride + offsets, mask=inside, other=0.0)
+    up = tl.load(up_ptr + row * stride + offsets, mask=inside, other=0.0)
+    value = gate.to(tl.float32)
+    act = (value / (1.0 + tl.exp(-value))).to(gate.dtype)
+    tl.store(
+        out_ptr + row * width + offsets, (act.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside
+    )
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gate and up [M, width] with one row stride (they may be halves of one buffer)."""
+    rows, width = gate.shape
+    out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
+    block = min(2048, triton.next_power_of_2(width))
+    _silu_mul[(rows, triton.cdiv(width, block))](
+        gate, up, out, gate.stride(0), width, BLOCK=block, num_warps=max(1, min(8, block // 512))
+    )
+    return out
+
+
+@triton.jit
+def _quantise_rows(x_ptr, out_ptr, scale_ptr, stride, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    peak = 0.0
+    for start in range(0, width, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride + offsets, mask=offsets < width, other=0.0).to(tl.float32)
+        peak = tl.maximum(peak, tl.max(tl.abs(x), 0))
+    scale = tl.maximum(peak, 1e-12) / LARGEST
+    tl.store(scale_ptr + row, scale)
+    for start in range(0, width, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < width
+        x = tl.load(x_ptr + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+        value = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
+        tl.store(out_ptr + row * width + offsets, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, width] (unit stride within a row) -> e4m3 [M, width] and scales [M, 1] in float32."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    block = min(4096, triton.next_power_of_2(width))
+    _quantise_rows[(rows,)](
+        x,
+        out,
+        scales,
+        x.stride(0),
+        width,
+        LARGEST=FP8_MAX,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+    )
+    return out, scales

@@ -1,0 +1,295 @@
+"""How the engine runs the model: through its Hugging Face module (`Backbone`), or, in decode steps of the Llama family,
+fused over the module's own weight tensors (`FusedDecoder`).
+
+Llama, Mistral, Qwen2 and Qwen3 layers differ in three details (biases, a norm per head, a sliding window), which the
+fused decoder follows; everything else, adapters included, goes through the module itself. No weight is copied, so an
+optimiser step is seen at once, by captured graphs, too.
+
+With `rollout.dtype=fp8` the fused decoder multiplies by e4m3 weights with one scale for each output channel. They are
+quantised whenever the engine starts to generate or takes new weights, into the same buffers, so that captured graphs
+stay valid; inputs get one scale per row. Prompts, norms, attention, cache and output layer keep the model's dtype.
+Layers that read the same input share one buffer and are one product.
+
+Logits are float32 and computed as the trainer computes them (product accumulated in float32, cap and scale of the
+architecture applied), so that log-probs agree. Nothing waits for the device.
+
+Shapes: M rows, one token each; N tokens of a prompt pass; D hidden size; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl.errors import ConfigError
+from verl.models.forward import OutputHead, backbone_of, output_head
+from verl.models.introspection import class_of
+from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, DecodeInputs, Norms, Ops
+
+_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+"""Rotary embeddings that depend on the position alone."""
+_FP8_MULTIPLE = 16
+"""The device's eight-bit product wants both sides of a weight to be multiples of this."""
+
+
+def head_logits(hidden: torch.Tensor, head: OutputHead) -> torch.Tensor:
+    """[M, D] -> [M, V] in float32."""
+    if hidden.dtype == torch.float32:
+        logits = hidden @ head.weight.t()
+    elif hidden.is_cuda:
+        logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+    else:
+        logits = (hidden @ head.weight.t()).float()
+    if head.bias is not None:
+        logits += head.bias
+    if head.softcap is not None:
+        logits = torch.tanh(logits / head.softcap) * head.softcap
+    return logits * head.scale if head.scale != 1.0 else logits
+
+
+def position_limit(model: Any) -> tuple[int, str] | None:
+    """The longest sequence whose cached keys stay right, and the kind of rotary embedding that limits it.
+
+    "longrope" and "dynamic" exchange all frequencies once a sequence outgrows a limit; a forward over the whole
+    sequence, as in training, then gives other keys from the first token on."""
+    rotary: Any = getattr(backbone_of(model), "rotary_emb", None)
+    kinds = getattr(rotary, "rope_type", None)
+    limits: list[tuple[int, str]] = []
+    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        if kind == "longrope":
+            parameters = rotary.config.rope_parameters
+            parameters = parameters if layer_type is None else parameters[layer_type]
+            limits.append((int(parameters["original_max_position_embeddings"]), kind))
+        elif kind and "dynamic" in kind:
+            limits.append((int(rotary.original_max_seq_len), kind))
+    return min(limits, default=None)
+
+
+class Backbone:
+    """Calls the model's layers with an attention context of ours."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.backbone = backbone_of(model)
+
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Any) -> torch.Tensor:
+        """Ids and positions [N] of the tokens of a step -> hidden states [N, D]."""
+        out = self.backbone(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            # A four-dimensional mask is used as it is; otherwise transformers would look for packed sequences in the
+            # positions, which waits for the device. Our attention never reads it.
+            attention_mask=position_ids.new_zeros((1, 1, 1, 1)),
+            use_cache=False,
+            verl_attn=context,
+        )
+        return out.last_hidden_state[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return head_logits(hidden, output_head(self.model))
+
+
+@dataclass
+class PlainProducts:
+    """The matrix products of a layer by the module's own linear layers."""
+
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    out: nn.Linear
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+
+    def qkv(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values side by side."""
+        return ops.joined_linear(x, (self.q, self.k, self.v))
+
+    def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        return _linear(self.out, x)
+
+    def mlp(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        return _linear(self.down, ops.gated_linear(x, self.gate, self.up))
+
+    def refresh(self) -> None:
+        pass
+
+
+def require_fp8_device(device: torch.device) -> None:
+    """Eight-bit products need a device that has them; the CPU emulates them."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            f"rollout.dtype=fp8 needs compute capability 8.9 or newer; {torch.cuda.get_device_name(device)} has "
+            f"{torch.cuda.get_device_capability(device)}; use rollout.dtype=auto"
+        )
+
+
+class Fp8Weight:
+    """The weights of one or several linear layers side by side."""
+
+    def __init__(self, layers: Seq[nn.Linear]) -> None:
+        self.layers = list(layers)
+        widths = [layer.out_features for layer in self.layers]
+        inner = self.layers[0].in_features
+        if sum(widths) % _FP8_MULTIPLE or inner % _FP8_MULTIPLE:
+            raise ConfigError(
+                f"rollout.dtype=fp8 needs layer sizes that are multiples of {_FP8_MULTIPLE}, not {inner} x "
+                f"{sum(widths)}; use rollout.dtype=auto"
+            )
+        weight = self.layers[0].weight
+        self.values = torch.empty(sum(widths), inner, dtype=FP8_TYPE, device=weight.device)
+        self.scales = torch.empty(1, sum(widths), dtype=torch.float32, device=weight.device)
+        self.bias: torch.Tensor | None = None
+        if any(layer.bias is not None for layer in self.layers):
+            self.bias = torch.zeros(sum(widths), dtype=weight.dtype, device=weight.device)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Quantise the layers' current weights."""
+        start = 0
+        for layer in self.layers:
+            part = slice(start, start + layer.out_features)
+            weight = layer.weight.float()
+            scale = weight.abs().amax(dim=1).clamp(min=1e-12) / FP8_MAX
+            self.scales[0, part] = scale
+            self.values[part] = (weight / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8_TYPE)
+            if self.bias is not None and layer.bias is not None:
+                self.bias[part] = layer.bias
+            start += layer.out_features
+
+    def product(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        rows, row_scales = ops.quantise_rows(x)
+        out = ops.scaled_product(rows, row_scales, self.values, self.scales, x.dtype)
+        return out if self.bias is None else out + self.bias
+
+
+class Fp8Products:
+    """The products of one layer; see `PlainProducts`."""
+
+    def __init__(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear, gate: nn.Linear, up: nn.Linear,
+                 down: nn.Linear) -> None:  # fmt: skip
+        self._qkv = Fp8Weight([q, k, v])
+        self._o = Fp8Weight([o])
+        self._gate_up = Fp8Weight([gate, up])
+        self._down = Fp8Weight([down])
+
+    def refresh(self) -> None:
+        for weight in (self._qkv, self._o, self._gate_up, self._down):
+            weight.refresh()
+
+    def qkv(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        return self._qkv.product(ops, x)
+
+    def o(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        return self._o.product(ops, x)
+
+    def mlp(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_up.product(ops, x).chunk(2, dim=1)
+        return self._down.product(ops, ops.silu_mul(gate, up))
+
+
+@dataclass
+class FusedLayer:
+    input_norm: torch.Tensor
+    output_norm: torch.Tensor
+    products: PlainProducts | Fp8Products
+    norms: Norms
+    window: int | None
+    scale: float
+
+
+class FusedDecoder:
+    """Built by `match`; `hidden` runs the layers. Positions are below `max_length`."""
+
+    def __init__(self, model: Any, layers: list[FusedLayer], max_length: int) -> None:
+        self.model = model
+        self.layers = layers
+        self.heads = int(model.config.num_attention_heads)
+        self.eps = float(model.config.rms_norm_eps)
+        self.backbone = backbone_of(model)
+        # The module's own code computes the tables, so that every kind of static scaling is right.
+        weight = model.get_input_embeddings().weight
+        cos, sin = self.backbone.rotary_emb(
+            weight[:1, None], torch.arange(max_length, device=weight.device)[None]
+        )
+        self.rope = cos[0].contiguous(), sin[0].contiguous()
+        self.refresh()
+
+    @staticmethod
+    def match(model: Any, max_length: int, fp8: bool = False) -> FusedDecoder | None:
+        """A fused decoder over this model's weights, or None where its layers are not exactly the known ones."""
+        backbone = backbone_of(model)
+        if not hasattr(backbone, "layers") or getattr(model.config, "hidden_act", None) != "silu":
+            return None
+        rope_type = getattr(getattr(backbone, "rotary_emb", None), "rope_type", None)
+        if (
+            not isinstance(rope_type, str) or rope_type not in _STATIC_ROPE
+        ):  # a dictionary: one per kind of layer
+            return None
+        layers = [_match_layer(layer, fp8) for layer in backbone.layers]
+        known = [layer for layer in layers if layer is not None]
+        return FusedDecoder(model, known, max_length) if len(known) == len(layers) else None
+
+    def refresh(self) -> None:
+        """The weights may be new."""
+        for layer in self.layers:
+            layer.products.refresh()
+
+    def hidden(
+        self, ops: Ops, inputs: DecodeInputs, caches: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """[M, D] hidden states of the rows' tokens; their keys and values are written to the caches."""
+        x = F.embedding(inputs.tokens, self.model.get_input_embeddings().weight)
+        residual: torch.Tensor | None = None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, self.eps)
+            qkv = layer.products.qkv(ops, normed)
+            q = ops.rotary_cache(qkv, cache, self.rope, inputs, self.heads, layer.norms)
+            mixed = ops.decode_attention(q, cache, inputs, layer.scale, layer.window, None)
+            x = layer.products.o(ops, mixed.flatten(1))
+            normed, residual = ops.add_rms_norm(x, residual, layer.output_norm, self.eps)
+            x = layer.products.mlp(ops, normed)
+        return ops.add_rms_norm(x, residual, self.backbone.norm.weight, self.eps)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return head_logits(hidden, output_head(self.model))
+
+
+def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def _match_layer(layer: Any, fp8: bool) -> FusedLayer | None:
+    kind = class_of(layer)
+    if kind.__name__ not in _LAYERS or not kind.__module__.startswith("transformers.models."):
+        return None
+    attention, mlp = layer.self_attn, layer.mlp
+    names = [(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    names += [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    linears = [getattr(owner, name, None) for owner, name in names]
+    if any(type(linear) is not nn.Linear for linear in linears):
+        return None
+    norms: Norms = None
+    if hasattr(attention, "q_norm"):
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        norms = (q_norm.weight, k_norm.weight, float(q_norm.variance_epsilon))
+    if hasattr(attention, "sliding_window"):
+        window = attention.sliding_window
+    else:
+        is_mistral = kind.__name__ == "MistralDecoderLayer"
+        window = getattr(attention.config, "sliding_window", None) if is_mistral else None
+    known = [linear for linear in linears if linear is not None]
+    return FusedLayer(
+        layer.input_layernorm.weight,
+        layer.post_attention_layernorm.weight,
+        Fp8Products(*known) if fp8 else PlainProducts(*known),
+        norms=norms,
+        window=window,
+        scale=float(attention.scaling),
+    )
