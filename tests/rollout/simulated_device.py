@@ -6,6 +6,7 @@ been computed from, every token is computed once, and nothing but a row decodes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -174,6 +175,14 @@ class SimulatedRunner(DeviceRunner):
         return super().poll_finished()
 
 
+def check_blocks(blocks: BlockManager, sequences: list[Sequence]) -> None:
+    """Every block is counted once for each table that lists it, and is free when none does."""
+    kept = [sequence for same in blocks.kept.values() for sequence in same]
+    counts = Counter(block for sequence in [*sequences, *kept] for block in sequence.table)
+    assert blocks.count == [counts[block] for block in range(blocks.num_blocks)]
+    assert blocks.free == blocks.count.count(0)
+
+
 def run(
     requests: list[Request],
     limits: Limits,
@@ -196,5 +205,5 @@ def run(
             key = (sequence.request.request_id, sequence.sample)
             assert key not in found, "answered twice"
             found[key] = sequence.response(reason)
-    manager.check([])
+    check_blocks(manager, [])
     return found, runner

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_device import check_blocks
 
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native.block_manager import BlockManager
@@ -148,7 +149,7 @@ def test_every_request_finishes_once_and_no_block_is_lost(
                     pending.append(Request(name, prompt, sampling, prefix_id=sequence.request.prefix_id))
                     expected.add((name, 0))
         scheduler.finish_all(ended)
-        blocks.check(scheduler.everything())
+        check_blocks(blocks, scheduler.everything())
     assert scheduler.idle and not pending
     assert finished == dict.fromkeys(expected, 1)
     blocks.release_kept(["x", "y"])

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from verl.rollout.base import (
     BatchEngine,
-    FinishReason,
     Request,
     Response,
     Stopper,
@@ -27,34 +25,16 @@ from verl.rollout.base import (
     check_requests,
     eos_token_ids,
 )
-from verl.rollout.sampling import SamplingBatch, sample, seen_tokens, sequence_key
+from verl.rollout.native.sequence import Sequence
+from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
 from verl.rollout.source import as_source, causal_lm, generation_mode, verify
 
 DEFAULT_BATCH = 256
 """Padded caches are large: more rows than this at a time are not worth their memory."""
 
 
-@dataclass
-class _Row:
-    """One sample: `known` is prompt, resumed tokens and generated ones; `token_ids` and `log_probs` only the latter."""
-
-    request: Request
-    sample: int
-    known: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    @property
-    def resumed(self) -> Sequence[int]:
-        return self.request.partial[self.sample] if self.request.partial else ()
-
-
-def _rows(requests: list[Request]) -> list[_Row]:
-    return [
-        _Row(request, index, [*request.prompt_ids, *(request.partial[index] if request.partial else ())])
-        for request in requests
-        for index in range(request.n)
-    ]
+def _sequences(requests: list[Request], version: int) -> list[Sequence]:
+    return [Sequence(request, sample, version) for request in requests for sample in range(request.n)]
 
 
 def _empty_cache(model: Any) -> Any:
@@ -117,9 +97,8 @@ class HFRollout(BatchEngine):
         return self._generate(requests, self._stopper)
 
     def _generate(self, requests: list[Request], stopper: Stopper) -> Iterator[Response]:
-        rows = _rows(requests)
         # Rows of like length together: less padding. Noise is keyed, so the order changes no token.
-        rows.sort(key=lambda row: len(row.known))
+        rows = sorted(_sequences(requests, self.version), key=lambda row: row.length)
         for start in range(0, len(rows), self.batch_size):
             with self.source.module() as module, generation_mode(module, None) as model:
                 self._require_equal(model)
@@ -130,27 +109,28 @@ class HFRollout(BatchEngine):
         """Compare a model not met before with its own forward without a cache."""
         if self._known is None or self._known() is not model:
             stopper = Stopper(None, frozenset())
-            verify(model, "hf", lambda requests: self._run_batch(model, _rows(requests), stopper))
+            verify(
+                model,
+                "hf",
+                lambda requests: self._run_batch(model, _sequences(requests, self.version), stopper),
+            )
             self._known = weakref.ref(model)
 
     @torch.no_grad()
-    def _run_batch(self, model: Any, rows: list[_Row], stopper: Stopper) -> list[Response]:
+    def _run_batch(self, model: Any, rows: list[Sequence], stopper: Stopper) -> list[Response]:
         device = model.get_input_embeddings().weight.device
-        width = max(len(row.known) for row in rows)
+        width = max(row.length for row in rows)
         input_ids_BL = torch.zeros(len(rows), width, dtype=torch.int64)
         mask_BL = torch.zeros(len(rows), width, dtype=torch.int64)
         for index, row in enumerate(rows):
-            input_ids_BL[index, width - len(row.known) :] = torch.tensor(row.known)
-            mask_BL[index, width - len(row.known) :] = 1
+            input_ids_BL[index, width - row.length :] = torch.tensor(row.tokens)
+            mask_BL[index, width - row.length :] = 1
+            row.version = self.version
         input_ids_BL, mask_BL = input_ids_BL.to(device), mask_BL.to(device)
         history_BL = torch.where(mask_BL == 1, input_ids_BL, -1)
         positions_BL = (mask_BL.cumsum(-1) - 1).clamp_(min=0)
-        settings = SamplingBatch.of(
-            [row.request.sampling for row in rows],
-            [sequence_key(row.request.seed, row.request.request_id, row.sample) for row in rows],
-            device,
-        )
-        produced_B = torch.tensor([len(row.resumed) for row in rows], device=device)
+        settings = SamplingBatch.of([row.request.sampling for row in rows], [row.key for row in rows], device)
+        produced_B = torch.tensor([row.produced for row in rows], device=device)
         cache = _empty_cache(model)
         call = _StepCall(model, cache)
         done: list[Response] = []
@@ -180,7 +160,7 @@ class HFRollout(BatchEngine):
 
     def _record(
         self,
-        rows: list[_Row],
+        rows: list[Sequence],
         alive: list[int | None],
         tokens: list[int],
         log_probs: list[float],
@@ -192,27 +172,15 @@ class HFRollout(BatchEngine):
             if row_index is None:
                 continue
             row = rows[row_index]
-            row.known.append(tokens[index])
-            row.token_ids.append(tokens[index])
+            row.tokens.append(tokens[index])
             row.log_probs.append(log_probs[index])
-            prompt_length = len(row.request.prompt_ids)
-            end = stopper.end(row.known, len(row.known) - 1, row.request.sampling, prompt_length)
+            end = stopper.end(row.tokens, row.length - 1, row.request.sampling, row.prompt_length)
             reason = end[1] if end is not None else None
             if reason is None and (self._abort_all or row.request.request_id in self._aborted):
                 reason = "abort"
             if reason is not None:
-                done.append(self._response(row, reason))
+                done.append(row.response(reason))
                 alive[index] = None
-
-    def _response(self, row: _Row, reason: FinishReason) -> Response:
-        return Response(
-            row.request.request_id,
-            row.sample,
-            row.token_ids,
-            row.log_probs,
-            reason,
-            policy_version=self.version,
-        )
 
     def abort_batch(self, request_ids: list[str] | None) -> None:
         if request_ids is None:

@@ -118,7 +118,7 @@ def generation_mode(module: nn.Module, attention: str | None) -> Iterator[Any]:
     attention = attention or stock_attention(model)
     if attention == ATTENTION_NAME:
         _require_exchangeable_attention(model)
-    training = [part for part in module.modules() if part.training]
+    training = [inner for inner in module.modules() if inner.training]
     before = getattr(model.config, "_attn_implementation", None)
     module.eval()
     try:
@@ -128,8 +128,8 @@ def generation_mode(module: nn.Module, attention: str | None) -> Iterator[Any]:
     finally:
         if before is not None and before != attention:
             model.set_attn_implementation(before)
-        for part in training:
-            part.training = True
+        for inner in training:
+            inner.training = True
 
 
 def cannot_generate(model: Any, fault: str, engine: str = "native") -> RolloutError:

@@ -178,6 +178,8 @@ class BlockManager:
             found = self._index.get((content_id, tuple(tokens[start : start + self.hash_block])))
             if found is None:
                 break
+            # The id of what comes before is part of the key: equal tokens after different beginnings have other keys
+            # and values.
             block, content_id = found
             chain.append(content_id)
             # Whoever has a hash block of a block has the earlier ones in that block, too: the last one decides.
@@ -253,17 +255,6 @@ class BlockManager:
         self._drop(block)
         sequence.table[index] = target
         return Copy(block, target, min(self.block_size, sequence.computed - index * self.block_size))
-
-    def check(self, sequences: list[Sequence]) -> None:
-        """Raise when counts and tables disagree (used by tests)."""
-        counts = [0] * self.num_blocks
-        for sequence in [*sequences, *(s for kept in self.kept.values() for s in kept)]:
-            for block in sequence.table:
-                counts[block] += 1
-        if counts != self.count:
-            raise RuntimeError("block counts differ from the tables")
-        if sorted([*self._blank, *self._cached]) != [b for b, count in enumerate(counts) if count == 0]:
-            raise RuntimeError("free blocks differ from those in no table")
 
 
 def _common_prefix(first: list[int], second: list[int]) -> int:

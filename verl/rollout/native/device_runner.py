@@ -85,6 +85,7 @@ class GraphRecorder:
         try:
             # torch.cuda.graph would do all this, but stays on its stream when ending the capture fails.
             with torch.cuda.stream(self._stream):
+                # Triton compiles and cuBLAS allocates its workspace in this run: neither is allowed while capturing.
                 work()
                 torch.cuda.synchronize(self._device)
                 torch.cuda.empty_cache()  # the pool of the graphs can only take what is free
@@ -202,6 +203,8 @@ class DeviceRunner:
     def _make_free(self, scheduler: Scheduler, step: Step) -> list[tuple[Sequence, FinishReason]]:
         """Before a step runs, preempted rows leave the device and shared blocks are copied. Returns the rows that
         turned out to have ended: they must not be prefilled again."""
+        # The device runs ahead of the host: a row chosen for preemption may have drawn its end already. Its tokens
+        # are fetched now, since its slot and blocks go to others with the next enqueued work.
         ended = self.evict(step.preempted)
         for sequence, _ in ended:
             scheduler.finish(sequence)
@@ -325,6 +328,8 @@ class DeviceRunner:
         state = self.state
         if self._recorder is None:
             self._recorder = GraphRecorder(state.device)
+        # Inactive rows write to the cache's last block and keep their state, so the warm-up run changes nothing a
+        # sequence reads. Only the tokens seen (repetition penalty) are written whatever a row's state: kept apart.
         active = state.active.clone()
         state.active.zero_()
         seen = state.seen[:size].clone() if state.seen is not None else None

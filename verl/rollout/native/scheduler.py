@@ -108,6 +108,8 @@ class Scheduler:
         if sequence.decoding and lookahead > 1:
             length = max(min(length + lookahead - 1, sequence.max_length - 1), length)
         while (copies := self.blocks.grow(sequence, length)) is None:
+            # The youngest has the least to compute again, and the oldest is never the victim of another: it always
+            # finishes, so preemption cannot go in circles.
             victim = self.running[-1]
             self._preempt(victim, step)
             if victim is sequence:
@@ -141,6 +143,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         self.running.remove(sequence)
+        # Blocks are recomputed, not copied to the host: released blocks stay findable by content until they are
+        # needed, so a sequence that runs again soon finds its prompt there.
         self.blocks.release(sequence)
         sequence.computed = 0
         sequence.decoding = sequence.stale = False
@@ -178,6 +182,7 @@ class Scheduler:
             if not self.prefix_in_same_step and opening in fresh and len(sequence.tokens) > len(opening):
                 passed.append(sequence)
                 continue
+            # Before the blocks are counted: shared blocks cost nothing, and attaching keeps them from being reused.
             self.blocks.attach_prefix(sequence)
             count = min(sequence.remaining, budget)
             reserve = self.keep_free if self.running else 0
