@@ -26,7 +26,7 @@ def parse_json(text: str | bytes, parse_int: Callable[[str], Any] | None = None)
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
     brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     if sum(map(text.count, brackets)) > MAX_DEPTH:  # type: ignore[arg-type]
-        _check_depth(value)
+        check_nesting(value)
     return value
 
 
@@ -51,13 +51,16 @@ def open_regular(path: Path | str) -> BinaryIO:
         raise
 
 
-def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
+def check_nesting(value: Any, max_values: int | None = None) -> None:
+    """ValueError for more than `MAX_DEPTH` levels, or more than `max_values` values."""
+    level, depth, values = [value], 0, 1
     while level := [
         child
         for each in level
         for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
     ]:
-        depth += 1
+        depth, values = depth + 1, values + len(level)
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+        if max_values is not None and values > max_values:
+            raise ValueError(f"more than {max_values:,} keys and values")

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.load import from_dict
-from verl.config.model_sizes import ModelSizes
 from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.sizes import ModelSizes, checkpoint_bytes, disk_verdict, free_bytes
 
 SIZES = ModelSizes(
     parameters=1000, embedding=300, head=300, hidden=10, layers=2, cache=8, kept=50, kept_float32=20,

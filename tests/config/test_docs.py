@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.aliases import our_name
 from verl.config.keys import schema_keys, sections
-from verl.config.load import load_ppo_config
+from verl.config.load import load_ppo_config, our_name
 from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]

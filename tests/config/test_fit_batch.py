@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.config.finalize import fit_batch
+from verl.config.build import fit_batch
 from verl.config.load import load_ppo_config, load_sft_config
 
 GIVEN = ["actor_rollout_ref.model.path=m", "data.train_files=d.jsonl"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from verl.config.model_folder import context_length, folder_problem, vocabulary_size
-from verl.config.model_sizes import read_sizes
+from verl.config.model_path import context_length, folder_problem, vocabulary_size
+from verl.config.sizes import read_sizes
 from verl.errors import ModelError
 
 KEY = "actor_rollout_ref.model.path"
@@ -164,7 +164,7 @@ def test_weights_that_are_something_else(folder: Path) -> None:
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n")
     assert "git lfs pull" in problem(folder)
     file.write_bytes((5).to_bytes(8, "little") + b"hello world")
-    assert "header cannot be read" in problem(folder)
+    assert "no safetensors file" in problem(folder)
 
 
 def test_context_length_follows_overrides_and_names(folder: Path) -> None:
@@ -178,6 +178,6 @@ def test_context_length_follows_overrides_and_names(folder: Path) -> None:
 
 
 def test_looking_needs_no_torch() -> None:
-    code = "import sys, verl.config.model_folder, verl.trainer.preflight; print('torch' in sys.modules)"
+    code = "import sys, verl.config.model_path, verl.trainer.preflight; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl.config.model_sizes import read_sizes, sizes_of
+from verl.config.sizes import read_sizes, sizes_of
 from verl.errors import ModelError
 
 SMALL = {

@@ -10,10 +10,9 @@ import pytest
 
 from verl.config.load import from_dict, load_ppo_config, load_sft_config
 from verl.config.machine import Device, device_at_hand, parse_gpus
-from verl.config.memory import activation_bytes, gib
-from verl.config.model_sizes import read_sizes, sizes_of
 from verl.config.plan import plan, render
 from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.sizes import activation_bytes, gib, read_sizes, sizes_of
 
 Make = Callable[..., Path]
 GPU = Device("cuda", "a GPU", 80 * 2**30, 8)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from verl.config.keys import Key, schema_keys
 from verl.config.load import from_dict, to_dict, to_yaml
 from verl.config.schema import PPOConfig, SFTConfig
-from verl.config.yaml_file import load_yaml
+from verl.config.sources import load_yaml
 
 LOOK_ALIKES = [
     "1e5",
@@ -84,7 +84,7 @@ def test_yaml_round_trip(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [PPOConfig, SFTConfig])
 def test_what_was_given_is_what_is_there(kind: Any) -> None:
-    from verl.config.convert import DTYPE_NAMES
+    from verl.config.build import DTYPE_NAMES
     from verl.config.keys import get
 
     @settings(max_examples=60, deadline=None)

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from verl.config import machine, unused
-from verl.config.checks import check
+from verl.config import checks, machine
+from verl.config.checks import TERMS, check
 from verl.config.keys import schema_keys
 from verl.config.load import from_dict, load_ppo_config, to_dict
 from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
-from verl.config.unused import TERMS
 
 # On a GPU, whatever the tests run on: what a CPU makes of the keys has its own cases.
 BASE = {"actor_rollout_ref.model.path": "m", "data.train_files": "a", "trainer.device": "cuda"}
@@ -158,11 +157,11 @@ def test_bf16_on_a_cpu_without_its_instructions_is_warned_about(
         config = from_dict(kind, {**LEAST[kind], key: dtype, "trainer.device": where}, checked=False)
         return [line for line in check(config) if f"'{key}'=" in line]
 
-    monkeypatch.setattr(unused, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(checks, "cpu_has_bf16", lambda: False)
     (line,) = lines("bf16", "cpu")
     assert "no bf16 instructions" in line and f"{key}=float32" in line
     assert not lines("float32", "cpu") and not lines("bf16", "cuda")
-    monkeypatch.setattr(unused, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(checks, "cpu_has_bf16", lambda: True)
     assert not lines("bf16", "cpu")
 
 

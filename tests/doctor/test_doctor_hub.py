@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.hub import answer
+from verl.config.model_path import answer
 from verl.doctor.finding import Finding
 from verl.doctor.machine import judge_hub
 

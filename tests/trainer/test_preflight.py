@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from verl.config.load import from_dict
-from verl.config.packages import missing_packages, needed
+from verl.config.machine import missing_packages, needed_packages
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ConfigError
 from verl.trainer.preflight import preflight, require_disk
@@ -200,7 +200,7 @@ def test_a_package_is_named_with_the_setting_that_needs_it(
     values: dict[str, Any], package: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = {"actor_rollout_ref.model.path": "o/m", "data.train_files": "o/d"}
-    assert needed(from_dict(PPOConfig, base)) == {}
+    assert needed_packages(from_dict(PPOConfig, base)) == {}
     monkeypatch.setitem(__import__("sys").modules, package, None)
     lines = missing_packages(from_dict(PPOConfig, {**base, **values}))
     assert len(lines) == 1 and why in lines[0]

@@ -30,7 +30,7 @@ from verl.checkpoint.retention import Limits, apply
 from verl.checkpoint.save_op import SaveOperation
 from verl.checkpoint.staging import Staging
 from verl.checkpoint.steps import archive, list_steps, recover, step_name, work_folder, write_tracker
-from verl.config.disk import HF_BY_DEFAULT_BELOW
+from verl.config.sizes import HF_BY_DEFAULT_BELOW
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.memory import free_host_bytes

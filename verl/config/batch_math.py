@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.ranks import dp_size
+from verl.config.parallelism import dp_size
 from verl.config.schema import PPOConfig, SFTConfig
 
 

@@ -39,7 +39,7 @@ def key(
 
     known: the values allowed; plugin: the registry whose user-registered names are allowed as well;
     available: the values this version can run, of those allowed;
-    follows: the key whose value this one takes unless the user sets it; used_if: see `verl.config.unused`;
+    follows: the key whose value this one takes unless the user sets it; used_if: see `verl.config.checks`;
     required: the user must give it; path: a leading ~ means the user's home folder;
     ge, gt, le: bounds (checked for numbers, and for each number of a list; None is never checked).
     """
@@ -161,6 +161,21 @@ def put(config: Any, name: str, value: Any) -> None:
     """Set a key by its full name."""
     parent, _, last = name.rpartition(".")
     setattr(get(config, parent) if parent else config, last, value)
+
+
+def to_dict(config: Any) -> Any:
+    """A config, or a section of one, as plain nested dicts, lists and values."""
+    if is_dataclass(config) and not isinstance(config, type):
+        return {
+            field.name: to_dict(getattr(config, field.name))
+            for field in fields(config)
+            if not field.metadata.get("internal")
+        }
+    if isinstance(config, dict):
+        return {name: to_dict(value) for name, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [to_dict(each) for each in config]
+    return config
 
 
 def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:

@@ -1,7 +1,8 @@
 """From a command line or a dict to a checked, final config.
 
 Every key of a config returned here is known, of its type and final, and the combination has passed
-`verl.config.checks`. Errors name every problem at once.
+`verl.config.checks`. Errors name every problem at once. Other spellings of keys are moved to ours and reported once; a
+key in both spellings with different values is an error.
 """
 
 from __future__ import annotations
@@ -12,15 +13,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from verl.config.aliases import our_name, resolve_aliases
+from verl.config.build import Builder, finalize
 from verl.config.checks import check
-from verl.config.convert import Builder
-from verl.config.finalize import finalize
-from verl.config.keys import get, nearest, schema_keys
+from verl.config.keys import get, nearest, schema_keys, to_dict
 from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
-from verl.config.show import help_text, to_dict, to_yaml
 from verl.config.sources import (
     del_path,
+    dump_yaml,
     from_mapping,
     merge,
     parse_command_line,
@@ -39,10 +38,74 @@ _PLUGIN_KEYS = (
 )  # fmt: skip
 
 
+_MODEL = "actor_rollout_ref.model"
+_ACTOR = "actor_rollout_ref.actor"
+
+_OPTIM_ALIASES = {"lr_scheduler": "lr_scheduler_type", "warmup_steps_proportion": "lr_warmup_steps_ratio"}
+
+_REWARD_ALIASES = {
+    "custom_reward_function": "reward.custom_reward_function",
+    "reward_model.reward_fn": "reward.custom_reward_function",
+    "reward_model.enable": "reward.reward_model.enable",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.overlong_buffer": "reward.overlong_buffer",
+    "reward_model.sandbox_fusion": "reward.sandbox_fusion",
+}
+_RUN_ALIASES = {
+    "trainer.nnode": "trainer.nnodes",
+    "ray_init.timeline_file": "ray_kwargs.timeline_json_file",
+    "ray_init": "ray_kwargs.ray_init",
+}
+
+# Old name to ours, longer ones before the sections that contain them.
+_PPO_ALIASES: dict[str, str] = {
+    f"{_ACTOR}.peft": _MODEL,
+    f"{_ACTOR}.lora_rank": f"{_MODEL}.lora_rank",
+    f"{_ACTOR}.lora_alpha": f"{_MODEL}.lora_alpha",
+    f"{_ACTOR}.target_modules": f"{_MODEL}.target_modules",
+    "rollout": "actor_rollout_ref.rollout",
+    **_REWARD_ALIASES,
+    **_RUN_ALIASES,
+    "critic.model.fsdp_config": "critic.fsdp_config",
+    **{f"{_ACTOR}.optim.{old}": f"{_ACTOR}.optim.{new}" for old, new in _OPTIM_ALIASES.items()},
+    **{f"critic.optim.{old}": f"critic.optim.{new}" for old, new in _OPTIM_ALIASES.items()},
+}
+
+_SFT_ALIASES: dict[str, str] = {
+    **_RUN_ALIASES,
+    "optim.clip_grad": "optim.grad_clip",
+    **{f"optim.{old}": f"optim.{new}" for old, new in _OPTIM_ALIASES.items()},
+}
+
+# The sections of training first, so that keys in the messages of engines can be typed as they are.
+_GENERATION_ALIASES: dict[str, str] = {
+    "actor_rollout_ref.model": "model",
+    "actor_rollout_ref.rollout": "rollout",
+    "data.n_samples": "rollout.n",
+    "rollout.prompt_length": "data.max_prompt_length",
+    "rollout.max_prompt_length": "data.max_prompt_length",
+    "rollout.response_length": "data.max_response_length",
+    "rollout.max_response_length": "data.max_response_length",
+    "model.dtype": "rollout.dtype",
+    **_RUN_ALIASES,
+}
+
+_ALIASES: dict[type, dict[str, str]] = {
+    PPOConfig: _PPO_ALIASES,
+    SFTConfig: _SFT_ALIASES,
+    GenerationConfig: _GENERATION_ALIASES,
+    EvaluationConfig: _REWARD_ALIASES,
+}
+
+
 def load_config(kind: type[Config], argv: list[str]) -> Config:
     """The config of a command line; --help, --cfg and --check are answered on stdout and end the program."""
     line = parse_command_line(argv)
     if line.help:
+        from verl.config.help import help_text
+
         sys.stdout.write(help_text(kind, line.help_about))
         raise CommandAnswered(0)
     draft = _Draft(kind)
@@ -52,7 +115,7 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
             draft.remove(override.name)
         else:
             draft.add(set_path({}, override.name, override.value))
-    if line.show_job:
+    if line.cfg:
         sys.stdout.write(to_yaml(draft.finish(checked=False)))
         raise CommandAnswered(0)
     config: Config = draft.finish(checked=True, quiet=line.check)
@@ -82,6 +145,11 @@ def from_dict(
     return draft.finish(checked, quiet)
 
 
+def to_yaml(config: Any) -> str:
+    """The resolved config as YAML that loads again with --config-path and --config-name."""
+    return dump_yaml(to_dict(config))
+
+
 class _Draft(Generic[Config]):
     """The user's values so far, under our names. Sources come in order; a later one wins, whichever name it uses."""
 
@@ -94,7 +162,7 @@ class _Draft(Generic[Config]):
 
     def add(self, tree: dict[str, Any]) -> None:
         merge(self.as_typed, tree)
-        typed, notices = resolve_aliases(self.kind, tree)
+        typed, notices = _resolve_aliases(self.kind, tree)
         self.typed.update(typed)
         for notice in notices:
             if notice not in self.noticed:
@@ -129,6 +197,79 @@ class _Draft(Generic[Config]):
         return config
 
 
+def _resolve_aliases(kind: type, tree: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Move every aliased key of the tree (in place) to our name.
+
+    Returns our name -> the name typed, and the notices.
+    """
+    typed: dict[str, str] = {}
+    notices: list[str] = []
+    for old, new in _ALIASES.get(kind, {}).items():
+        found, value = _take(tree, old)
+        if not found:
+            continue
+        if value is None and new not in schema_keys(kind):
+            continue  # an empty section in a YAML file says nothing
+        _move(tree, new, value, old, new)
+        for ours, theirs in _leaves(new, old, value):
+            typed[ours] = theirs
+        notices.append(f"'{old}' is read as '{new}'")
+    return typed, notices
+
+
+def our_name(kind: type, name: str) -> str:
+    """What a key or section is called here."""
+    for old, new in _ALIASES.get(kind, {}).items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name[len(old) :]
+    return name
+
+
+def _take(tree: dict[str, Any], name: str) -> tuple[bool, Any]:
+    """Remove a key from the tree; sections left empty by it go as well."""
+    first, _, rest = name.partition(".")
+    if first not in tree:
+        return False, None
+    if not rest:
+        return True, tree.pop(first)
+    inner = tree[first]
+    if not isinstance(inner, dict):
+        return False, None
+    found, value = _take(inner, rest)
+    if found and not inner:
+        del tree[first]
+    return found, value
+
+
+def _move(tree: dict[str, Any], name: str, value: Any, old: str, new: str) -> None:
+    """Put a value, or a section's values one by one, under a name that may already hold some."""
+    first, _, rest = name.partition(".")
+    if rest:
+        inner = tree.setdefault(first, {})
+        if inner is None:
+            inner = tree[first] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"'{first}' (in '{new}') is a section, but it was given the value {inner!r}")
+        _move(inner, rest, value, old, new)
+    elif isinstance(value, dict) and isinstance(tree.get(first), dict):
+        for each, below in value.items():
+            _move(tree[first], each, below, f"{old}.{each}", f"{new}.{each}")
+    elif tree.get(first) is not None and tree[first] != value:
+        raise ConfigError(
+            f"'{old}' is another name of '{new}', and both are given: {value!r} and {tree[first]!r}. Keep one of them"
+        )
+    else:
+        tree[first] = value
+
+
+def _leaves(new: str, old: str, value: Any) -> list[tuple[str, str]]:
+    if not isinstance(value, Mapping) or not value:
+        return [(new, old)]
+    return [
+        pair for each, below in value.items() for pair in _leaves(f"{new}.{each}", f"{old}.{each}", below)
+    ]
+
+
 def _set_keys(kind: type, tree: Mapping[str, Any], prefix: str) -> list[str]:
     """The full names of the keys the tree sets."""
     found: list[str] = []
@@ -151,8 +292,3 @@ def import_plugins(config: AnyConfig) -> None:
                 raise ConfigError(
                     f"cannot import '{module}' ({key}): {error}. Is it on PYTHONPATH?"
                 ) from error
-
-
-__all__ = [
-    "from_dict", "import_plugins", "load_config", "load_ppo_config", "load_sft_config", "to_dict", "to_yaml",
-]  # fmt: skip

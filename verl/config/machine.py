@@ -1,4 +1,4 @@
-"""The devices of this machine, and whether it has enough of them for a config.
+"""What a config needs of this machine: devices and optional packages.
 
 GPUs are read from nvidia-smi; torch is asked, and so imported, only where that cannot tell.
 """
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from verl.config.pools import pools
+from verl.config.parallelism import EXTERNAL_ENGINES, pools, world_size
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
+from verl.errors import missing_package
 from verl.memory import free_host_bytes
 
 # Names of bf16 instructions in /proc/cpuinfo: x86 first, then Arm.
@@ -168,3 +169,36 @@ def beyond_machine(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device
         f"{asked}: {gpus} GPUs are asked for, but there is no GPU on this machine. Set trainer.device=cpu for as many "
         "CPU processes, or trainer.n_gpus_per_node=1 for one process"
     ]
+
+
+def missing_packages(config: PPOConfig | SFTConfig) -> list[str]:
+    """A line for each package that is needed and not installed: what needs it and how to install it."""
+    return [
+        str(missing_package(name, name, why))
+        for name, why in needed_packages(config).items()
+        if importlib.util.find_spec(name) is None
+    ]
+
+
+def needed_packages(config: PPOConfig | SFTConfig) -> dict[str, str]:
+    """The optional packages a run with this config imports, each with the setting that asks for it."""
+    found = {
+        name: f"trainer.logger={name}" for name in config.trainer.logger if name in ("wandb", "tensorboard")
+    }
+    launched = isinstance(config, SFTConfig) and started_by_torchrun()
+    for pool in reversed(pools(config)):
+        if (pool.key != "trainer" or world_size(config) > 1) and not launched:
+            found["ray"] = pool.asked
+    if isinstance(config, PPOConfig):
+        policy = config.actor_rollout_ref
+        if policy.rollout.name in EXTERNAL_ENGINES:
+            found[policy.rollout.name] = f"actor_rollout_ref.rollout.name={policy.rollout.name}"
+        adapters = {"actor_rollout_ref.model": policy.model.lora_rank}
+        if config.critic.enable:
+            adapters["critic.model"] = config.critic.model.lora_rank
+    else:
+        adapters = {"model": config.model.lora_rank}
+    for key, rank in adapters.items():
+        if rank > 0:
+            found["peft"] = f"{key}.lora_rank={rank}"
+    return found

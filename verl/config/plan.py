@@ -10,16 +10,22 @@ from typing import Any
 
 from verl.config.batch_math import BatchPlan, batch_plan, text_table
 from verl.config.batch_math import rows as batch_rows
-from verl.config.checks import unavailable
-from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
+from verl.config.checks import unavailable, unused_keys
 from verl.config.keys import get, put
-from verl.config.machine import Device, beyond_machine, device_at_hand
-from verl.config.memory import Estimate, estimate, gib
-from verl.config.model_sizes import ModelSizes, read_sizes
-from verl.config.packages import missing_packages
-from verl.config.pools import ROLLOUT
+from verl.config.machine import Device, beyond_machine, device_at_hand, missing_packages
+from verl.config.parallelism import ROLLOUT
 from verl.config.schema import AnyConfig, GenerationConfig, PPOConfig, SFTConfig
-from verl.config.unused import unused_keys
+from verl.config.sizes import (
+    Estimate,
+    ModelSizes,
+    checkpoint_bytes,
+    critic_sizes_of,
+    disk_verdict,
+    estimate,
+    free_bytes,
+    gib,
+    read_sizes,
+)
 from verl.errors import ModelError
 
 USABLE = 0.9  # share of a device that is usable; fragmentation and the driver take the rest
@@ -65,16 +71,6 @@ def add_memory(result: Plan, config: PPOConfig | SFTConfig, sizes: ModelSizes) -
         result.warnings.append(f"the critic is not in the estimate: '{config.critic.model.path}' is not here")
     result.memory = estimate(config, sizes, critic_sizes, result.device)
     result.warnings += _too_large(config, result.memory, sizes, critic_sizes, result.device)
-
-
-def critic_sizes_of(config: PPOConfig | SFTConfig, sizes: ModelSizes) -> ModelSizes | None:
-    """The sizes of the critic's model; None where there is no critic, or its model is not here."""
-    if not isinstance(config, PPOConfig) or not config.critic.enable:
-        return None
-    model = config.critic.model
-    if model.path == config.actor_rollout_ref.model.path:
-        return sizes
-    return read_sizes(model.path, model.override_config)
 
 
 def _missing(config: PPOConfig | SFTConfig, device: Device) -> list[str]:

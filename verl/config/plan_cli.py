@@ -8,9 +8,9 @@ import sys
 from verl.config.batch_math import batch_plan
 from verl.config.load import from_dict
 from verl.config.machine import Device
-from verl.config.model_sizes import read_sizes
 from verl.config.plan import Plan, add_memory, render
 from verl.config.schema import PPOConfig
+from verl.config.sizes import read_sizes
 from verl.config.sources import parse_overrides
 from verl.errors import ConfigError
 

@@ -11,12 +11,10 @@ from verl.config.keys import section
 from verl.config.sections.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from verl.config.sections.data import DataConfig, MixtureConfig, SFTDataConfig
-from verl.config.sections.evaluation import (
+from verl.config.sections.generation import (
     EvaluationDataConfig,
     EvaluationRewardConfig,
     EvaluationTrainerConfig,
-)
-from verl.config.sections.generation import (
     GenerationDataConfig,
     GenerationModelConfig,
     GenerationRolloutConfig,

@@ -1,20 +1,23 @@
 """Reading a command line and YAML files into one plain nested dict; a later source wins.
 
 Hydra's grammar parses the overrides and OmegaConf resolves interpolations; composing is ours, because only the schema
-knows which keys exist.
+knows which keys exist. YAML is read as people write it: a number is a decimal number, `1e-6` included; what plain
+YAML 1.1 also takes for numbers or dates (`0.5_2.0`, `1:30`, `2024-01-31`) is a text; a key given twice is an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.yaml_file import load_yaml
+import yaml
+
 from verl.errors import ConfigError
+from verl.json_input import MAX_BYTES, MAX_DEPTH, check_nesting, open_regular
 
 # Names in a `defaults:` list that mean the schema's defaults, which are always there.
 BUILT_IN = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "generation", "evaluation", "_self_")
@@ -31,23 +34,10 @@ _PARSER.add_argument("--check", action="store_true")
 _PARSER.add_argument("--help", "-h", action="store_true")
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """Options and overrides of a command line."""
-
-    overrides: list[str]
-    config_path: str | None
-    config_name: str | None
-    help: bool
-    help_about: list[str]
-    show_job: bool
-    check: bool
-
-
-def parse_command_line(argv: list[str]) -> CommandLine:
-    """Options and overrides in any order."""
+def parse_command_line(argv: list[str]) -> argparse.Namespace:
+    """Options, `overrides` and `help_about` (the sections named after --help), given in any order."""
     try:
-        found, words = _PARSER.parse_known_args(argv)
+        line, words = _PARSER.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}; --help lists the options") from None
     for number, word in enumerate(words):
@@ -56,10 +46,9 @@ def parse_command_line(argv: list[str]) -> CommandLine:
                 f"unknown option '{word}' (--help lists them); keys are written key=value"
                 f"{_without_dashes(word, words[number + 1 :])}"
             )
-    about = [word for word in words if "=" not in word] if found.help else []
-    overrides = [word for word in words if word not in about]
-    paths = found.config_path, found.config_name
-    return CommandLine(overrides, *paths, found.help, about, found.cfg is not None, found.check)
+    line.help_about = [word for word in words if "=" not in word] if line.help else []
+    line.overrides = [word for word in words if word not in line.help_about]
+    return line
 
 
 def _without_dashes(word: str, rest: list[str]) -> str:
@@ -68,6 +57,76 @@ def _without_dashes(word: str, rest: list[str]) -> str:
     if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
         equals, value = "=", rest[0]
     return f": write {name.replace('-', '_')}={value}" if equals else ""
+
+
+_INT = re.compile(r"^[-+]?[0-9]+$")
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+)
+_MAX_VALUES = 100_000  # keys and values of a YAML file, aliases expanded
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with decimal numbers only and keys that must differ."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            plain = isinstance(key, yaml.ScalarNode)
+            if not plain or key.value in seen:
+                problem = f"duplicate key '{key.value}'" if plain else "a key must be a plain text"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(node.value)))
+_Loader.add_constructor(
+    "tag:yaml.org,2002:float",
+    lambda loader, node: float(str(node.value).lower().replace(".inf", "inf").replace(".nan", "nan")),
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes every text our loader, or any other, would take for something else."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def dump_yaml(values: Any) -> str:
+    """Plain values as YAML, in their order."""
+    return yaml.dump(
+        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110
+    )
+
+
+def load_yaml(path: Path) -> dict[Any, Any]:
+    """The mapping in a file, at most `MAX_DEPTH` levels deep; {} for an empty file."""
+    try:
+        with open_regular(path) as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"larger than {MAX_BYTES:,} bytes")
+        loaded = yaml.load(content.decode("utf-8"), Loader=_Loader)
+        check_nesting(loaded, _MAX_VALUES)
+    except RecursionError:
+        raise ConfigError(f"cannot read '{path}': nested deeper than {MAX_DEPTH} levels") from None
+    # PyYAML's own constructors raise the last three for explicit tags, such as `!!bool maybe`.
+    except (yaml.YAMLError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        what = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise ConfigError(f"cannot read '{path}': {what}") from None
+    if loaded is not None and not isinstance(loaded, dict):
+        kind = "a list" if isinstance(loaded, list) else f"the value {loaded!r}"
+        raise ConfigError(f"'{path}' must hold keys and values at its top level, not {kind}")
+    return loaded or {}
 
 
 def read_yaml(config_path: str | None, config_name: str | None) -> dict[str, Any]:

@@ -36,14 +36,14 @@ def _config(*arguments: str) -> Any:
 
 def config(arguments: list[str]) -> Iterator[Finding]:
     """The keys, what stops the run before it starts, and the estimate of memory."""
-    from verl.config.packages import needed
+    from verl.config.machine import needed_packages
+    from verl.config.parallelism import world_size
     from verl.config.plan import plan
-    from verl.config.ranks import world_size
     from verl.trainer.preflight import preflight
 
     cfg = _config(*arguments)
     result, processes = plan(cfg), world_size(cfg)
-    data = {"needs": sorted(needed(cfg)), "processes": processes}
+    data = {"needs": sorted(needed_packages(cfg)), "processes": processes}
     problems: list[str] = []
     try:
         preflight(cfg)

@@ -153,7 +153,7 @@ def sandbox() -> Iterator[Finding]:
 
 
 def hub() -> Iterator[Finding]:
-    from verl.config.hub import answer
+    from verl.config.model_path import answer
 
     variables = dict(os.environ)
     yield judge_hub(variables, lambda address: answer(address, variables))
@@ -161,7 +161,7 @@ def hub() -> Iterator[Finding]:
 
 def judge_hub(variables: Mapping[str, str], ask: Callable[[str], str | None]) -> Finding:
     """Whether models and datasets named by id could be downloaded."""
-    from verl.config.hub import endpoint, offline
+    from verl.config.model_path import endpoint, offline
 
     variable, name = offline(variables), "hugging face"
     if variable:

@@ -88,7 +88,7 @@ class RunFolder:
 
     def previous_config(self) -> dict[str, Any] | None:
         """The configuration of the run that was here before; None where there was none that can be read."""
-        from verl.config.yaml_file import load_yaml
+        from verl.config.sources import load_yaml
 
         try:
             return load_yaml(self.path / "config.yaml")

@@ -223,7 +223,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def _config(path: Path) -> tuple[dict[str, Any], str]:
-    from verl.config.yaml_file import load_yaml
+    from verl.config.sources import load_yaml
 
     if not path.is_file():
         return {}, "there is no config.yaml"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
 from verl.config.load import to_dict
-from verl.config.model_folder import vocabulary_size
+from verl.config.model_path import vocabulary_size
 from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader

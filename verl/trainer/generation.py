@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.machine import beyond_machine
-from verl.config.model_folder import context_length, folder_problem
-from verl.config.pools import EXTERNAL_ENGINES, engines
+from verl.config.model_path import context_length, folder_problem
+from verl.config.parallelism import EXTERNAL_ENGINES, engines
 from verl.config.schema import DataConfig
 from verl.data.chat import load_tokenizer
 from verl.data.files import absent, read_rows

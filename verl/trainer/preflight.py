@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.checks import unavailable
-from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
-from verl.config.hub import answer, endpoint, offline
-from verl.config.machine import beyond_machine, on_cpu
-from verl.config.model_folder import context_length, folder_problem
-from verl.config.model_sizes import cached_config, read_sizes, sizes_of
-from verl.config.packages import missing_packages
-from verl.config.plan import critic_sizes_of
+from verl.config.machine import beyond_machine, missing_packages, on_cpu
+from verl.config.model_path import answer, cached_config, context_length, endpoint, folder_problem, offline
 from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
+from verl.config.sizes import (
+    checkpoint_bytes,
+    critic_sizes_of,
+    disk_verdict,
+    free_bytes,
+    read_sizes,
+    sizes_of,
+)
 from verl.data.files import absent
 from verl.errors import ConfigError, ModelError
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from verl.config.build import fit_batch
 from verl.config.checks import check
-from verl.config.finalize import fit_batch
 from verl.config.load import to_dict
 from verl.errors import CheckpointError
 from verl.observe.jsonl import jsonable

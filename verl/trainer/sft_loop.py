@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import CheckpointManager
-from verl.config.model_folder import vocabulary_size
-from verl.config.ranks import world_size
+from verl.config.model_path import vocabulary_size
+from verl.config.parallelism import world_size
 from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.sft_dataset import sft_loader
 from verl.errors import CheckpointError

@@ -102,7 +102,7 @@ def with_sizes(arguments: list[str], job: Job) -> list[str]:
 
 def refuse_conflicts(cfg: SFTConfig, job: Job) -> None:
     """Keys that contradict torchrun."""
-    from verl.config.ranks import world_size
+    from verl.config.parallelism import world_size
 
     trainer = cfg.trainer
     if world_size(cfg) != job.world_size:
@@ -136,7 +136,7 @@ def run_once(cfg: SFTConfig, *, live: bool, monitor: RankMonitor | None = None) 
     """One start of a run, from its last checkpoint (or afresh) to its end; None on ranks above 0 of torchrun."""
     from verl.config.batch_math import batch_plan, render
     from verl.config.load import to_dict
-    from verl.config.ranks import world_size
+    from verl.config.parallelism import world_size
     from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.preflight import require_disk

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.checks import unavailable
+from verl.config.checks import unavailable, unused_keys
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
-from verl.config.unused import unused_keys
 from verl.data.chat import load_tokenizer
 from verl.data.proto import DataProto, object_column
 from verl.errors import ConfigError, RewardError

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from verl.config.pools import EXTERNAL_ENGINES, engines
+from verl.config.parallelism import EXTERNAL_ENGINES, engines
 from verl.config.schema import RolloutConfig
 from verl.models.adapter import merge_adapter
 from verl.models.dtypes import parameter_dtype

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import CheckpointManager, rng
 from verl.checkpoint.resume import Found, resume_newest
-from verl.config.pools import rollout_pool
-from verl.config.ranks import world_size
+from verl.config.parallelism import rollout_pool, world_size
 from verl.errors import CheckpointError, missing_package
 from verl.workers.local import LocalGroup
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.pools import EXTERNAL_ENGINES, engine_size, rollout_pool
+from verl.config.parallelism import EXTERNAL_ENGINES, engine_size, rollout_pool
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.rollout import build_rollout
 from verl.rollout.model_info import ModelInfo, model_info

@@ -28,8 +28,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.config.pools import Pool, pools, rollout_pool
-from verl.config.ranks import world_size
+from verl.config.parallelism import Pool, pools, rollout_pool, world_size
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError, VerlError
 from verl.workers.rank_process import remote_rank_process

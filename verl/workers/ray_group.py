@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from verl.config.pools import engine_size, rollout_pool
+from verl.config.parallelism import engine_size, rollout_pool
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics

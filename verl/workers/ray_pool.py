@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from verl.config.pools import ROLLOUT
+from verl.config.parallelism import ROLLOUT
 from verl.rollout.weight_sync.fingerprint import compare
 from verl.rollout.weight_sync.probe import ProbeCheck, worst
 from verl.workers.ray_calls import RankCalls

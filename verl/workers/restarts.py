@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint.steps import TRACKER
-from verl.config.ranks import world_size
+from verl.config.parallelism import world_size
 from verl.errors import EngineLost, WorkersLost
 from verl.observe.run_folder import default_run_path
 

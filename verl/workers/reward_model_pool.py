@@ -19,8 +19,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.config.pools import rollout_pool
-from verl.config.ranks import world_size
+from verl.config.parallelism import rollout_pool, world_size
 from verl.errors import TrainingHalted, VerlError
 from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import Signature

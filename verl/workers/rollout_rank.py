@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.config.pools import EXTERNAL_ENGINES
+from verl.config.parallelism import EXTERNAL_ENGINES
 from verl.errors import ModelError
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm
 from verl.models.lora import add_lora, plain_name

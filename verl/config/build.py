@@ -1,7 +1,8 @@
-"""From plain values (of YAML, overrides, dicts) to the types of the schema.
+"""From plain values to a typed, final config.
 
-Nothing is guessed: a value either has one plain reading in the wanted type, or it is a problem whose text names
-the key, the value seen and the type wanted. All problems of a config are collected before one error is raised.
+`Builder` converts: a value either has one plain reading in the wanted type, or it is a problem whose text names the
+key, the value and the type; all problems are collected before one error is raised. `finalize` then fills in what the
+user left open: keys that follow others, defaults that depend on the batch, home folders.
 """
 
 from __future__ import annotations
@@ -11,14 +12,24 @@ import types
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-from verl.config.keys import field_types, nearest, schema_keys
-from verl.config.known import MODEL_DTYPES, ROLLOUT_DTYPES, UNAVAILABLE_FEATURES
+from verl.config.keys import field_types, get, nearest, put, schema_keys
+from verl.config.known import CRITIC_ESTIMATORS, MODEL_DTYPES, ROLLOUT_DTYPES, UNAVAILABLE_FEATURES
+from verl.config.parallelism import divisors
+from verl.config.schema import AnyConfig, GenerationConfig, PPOConfig, SFTConfig
 
 DTYPE_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
 }  # fmt: skip
+
+
+# What the critic's model takes from the actor's while its path is not given: it is then the same model.
+_CRITIC_MODEL_FOLLOWS = (
+    "path", "tokenizer_path", "dtype", "enable_gradient_checkpointing", "enable_activation_offload",
+    "use_remove_padding", "trust_remote_code", "override_config",
+)  # fmt: skip
 
 
 class Mismatch(Exception):
@@ -156,3 +167,107 @@ def type_name(wanted: Any) -> str:
     if is_dataclass(wanted):
         return f"a mapping with the keys {', '.join(each.name for each in fields(wanted))}"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[wanted]
+
+
+def finalize(config: AnyConfig) -> list[str]:
+    """Fill in, in place, what the user left open; returns notices for the user."""
+    _expand_home(config)
+    notices = _mini_batch(config) if isinstance(config, PPOConfig) else []
+    _follow(config)
+    if isinstance(config, PPOConfig):
+        _ppo(config)
+    if isinstance(config, (PPOConfig, SFTConfig)):
+        _run_folder(config)
+    if isinstance(config, (PPOConfig, GenerationConfig)):
+        rollout = config.rollout if isinstance(config, GenerationConfig) else config.actor_rollout_ref.rollout
+        if rollout.max_model_len is None:
+            rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    return notices
+
+
+def fit_batch(config: PPOConfig | SFTConfig, rows: int) -> list[str]:
+    """Lower a batch size the user did not choose to what the data gives, with what follows from it; returns notices."""
+    name, default = "data.train_batch_size", config.data.train_batch_size
+    if name in config.user_set or not 0 < rows < default:
+        return []
+    size = rows
+    if isinstance(config, PPOConfig):
+        mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+        if rows >= mini:
+            size = rows // mini * mini
+        elif "actor_rollout_ref.actor.ppo_mini_batch_size" in config.user_set:
+            return []
+    config.data.train_batch_size = size
+    notices = [f"{name}={size} (there are {rows} usable rows, fewer than the default of {default})"]
+    if isinstance(config, PPOConfig):
+        notices += _mini_batch(config)
+        _follow(config)
+    return notices
+
+
+def _run_folder(config: PPOConfig | SFTConfig) -> None:
+    trainer = config.trainer
+    if not trainer.default_local_dir:
+        trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+    if trainer.resume_from_path and "trainer.resume_mode" not in config.user_set:
+        trainer.resume_mode = "resume_path"
+
+
+def _expand_home(section: Any) -> None:
+    """A leading ~ in paths is the user's home folder."""
+    for each in fields(section):
+        value = getattr(section, each.name)
+        for inner in value if isinstance(value, list) else [value]:
+            if is_dataclass(inner):
+                _expand_home(inner)
+        if each.metadata.get("path") and value:
+            is_list = isinstance(value, list)
+            setattr(section, each.name, [_home(path) for path in value] if is_list else _home(value))
+
+
+def _home(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def _follow(config: AnyConfig) -> None:
+    keys = schema_keys(type(config))
+    for key in keys.values():
+        source = key
+        while source.metadata["follows"] and source.name not in config.user_set:
+            source = keys[source.metadata["follows"]]
+        if source is not key:
+            put(config, key.name, get(config, source.name))
+
+
+def _mini_batch(config: PPOConfig) -> list[str]:
+    """A mini-batch the user did not choose fits the batch they did choose."""
+    name = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    default = actor.ppo_mini_batch_size
+    if name in config.user_set or prompts < 1 or prompts % default == 0:
+        return []
+    actor.ppo_mini_batch_size = max(size for size in divisors(prompts) if size <= default)
+    return [
+        f"{name}={actor.ppo_mini_batch_size} (the default {default} does not fit data.train_batch_size={prompts})"
+    ]
+
+
+def _ppo(config: PPOConfig) -> None:
+    policy, critic = config.actor_rollout_ref, config.critic
+    if not critic.model.path:
+        for name in _CRITIC_MODEL_FOLLOWS:
+            if f"critic.model.{name}" not in config.user_set:
+                setattr(critic.model, name, getattr(policy.model, name))
+    if critic.enable is None:
+        critic.enable = config.algorithm.adv_estimator in CRITIC_ESTIMATORS
+    _validation_sampling(config)
+
+
+def _validation_sampling(config: PPOConfig) -> None:
+    """`do_sample` and `temperature` say the same thing; whichever the user gave decides."""
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    prefix = "actor_rollout_ref.rollout.val_kwargs."
+    if prefix + "do_sample" not in config.user_set:
+        val.do_sample = val.temperature > 0
+    elif prefix + "temperature" not in config.user_set:
+        val.temperature = 1.0 if val.do_sample else 0.0

@@ -1,13 +1,17 @@
-"""Problems of a local model folder, found in names, config.json and the headers of weight files, without torch."""
+"""Where a model comes from: problems of a local folder, the cache of the Hugging Face hub, and whether the hub can be
+reached. Reads names, config.json and headers of weight files; imports no torch."""
 
 from __future__ import annotations
 
-import struct
+import os
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.json_input import parse_json, read_json
+from verl.json_input import read_json
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -21,6 +25,9 @@ _OTHER_HEADS = {
 _ENCODERS = (
     "bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "distilbert", "electra", "albert", "modernbert",
 )  # fmt: skip
+_REQUEST_S = 5.0
+_ALL_S = 8.0  # beyond the limit of the request, which does not cover name lookup
+_ON = ("1", "true", "yes", "on")
 
 
 def folder_problem(path: str, key: str, *, language_model: bool = True) -> str | None:
@@ -154,23 +161,69 @@ def _weights_problem(folder: Path, key: str) -> str | None:
 
 def _damage(file: Path) -> str:
     """What is wrong with a weight file by its first bytes and its size."""
-    size = file.stat().st_size
     with file.open("rb") as opened:
-        first = opened.read(100)
-        if first.startswith(b"version https://git-lfs"):
+        if opened.read(100).startswith(b"version https://git-lfs"):
             return "is a Git LFS pointer, not the weights: fetch them with `git lfs pull`"
-        if file.suffix != ".safetensors":
-            return "" if size else "is empty"
-        if size < 8:
-            return f"is no safetensors file: it has {size} bytes. Download it again"
-        length = struct.unpack("<Q", first[:8])[0]
-        if length > size - 8:
-            return f"is cut off or no safetensors file ({size:,} bytes). Download it again"
-        opened.seek(8)
+    if file.suffix != ".safetensors":
+        return "" if file.stat().st_size else "is empty"
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):  # reads the header and compares it with the size of the file
+            return ""
+    except (SafetensorError, OSError, ValueError) as error:
+        return f"is cut off or no safetensors file ({error}). Download it again"
+
+
+def cached_config(model_id: str) -> Path | None:
+    """config.json of a hub model in the local cache."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = sorted((hub / f"models--{model_id.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    return found[-1] if found else None
+
+
+def endpoint(variables: Mapping[str, str]) -> str:
+    """The address of the hub."""
+    return (variables.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def offline(variables: Mapping[str, str]) -> str:
+    """The variable that forbids requests to the hub; empty where none does."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return next((name for name in names if variables.get(name, "").lower() in _ON), "")
+
+
+def answer(
+    address: str, variables: Mapping[str, str], request_s: float = _REQUEST_S, all_s: float = _ALL_S
+) -> str | None:
+    """Why a hub does not answer; None where it does, empty where that cannot be told (a SOCKS proxy). Any answer but
+    a server's error counts: whether a token is right is for the download to say."""
+    proxies = _proxies(variables)
+    if any(proxy.startswith("socks") for proxy in proxies.values()):
+        return ""
+    found: list[str | None] = []
+
+    def ask() -> None:
         try:
-            header = parse_json(opened.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            return "is no safetensors file: its header cannot be read. Download it again"
-    whole = 8 + length + max(ends, default=0)
-    return f"is cut off: {size:,} of {whole:,} bytes are there. Download it again" if size < whole else ""
+            request = urllib.request.Request(f"{address}/api/models?limit=1", method="HEAD")
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
+            with opener.open(request, timeout=request_s):
+                found.append(None)
+        except urllib.error.HTTPError as error:
+            found.append(f"it answers {error.code} {error.reason}" if error.code >= 500 else None)
+        except Exception as error:  # names, sockets, certificates and proxies fail in many ways
+            found.append(
+                " ".join(str(getattr(error, "reason", None) or error).split()) or type(error).__name__
+            )
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(all_s)
+    return found[0] if found else f"no answer within {all_s:.0f} s"
+
+
+def _proxies(variables: Mapping[str, str]) -> dict[str, str]:
+    known = urllib.request.getproxies()
+    everything = variables.get("all_proxy") or variables.get("ALL_PROXY")
+    return {"http": everything, "https": everything, **known} if everything else known

@@ -1,38 +1,14 @@
-"""The config as text: resolved YAML, and the help that lists every key with its default and documentation."""
+"""The text of --help: what a command does, its options, and every key with its default and documentation."""
 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 from verl.config.keys import Key, nearest, schema_keys, sections
 from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
 
-WIDTH = 110
-
-
-def to_dict(config: Any) -> Any:
-    """A config, or a section of one, as plain nested dicts, lists and values."""
-    if is_dataclass(config) and not isinstance(config, type):
-        return {
-            field.name: to_dict(getattr(config, field.name))
-            for field in fields(config)
-            if not field.metadata.get("internal")
-        }
-    if isinstance(config, dict):
-        return {name: to_dict(value) for name, value in config.items()}
-    if isinstance(config, (list, tuple)):
-        return [to_dict(each) for each in config]
-    return config
-
-
-def to_yaml(config: Any) -> str:
-    """The resolved config as YAML that loads again with --config-path and --config-name."""
-    from verl.config.yaml_file import dump_yaml
-
-    return dump_yaml(to_dict(config), WIDTH)
+_WIDTH = 110
 
 
 def help_text(kind: type, about: list[str]) -> str:
@@ -109,7 +85,7 @@ def _key_lines(kind: type, chosen: list[Key]) -> list[str]:
         if key.metadata["known"]:
             doc += f" [{', '.join(key.metadata['known'])}]"
         left = f"  {key.last:<33} {_default(key):<14} "
-        wrapped = textwrap.wrap(doc, WIDTH - 51) or [""]
+        wrapped = textwrap.wrap(doc, _WIDTH - 51) or [""]
         lines += [left + wrapped[0], *(" " * 51 + line for line in wrapped[1:])]
     return lines
 
