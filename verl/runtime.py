@@ -75,7 +75,7 @@ def run_command(body: Callable[[], int | None]) -> int:
 
     0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 130: interrupted;
     143: terminated. Anything else is a defect of ours and keeps its traceback."""
-    from verl.observe.logs import setup_logging
+    from verl.observe.console import setup_logging
     from verl.observe.terminal import protect_terminal
 
     protect_terminal()
@@ -89,7 +89,7 @@ def run_command(body: Callable[[], int | None]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        from verl.observe.causes import likely_fix
+        from verl.observe.run_folder import likely_fix
 
         sys.stderr.write(f"error: {error}. {likely_fix(error)}\n")
         return VerlError.exit_code

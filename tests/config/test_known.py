@@ -29,12 +29,10 @@ def test_subsets_are_subsets() -> None:
 def test_engines_managers_trackers_and_schedules() -> None:
     from verl.engines import known_strategies
     from verl.engines.schedule import KINDS
-    from verl.observe.trackers import KNOWN_LOGGERS
     from verl.reward.build import known_reward_managers
     from verl.rollout import known_rollouts
 
     assert set(known.ROLLOUT_ENGINES) <= set(known_rollouts())
     assert set(known.REWARD_MANAGERS) <= set(known_reward_managers())
-    assert set(known.LOGGERS) == set(KNOWN_LOGGERS)
     assert set(known.SCHEDULERS) == set(KINDS)
     assert {"fsdp", "fsdp2"} <= set(known_strategies()) <= set(known.STRATEGIES)

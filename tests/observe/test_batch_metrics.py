@@ -18,7 +18,7 @@ from verl.observe.batch_metrics import (
     peak_flops,
     step_metrics,
 )
-from verl.observe.timing import Timer
+from verl.observe.metrics import Timer
 
 
 def ragged_batch(seed: int = 0) -> tuple[DataProto, list[dict[str, list[float]]]]:

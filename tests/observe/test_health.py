@@ -14,8 +14,8 @@ from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import batch_facts
-from verl.observe.causes import is_out_of_memory, likely_fix
 from verl.observe.health import STEP_RULES, HealthMonitor
+from verl.observe.run_folder import is_out_of_memory, likely_fix
 
 WELL = {
     "reward/mean": 0.5,

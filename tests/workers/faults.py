@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.observe.timing import Timer
+from verl.observe.metrics import Timer
 
 PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=1e-3"]
 CALLS = [
@@ -68,7 +68,7 @@ _install({phase!r}, {rank}, {nth})
 
 ON_THE_CONTROLLER = """
 from contextlib import contextmanager
-from verl.observe.timing import Timer
+from verl.observe.metrics import Timer
 
 original, seen = Timer.__call__, 0
 

@@ -20,28 +20,12 @@ QUIET_STEPS = 20
 KL_OF_UPDATE_BOUND = 0.1
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # The metrics rules read; the others are not remembered.
-WATCHED = frozenset(
-    [
-        "reward/mean",
-        "reward/min",
-        "reward/max",
-        "reward/calls",
-        "reward/failed",
-        "actor/pg_loss",
-        "actor/grad_norm",
-        "actor/skipped_updates",
-        "actor/kl",
-        "actor/kl_loss",
-        "actor/ppo_kl",
-        "actor/entropy",
-        "critic/vf_loss",
-        "critic/grad_norm",
-        "critic/skipped_updates",
-        "train/loss",
-        "response_length/clip_ratio",
-        "training/rollout_probs_diff_mean",
-    ]
-)
+WATCHED = {
+    "reward/mean", "reward/min", "reward/max", "reward/calls", "reward/failed", "actor/pg_loss", "actor/grad_norm",
+    "actor/skipped_updates", "actor/kl", "actor/kl_loss", "actor/ppo_kl", "actor/entropy", "critic/vf_loss",
+    "critic/grad_norm", "critic/skipped_updates", "train/loss", "response_length/clip_ratio",
+    "training/rollout_probs_diff_mean",
+}  # fmt: skip
 
 
 @dataclass
@@ -312,23 +296,10 @@ def validation_always_zero(h: History) -> str | None:
 
 START_RULES: tuple[Rule, ...] = (temperature_extreme,)
 STEP_RULES: tuple[Rule, ...] = (
-    reward_not_finite,
-    reward_outliers,
-    rewards_all_equal,
-    groups_without_signal,
-    reward_never_called,
-    rewards_failed,
-    not_finite,
-    kl_too_large,
-    rollout_probs_differ,
-    gradient_norm_growing,
-    responses_empty,
-    responses_repetitive,
-    responses_cut,
-    entropy_collapsed,
-    reward_up_validation_down,
-    validation_always_zero,
-)
+    reward_not_finite, reward_outliers, rewards_all_equal, groups_without_signal, reward_never_called, rewards_failed,
+    not_finite, kl_too_large, rollout_probs_differ, gradient_norm_growing, responses_empty, responses_repetitive,
+    responses_cut, entropy_collapsed, reward_up_validation_down, validation_always_zero,
+)  # fmt: skip
 
 
 class HealthMonitor:

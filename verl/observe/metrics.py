@@ -1,4 +1,4 @@
-"""A metric knows how it is reduced; its name carries no meaning for the reducer.
+"""Metrics that know how they are reduced, whatever their names, and timers.
 
 `reduce_metrics` joins the parts of one mini-batch (micro-batches, ranks); `average_metrics` joins
 mini-batches and epochs into one figure per training step. A part's value may be a zero-dimensional
@@ -7,7 +7,9 @@ tensor on the device, so that collecting metrics does not wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,3 +67,35 @@ def reduce_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, Metric]:
 def average_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Join mini-batches and epochs of one step into plain numbers: sums are averaged, extremes kept."""
     return {name: float(_join(values, across_steps=True).value) for name, values in _by_name(parts).items()}
+
+
+class Timer:
+    """Collects the seconds of named spans of a step; a span that raises is counted too.
+
+    >>> timer = Timer()
+    >>> with timer("gen"):
+    ...     pass
+    >>> sorted(timer.metrics())
+    ['timing_s/gen']
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add(name, self._clock() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def metrics(self) -> dict[str, float]:
+        return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
+
+    def reset(self) -> None:
+        self.seconds.clear()

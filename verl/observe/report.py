@@ -20,23 +20,10 @@ from verl.observe.run_folder import write_atomically
 
 # Curves worth a place, in this order; whatever validation measured comes after them.
 _CURVES = (
-    "reward/mean",
-    "train/loss",
-    "val/loss",
-    "response_length/mean",
-    "response_length/clip_ratio",
-    "actor/entropy",
-    "actor/kl_loss",
-    "actor/kl",
-    "actor/ppo_kl",
-    "actor/pg_clipfrac",
-    "actor/grad_norm",
-    "critic/vf_loss",
-    "critic/vf_explained_var",
-    "training/rollout_probs_diff_mean",
-    "perf/throughput",
-    "timing_s/step",
-)
+    "reward/mean", "train/loss", "val/loss", "response_length/mean", "response_length/clip_ratio", "actor/entropy",
+    "actor/kl_loss", "actor/kl", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm", "critic/vf_loss",
+    "critic/vf_explained_var", "training/rollout_probs_diff_mean", "perf/throughput", "timing_s/step",
+)  # fmt: skip
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1c2430 }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl.config.known import LOGGERS
 from verl.errors import ConfigError, missing_package
 from verl.observe.console import StepConsole
 from verl.observe.jsonl import jsonable
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KNOWN_LOGGERS = ("console", "file", "wandb", "tensorboard")
-
 TrackerFactory = Callable[[str, str, Mapping[str, Any], "RunFolder"], "Tracker"]
 _registered: dict[str, TrackerFactory] = {}
 
@@ -34,8 +33,8 @@ def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
 
     The factory is called with project, experiment, the resolved configuration and the run folder."""
 
-    if name in KNOWN_LOGGERS:
-        raise ConfigError(f"the tracker name {name!r} is taken; taken names: {', '.join(KNOWN_LOGGERS)}")
+    if name in LOGGERS:
+        raise ConfigError(f"the tracker name {name!r} is taken; taken names: {', '.join(LOGGERS)}")
 
     def register(factory: TrackerFactory) -> TrackerFactory:
         _registered[name] = factory
@@ -74,7 +73,7 @@ def build_trackers(
 
     `prometheus` is (host, port) of a metrics endpoint to serve as well."""
     wanted = [names] if isinstance(names, str) else list(names)
-    known = (*KNOWN_LOGGERS, *_registered)
+    known = (*LOGGERS, *_registered)
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ConfigError(

@@ -16,8 +16,7 @@ from verl.config.model_path import vocabulary_size
 from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
-from verl.observe.causes import likely_fix
-from verl.observe.run_folder import RunFolder
+from verl.observe.run_folder import RunFolder, likely_fix
 from verl.observe.trackers import FanOut, build_trackers
 from verl.reward import RewardManager, RewardSample, build_reward_manager
 from verl.runtime import exits_as_errors, quiet_transformers, seed_everything

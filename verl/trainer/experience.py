@@ -16,7 +16,7 @@ import torch
 from verl.algorithms.sampling import constant_groups, dynamic_sampling_failed, group_filter_values
 from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
-from verl.observe.timing import Timer
+from verl.observe.metrics import Timer
 from verl.reward.base import RewardManager, RewardResult, RewardSample
 from verl.reward.failures import FailureAccount
 from verl.rollout.base import Response

@@ -17,7 +17,7 @@ from verl.data.proto import DataProto
 from verl.errors import CheckpointError
 from verl.observe.batch_metrics import ModelSize, batch_metrics, step_metrics
 from verl.observe.health import HealthMonitor
-from verl.observe.timing import Timer
+from verl.observe.metrics import Timer
 from verl.trainer import advantage
 from verl.trainer.experience import DynamicSampling, SyncExperience
 from verl.trainer.setup import resume_note, whole_number

@@ -16,7 +16,7 @@ from verl.config.parallelism import world_size
 from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.sft_dataset import sft_loader
 from verl.errors import CheckpointError
-from verl.observe.timing import Timer
+from verl.observe.metrics import Timer
 from verl.runtime import quiet_transformers, seed_everything
 from verl.trainer.setup import fit_to, whole_number
 from verl.workers.placement import require_ray

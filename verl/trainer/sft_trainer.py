@@ -237,7 +237,7 @@ def record(updates: Iterable[Update], folder: RunFolder, tracker: FanOut, total_
 
 def likely_cure(cfg: SFTConfig, error: BaseException) -> str:
     """The line of `crash.txt` that says what to do; with the keys of fine-tuning."""
-    from verl.observe.causes import is_out_of_memory, likely_fix
+    from verl.observe.run_folder import is_out_of_memory, likely_fix
 
     # The engine names its keys as reinforcement learning spells them.
     if not (is_out_of_memory(error) or "does not fit into device memory" in str(error)):

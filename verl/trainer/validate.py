@@ -9,7 +9,7 @@ import numpy as np
 
 from verl.algorithms.validation import validation_metrics
 from verl.data.proto import DataProto
-from verl.observe.timing import Timer
+from verl.observe.metrics import Timer
 from verl.trainer.experience import Experience
 from verl.workers.rollout import validation_settings
 
