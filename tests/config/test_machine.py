@@ -10,7 +10,7 @@ import pytest
 
 from verl.config import machine as devices
 from verl.config.load import from_dict
-from verl.config.machine import Device, beyond_machine, parse_gpus
+from verl.config.machine import Device, machine_errors, parse_gpus
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 
 CPU = Device("cpu", "CPU", 2**33, 1)
@@ -31,51 +31,51 @@ def ppo(**more: Any) -> PPOConfig:
 
 def test_more_nodes_than_this_one_need_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = ppo(trainer__nnodes=4, trainer__n_gpus_per_node=8)
-    (line,) = beyond_machine(cfg, FOUR)
+    (line,) = machine_errors(cfg, FOUR)
     assert "'trainer.nnodes' is 4" in line and "RAY_ADDRESS" in line and "trainer.nnodes=1" in line
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Ray is installed
     (tmp_path / "ray").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        assert beyond_machine(cfg, FOUR) == []  # `ray start` was here: the cluster says what it has
-    assert beyond_machine(cfg, FOUR), "and has ended"
+        assert machine_errors(cfg, FOUR) == []  # `ray start` was here: the cluster says what it has
+    assert machine_errors(cfg, FOUR), "and has ended"
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert beyond_machine(cfg, FOUR)
+    assert machine_errors(cfg, FOUR)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert beyond_machine(cfg, FOUR) == []
+    assert machine_errors(cfg, FOUR) == []
 
 
 def test_gpus_that_are_not_there_are_counted() -> None:
-    (line,) = beyond_machine(ppo(trainer__n_gpus_per_node=8), FOUR)
+    (line,) = machine_errors(ppo(trainer__n_gpus_per_node=8), FOUR)
     assert "trainer.n_gpus_per_node=8" in line and "this machine has 4 GPUs" in line
-    assert beyond_machine(ppo(trainer__n_gpus_per_node=4), FOUR) == []
+    assert machine_errors(ppo(trainer__n_gpus_per_node=4), FOUR) == []
     own = {"reward__reward_model": {"enable": True, "model_path": "m/r", "nnodes": 1, "n_gpus_per_node": 2}}
-    (line,) = beyond_machine(ppo(trainer__n_gpus_per_node=3, **own), FOUR)
+    (line,) = machine_errors(ppo(trainer__n_gpus_per_node=3, **own), FOUR)
     assert "5 GPUs are asked for" in line and "reward.reward_model.n_gpus_per_node" in line
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_machine_without_gpu_is_called_that(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_gpus", list)
-    (line,) = beyond_machine(ppo(trainer__n_gpus_per_node=4, trainer__device=device))
+    (line,) = machine_errors(ppo(trainer__n_gpus_per_node=4, trainer__device=device))
     assert "there is no GPU on this machine" in line and "trainer.device=cpu" in line
 
 
 def test_cpu_processes_are_asked_for_by_name() -> None:
-    assert beyond_machine(ppo(trainer__n_gpus_per_node=4, trainer__device="cpu"), CPU) == []
-    assert beyond_machine(ppo(), CPU) == []
+    assert machine_errors(ppo(trainer__n_gpus_per_node=4, trainer__device="cpu"), CPU) == []
+    assert machine_errors(ppo(), CPU) == []
 
 
 def test_generating_and_fine_tuning_are_judged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     generation = {"model.path": "m/m", "data.path": "a.jsonl", "data.output_path": "b.jsonl"}
     cfg = from_dict(GenerationConfig, {**generation, "trainer.n_gpus_per_node": 2})
-    assert "no GPU" in beyond_machine(cfg, CPU)[0]
+    assert "no GPU" in machine_errors(cfg, CPU)[0]
     sizes = {"trainer.n_gpus_per_node": 2, "trainer.nnodes": 2}
     sft = from_dict(SFTConfig, {"model.path": "m/m", "data.train_files": "o/d", **sizes})
-    assert "'trainer.nnodes' is 2" in beyond_machine(sft, FOUR)[0]
+    assert "'trainer.nnodes' is 2" in machine_errors(sft, FOUR)[0]
     monkeypatch.setenv("WORLD_SIZE", "4")  # torchrun has its own nodes
-    assert beyond_machine(sft, FOUR) == []
+    assert machine_errors(sft, FOUR) == []
 
 
 def test_parts_of_a_gpu_count_as_many_as_are_named() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from verl.config.load import from_dict, load_ppo_config, load_sft_config
-from verl.config.machine import Device, device_at_hand, parse_gpus
+from verl.config.machine import Device, local_device, parse_gpus
 from verl.config.plan import plan, render
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.sizes import activation_bytes, gib, read_sizes, sizes_of
@@ -280,7 +280,7 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
 
 
 def test_processes_on_a_cpu_share_its_memory() -> None:
-    one, two = device_at_hand("cpu", 1), device_at_hand("cpu", 2)
+    one, two = local_device("cpu", 1), local_device("cpu", 2)
     assert one.memory is not None and two.memory is not None
     assert 0.4 < two.memory / one.memory < 0.6
-    assert device_at_hand("cpu").kind == "cpu"
+    assert local_device("cpu").kind == "cpu"

@@ -11,7 +11,7 @@ import pytest
 from verl.config.checks import unused_keys
 from verl.config.load import from_dict
 from verl.config.machine import Device
-from verl.config.parallelism import engine_size, own_server, rollout_pool, sharing_errors
+from verl.config.parallelism import dedicated_server, engine_size, rollout_pool, sharing_errors
 from verl.config.plan import plan
 from verl.config.schema import PPOConfig
 
@@ -45,7 +45,7 @@ def test_one_server_beside_one_process_needs_no_ray() -> None:
         "n_gpus_per_node": 2,
         "tensor_model_parallel_size": 2,
     }
-    assert own_server(config(**server)) and not rollout_pool(config(**server))
+    assert dedicated_server(config(**server)) and not rollout_pool(config(**server))
     for change in (
         {"n_gpus_per_node": 4},
         {"mode": "inprocess"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.model_path import answer
+from verl.config.model_path import hub_error
 from verl.doctor.finding import Finding
 from verl.doctor.machine import judge_hub
 
@@ -40,7 +41,7 @@ def server() -> Iterator[tuple[type[Hub], str]]:
 
 
 def finding(variables: dict[str, str]) -> Finding:
-    return judge_hub(variables, lambda url: answer(url, variables))
+    return judge_hub(variables, hub_error)
 
 
 @pytest.mark.parametrize("code", [200, 401, 404, 405])
@@ -71,8 +72,8 @@ def test_a_closed_port_is_not_reachable_whatever_the_variables_say() -> None:
 def test_a_server_that_says_nothing_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert "timed out" in str(answer(address, {}, request_s=0.2))
-        assert answer(address, {}, request_s=60.0, all_s=0.2) == "no answer within 0 s"
+        assert "timed out" in str(hub_error(address, request_s=0.2))
+        assert hub_error(address, request_s=60.0, all_s=0.2) == "no answer within 0 s"
 
 
 def test_the_proxy_is_the_way_that_is_tried(
@@ -81,10 +82,13 @@ def test_the_proxy_is_the_way_that_is_tried(
     handler, address = server
     for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert answer("http://hub.invalid", {"all_proxy": address}) is None
+    monkeypatch.setenv("all_proxy", address)
+    assert hub_error("http://hub.invalid") is None
     assert handler.asked == ["HEAD http://hub.invalid/api/models?limit=1"]
 
 
-def test_a_proxy_we_cannot_speak_to_decides_nothing(tmp_path: Path) -> None:
-    variables = {"all_proxy": "socks5://127.0.0.1:1", "HF_HOME": str(tmp_path)}
-    assert answer("http://hub.invalid", variables) == "" and finding(variables).status == "note"
+def test_a_proxy_we_cannot_speak_to_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:1")
+    assert hub_error("http://hub.invalid") == ""
+    assert finding({"HF_ENDPOINT": "http://hub.invalid", "HF_HOME": str(tmp_path)}).status == "note"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from verl.errors import DataError
 from verl.observe import run_reader, view
 from verl.observe.console import SafeConsole
-from verl.observe.jsonl import whole_lines
+from verl.observe.jsonl import complete_lines
 from verl.observe.run_reader import MetricsLog, Run, duration, find_runs, read_crash
-from verl.observe.terminal import harmless
+from verl.observe.terminal import escape_control
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -47,12 +47,12 @@ def test_only_the_newest_rows_and_the_first_are_kept(tmp_path: Path, monkeypatch
 def test_only_whole_lines_are_read(lines: list[bytes], torn: bytes) -> None:
     torn = torn.replace(b"\n", b"")
     content = b"".join(line + b"\n" for line in lines) + torn
-    assert list(whole_lines(io.BytesIO(content))) == [line + b"\n" for line in lines]
+    assert list(complete_lines(io.BytesIO(content))) == [line + b"\n" for line in lines]
 
 
 def test_a_line_beyond_all_measure_is_left_out() -> None:
     content = b"a\n" + b"x" * 100 + b"\nb\n" + b"y" * 100
-    assert list(whole_lines(io.BytesIO(content), limit=10)) == [b"a\n", b"", b"b\n"]
+    assert list(complete_lines(io.BytesIO(content), limit=10)) == [b"a\n", b"", b"b\n"]
 
 
 def test_checkpoints_and_hidden_folders_are_not_searched_for_runs(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_control_characters_of_a_sample_never_reach_the_terminal(run: Run) -> No
 
 @given(st.text(max_size=60))
 def test_harmless_text_has_no_controls_and_keeps_the_rest(text: str) -> None:
-    out = harmless(text)
+    out = escape_control(text)
     assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in out)
     if text.isprintable():
         assert out == text

@@ -25,7 +25,7 @@ from verl.checkpoint.files import FileRecord
 from verl.checkpoint.manifest import Manifest, write_manifest
 from verl.observe.console import StepConsole, counting, setup_logging, shared_console
 from verl.observe.run_folder import RunFolder
-from verl.observe.terminal import SafeStream, harmless, protect_terminal
+from verl.observe.terminal import SafeStream, escape_control, protect_terminal
 from verl.trainer import main_eval, main_generation, main_ppo, sft_trainer
 
 MARK = "EVIL"
@@ -181,7 +181,9 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize("words", WORDS, ids=lambda words: f"{len(words)}-" + harmless(" ".join(words))[:24])
+@pytest.mark.parametrize(
+    "words", WORDS, ids=lambda words: f"{len(words)}-" + escape_control(" ".join(words))[:24]
+)
 def test_an_argument_in_an_error_message(words: list[str]) -> None:
     with on_a_terminal():
         try:

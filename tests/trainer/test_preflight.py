@@ -154,7 +154,7 @@ def test_ids_and_patterns_are_left_to_those_who_read_them(
     preflight(ppo(tiny_model_dir, "org/data"))
     preflight(ppo(tiny_model_dir, "/nowhere/*.parquet"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr("verl.trainer.preflight.answer", lambda *_: None)  # the hub is there
+    monkeypatch.setattr("verl.trainer.preflight.hub_error", lambda *_: None)  # the hub is there
     preflight(ppo("org/model", "org/data"))
 
 

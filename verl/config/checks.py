@@ -25,12 +25,12 @@ from verl.config.machine import cpu_has_bf16, on_cpu
 from verl.config.parallelism import (
     EXTERNAL_ENGINES,
     ROLLOUT,
+    closest,
     divisors,
     dp_size,
     pools,
     rollout_pool,
     sharing_errors,
-    some_near,
     world_size,
 )
 from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
@@ -226,7 +226,7 @@ def _batch_errors(config: PPOConfig) -> list[str]:
         why, batch = ("more than", mini) if mini > prompts else ("not a divisor of", prompts // mini * mini)
         errors.append(
             f"'{name}' is {mini}, {why} data.train_batch_size={prompts}. Values that work: "
-            f"{some_near(divisors(prompts), mini)}; or data.train_batch_size={batch}"
+            f"{closest(divisors(prompts), mini)}; or data.train_batch_size={batch}"
         )
     if prompts * n < dp_size(config):
         errors.append(
@@ -253,7 +253,7 @@ def _shard_errors(name: str, role: Any, world: int) -> list[str]:
         return []
     return [
         f"'{name}.fsdp_config.fsdp_size' is {shards}, which does not divide the {world} ranks. Values that work: "
-        f"-1 (all), {some_near(divisors(world), shards)}"
+        f"-1 (all), {closest(divisors(world), shards)}"
     ]
 
 

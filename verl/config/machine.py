@@ -34,7 +34,7 @@ class Device:
     count: int = 1  # such devices on this machine; for a CPU the processes that share its memory
 
 
-def device_at_hand(wanted: str, processes: int = 1) -> Device:
+def local_device(wanted: str, processes: int = 1) -> Device:
     """The device `trainer.device` means here, for `processes` ranks per node."""
     gpus = _gpus() if wanted in ("auto", "cuda") else []
     if gpus:
@@ -51,7 +51,7 @@ def on_cpu(cfg: PPOConfig | SFTConfig | GenerationConfig) -> bool:
         return cfg.trainer.device == "cpu"
     if sum(pool.processes for pool in pools(cfg)) > 1:
         return False  # several processes are on GPUs unless the CPU is named
-    return device_at_hand("auto").kind == "cpu"
+    return local_device("auto").kind == "cpu"
 
 
 @cache
@@ -141,7 +141,7 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
-def beyond_machine(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device | None = None) -> list[str]:
+def machine_errors(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device | None = None) -> list[str]:
     """Why this machine cannot run the processes of a config; empty where a cluster decides that."""
     wanted = pools(cfg)
     launched = isinstance(cfg, SFTConfig) and started_by_torchrun()
@@ -156,7 +156,7 @@ def beyond_machine(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device
         ]
     if cfg.trainer.device == "cpu" or sum(pool.processes for pool in wanted) == 1:
         return []
-    device = device or device_at_hand(cfg.trainer.device, cfg.trainer.n_gpus_per_node)
+    device = device or local_device(cfg.trainer.device, cfg.trainer.n_gpus_per_node)
     there = device.count if device.kind == "cuda" else 0
     gpus = sum(pool.per_node for pool in wanted)
     if there >= gpus:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,6 @@ _OTHER_HEADS = {
 _ENCODERS = (
     "bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "distilbert", "electra", "albert", "modernbert",
 )  # fmt: skip
-_REQUEST_S = 5.0
-_ALL_S = 8.0  # beyond the limit of the request, which does not cover name lookup
 _ON = ("1", "true", "yes", "on")
 
 
@@ -194,36 +190,23 @@ def offline(variables: Mapping[str, str]) -> str:
     return next((name for name in names if variables.get(name, "").lower() in _ON), "")
 
 
-def answer(
-    address: str, variables: Mapping[str, str], request_s: float = _REQUEST_S, all_s: float = _ALL_S
-) -> str | None:
+def hub_error(address: str, request_s: float = 5.0, all_s: float = 8.0) -> str | None:
     """Why a hub does not answer; None where it does, empty where that cannot be told (a SOCKS proxy). Any answer but
     a server's error counts: whether a token is right is for the download to say."""
-    proxies = _proxies(variables)
-    if any(proxy.startswith("socks") for proxy in proxies.values()):
-        return ""
+    import httpx
+
     found: list[str | None] = []
 
     def ask() -> None:
         try:
-            request = urllib.request.Request(f"{address}/api/models?limit=1", method="HEAD")
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
-            with opener.open(request, timeout=request_s):
-                found.append(None)
-        except urllib.error.HTTPError as error:
-            found.append(f"it answers {error.code} {error.reason}" if error.code >= 500 else None)
+            code = httpx.head(f"{address}/api/models?limit=1", timeout=request_s).status_code
+            found.append(f"it answers {code}" if code >= 500 else None)
+        except ImportError:  # httpx speaks to SOCKS proxies only with a further package
+            found.append("")
         except Exception as error:  # names, sockets, certificates and proxies fail in many ways
-            found.append(
-                " ".join(str(getattr(error, "reason", None) or error).split()) or type(error).__name__
-            )
+            found.append(" ".join(str(error).split()) or type(error).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(all_s)
+    thread.join(all_s)  # the timeout of the request does not cover name lookup
     return found[0] if found else f"no answer within {all_s:.0f} s"
-
-
-def _proxies(variables: Mapping[str, str]) -> dict[str, str]:
-    known = urllib.request.getproxies()
-    everything = variables.get("all_proxy") or variables.get("ALL_PROXY")
-    return {"http": everything, "https": everything, **known} if everything else known

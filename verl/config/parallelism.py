@@ -36,10 +36,10 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def some_near(values: list[int], near: int) -> str:
+def closest(values: list[int], near: int) -> str:
     """A few of the values, those closest to the one given, as text."""
-    closest = sorted(values, key=lambda value: abs(value - near))[:5]
-    return ", ".join(str(value) for value in sorted(closest))
+    chosen = sorted(values, key=lambda value: abs(value - near))[:5]
+    return ", ".join(str(value) for value in sorted(chosen))
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Pool:
     key: str
     nodes: int
     per_node: int
-    places: int = 1  # GPUs of one process: an engine with tensor parallelism is one process on several
+    gpus_per_process: int = 1  # more than 1 for an engine with tensor parallelism
 
     @property
     def processes(self) -> int:
-        return self.nodes * self.per_node // self.places
+        return self.nodes * self.per_node // self.gpus_per_process
 
     @property
     def asked(self) -> str:
@@ -87,7 +87,7 @@ def engines(cfg: GenerationConfig) -> int:
     return pools(cfg)[0].processes
 
 
-def own_server(cfg: PPOConfig) -> bool:
+def dedicated_server(cfg: PPOConfig) -> bool:
     """Whether one trainer process starts one rollout server on other GPUs, which needs no Ray."""
     rollout = cfg.actor_rollout_ref.rollout
     return (
@@ -101,7 +101,7 @@ def own_server(cfg: PPOConfig) -> bool:
 
 def rollout_pool(cfg: PPOConfig) -> bool:
     """Whether generation has its own processes on Ray."""
-    return cfg.actor_rollout_ref.rollout.n_gpus_per_node > 0 and not own_server(cfg)
+    return cfg.actor_rollout_ref.rollout.n_gpus_per_node > 0 and not dedicated_server(cfg)
 
 
 def sharing_errors(cfg: PPOConfig | GenerationConfig) -> list[str]:
@@ -116,5 +116,5 @@ def sharing_errors(cfg: PPOConfig | GenerationConfig) -> list[str]:
         return []
     return [
         f"'{section}.tensor_model_parallel_size' is {size}, which does not divide {key}={per_node}. Values that work: "
-        f"{some_near(divisors(per_node), size)}; or {key}={-(-per_node // size) * size}"
+        f"{closest(divisors(per_node), size)}; or {key}={-(-per_node // size) * size}"
     ]

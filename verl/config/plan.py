@@ -12,7 +12,7 @@ from verl.config.batch_math import BatchPlan, batch_plan, text_table
 from verl.config.batch_math import rows as batch_rows
 from verl.config.checks import unavailable, unused_keys
 from verl.config.keys import get, put
-from verl.config.machine import Device, beyond_machine, device_at_hand, missing_packages
+from verl.config.machine import Device, local_device, machine_errors, missing_packages
 from verl.config.parallelism import ROLLOUT
 from verl.config.schema import AnyConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.config.sizes import (
@@ -44,7 +44,7 @@ class Plan:
 
 def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
     """The plan of a config on the device at hand, or on another."""
-    device = device or device_at_hand(config.trainer.device, config.trainer.n_gpus_per_node)
+    device = device or local_device(config.trainer.device, config.trainer.n_gpus_per_node)
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
     result = Plan(batch_plan(config), device)
     result.warnings += unavailable(config) + unused_keys(config) + _missing(config, device)
@@ -75,7 +75,7 @@ def add_memory(result: Plan, config: PPOConfig | SFTConfig, sizes: ModelSizes) -
 
 def _missing(config: PPOConfig | SFTConfig, device: Device) -> list[str]:
     """GPUs, packages and files the config names and this machine lacks."""
-    lines = beyond_machine(config, device) + missing_packages(config)
+    lines = machine_errors(config, device) + missing_packages(config)
     for key in ("data.train_files", "data.val_files"):
         for name in get(config, key):
             local = name.startswith((".", "/")) or Path(name).suffix in _FILE_TYPES
@@ -188,5 +188,5 @@ def check_text(config: AnyConfig) -> str:
         return render(plan(config))
     lines = unused_keys(config)
     if isinstance(config, GenerationConfig):
-        lines += beyond_machine(config)
+        lines += machine_errors(config)
     return "\n".join(["every key is valid", *(f"warning: {line}" for line in lines)])

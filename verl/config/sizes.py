@@ -149,7 +149,7 @@ class RoleMemory:
     weights: int
     gradients: int = 0
     optimiser: int = 0
-    whole_weights: int = 0  # of the unsharded model, which generating needs
+    full_weights: int = 0  # of the unsharded model, which generating needs
     activations_per_token: int = 0
     master_copy: bool = False  # the optimiser keeps a float32 copy of 16-bit weights
     workspace: int = 0  # for the output matrix, while training
@@ -216,7 +216,7 @@ def _trained(
         weights=on_device * parameters * element // shards,
         gradients=on_device * trained * 4 // shards,
         optimiser=on_device * trained * (moments + master) // shards,
-        whole_weights=parameters * element,
+        full_weights=parameters * element,
         master_copy=master > 0,
         activations_per_token=activation_bytes(
             sizes,
@@ -275,17 +275,17 @@ def estimate(
     cache_bytes, sequence_bytes = (
         tokens * sizes.cache * element for tokens in (cache_tokens, batches.sequence_tokens)
     )
-    # GPUs of a pool share the weights and the cache of their engine; the trainer's ranks hold whole weights each.
-    whole, cache = (
-        (actor.whole_weights // size, cache_bytes // size) if pool else (actor.whole_weights, cache_bytes)
+    # GPUs of a pool share the weights and the cache of their engine; the trainer's ranks hold full weights each.
+    weights, cache = (
+        (actor.full_weights // size, cache_bytes // size) if pool else (actor.full_weights, cache_bytes)
     )
     if device.memory is not None:
         # The engine never takes more than its share; sequences that do not fit wait their turn.
         share = rollout.gpu_memory_utilization if device.kind == "cuda" else 1.0
-        cache = min(cache, max(int(device.memory * share) - whole, 0))
-    parts = {"weights": whole, "KV cache": cache}
+        cache = min(cache, max(int(device.memory * share) - weights, 0))
+    parts = {"weights": weights, "KV cache": cache}
     if not pool:
-        parts["weights"] += actor.weights if whole > actor.weights and not actor.params_offloaded else 0
+        parts["weights"] += actor.weights if weights > actor.weights and not actor.params_offloaded else 0
         parts["optimiser"] = 0 if actor.optimiser_offloaded else actor.optimiser
         parts["other roles"] = sum(other.idle for other in others)
     return Estimate(
@@ -333,7 +333,7 @@ class DiskVerdict:
 def checkpoint_bytes(
     config: PPOConfig | SFTConfig, sizes: ModelSizes, critic_sizes: ModelSizes | None, kind: str
 ) -> int:
-    """Tensors of one checkpoint: master weights, moments and, where they are not hard links to them, whole weights."""
+    """Tensors of one checkpoint: master weights, moments and, where they are not hard links to them, full weights."""
     sections: list[tuple[Any, Any, Any]]
     if isinstance(config, SFTConfig):
         sections = [(config.model, config.optim, config.checkpoint)]
@@ -350,12 +350,12 @@ def checkpoint_bytes(
         contents = checkpoint.save_contents
         if contents is None:
             contents = ["model", "optimizer", *(["hf_model"] if saved < HF_BY_DEFAULT_BELOW else [])]
-        element = role.whole_weights // role.parameters
+        element = role.full_weights // role.parameters
         master = element if optim.stochastic_rounding else 4
         linked = world_size(config) == 1 and master == element and not model.lora_rank and "model" in contents
         total += saved * master if "model" in contents else 0
         total += role.trained * (2 if optim.moments == "int8" else 8) if "optimizer" in contents else 0
-        total += role.whole_weights if "hf_model" in contents and not linked else 0
+        total += role.full_weights if "hf_model" in contents and not linked else 0
     return total
 
 
@@ -391,10 +391,10 @@ def disk_verdict(
 
 def free_bytes(folder: str | Path) -> int | None:
     """Free space where a folder is, or will be; None where the system does not say."""
-    place = Path(folder).expanduser().absolute()
-    while not place.exists() and place.parent != place:
-        place = place.parent
+    path = Path(folder).expanduser().absolute()
+    while not path.exists() and path.parent != path:
+        path = path.parent
     try:
-        return shutil.disk_usage(place).free
+        return shutil.disk_usage(path).free
     except OSError:
         return None

@@ -22,7 +22,7 @@ from verl import __version__
 from verl.doctor.finding import Finding
 from verl.doctor.runner import Answer, Probe, run_groups
 from verl.errors import ConfigError
-from verl.observe.terminal import harmless, raw
+from verl.observe.terminal import escape_control, raw
 
 if TYPE_CHECKING:
     from verl.requirements import Wanted
@@ -209,7 +209,7 @@ def as_text(answers: Sequence[Answer], seconds: float, *, width: int = 110, colo
             lines += ["", section]
             lines += [line for finding in grouped(findings) for line in _lines(finding, width, colour)]
     found = [finding for answer in answers for finding in answer.findings]
-    broken = dict.fromkeys(harmless(finding.subject) for finding in found if finding.status == "fatal")
+    broken = dict.fromkeys(escape_control(finding.subject) for finding in found if finding.status == "fatal")
     count = sum(finding.status == "warning" for finding in found)
     warnings = f"{count} warning{'' if count == 1 else 's'} ({seconds:.0f} s)"
     verdict = f"To fix first: {', '.join(broken)}" if broken else "Ready: a run can start"
@@ -239,13 +239,13 @@ def _lines(finding: Finding, width: int, colour: bool) -> Iterator[str]:
     indent = " " * (_NAME_WIDTH + 5)
     text_width = max(40, width - len(indent))
     first, *rest = textwrap.wrap(
-        harmless(finding.seen), text_width, break_long_words=False, break_on_hyphens=False
+        escape_control(finding.seen), text_width, break_long_words=False, break_on_hyphens=False
     ) or [""]
     painted = f"\x1b[{code}m{mark}\x1b[0m" if colour else mark
-    yield f"{painted}  {harmless(finding.subject):<{_NAME_WIDTH}} {first}"
+    yield f"{painted}  {escape_control(finding.subject):<{_NAME_WIDTH}} {first}"
     if finding.fix and finding.status != "ok":
         fix = textwrap.wrap(
-            harmless(finding.fix), text_width - 3, break_long_words=False, break_on_hyphens=False
+            escape_control(finding.fix), text_width - 3, break_long_words=False, break_on_hyphens=False
         )
         rest += [("-> " if number == 0 else "   ") + line for number, line in enumerate(fix)]
     yield from (indent + line for line in rest)

@@ -100,18 +100,18 @@ def judge_shared_memory(path: str, total: int, free: int, writable: bool = True)
 
 def disk(folder: str) -> Iterator[Finding]:
     """Free space and write permission where run folders go."""
-    place = Path(folder).expanduser().absolute()
-    while not place.is_dir() and place.parent != place:
-        place = place.parent
+    path = Path(folder).expanduser().absolute()
+    while not path.is_dir() and path.parent != path:
+        path = path.parent
     try:
-        found = os.statvfs(place)
-        with tempfile.TemporaryFile(dir=place) as file:
+        found = os.statvfs(path)
+        with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(2**20))
     except OSError as error:
-        seen = f"run folders go to {folder}, but {place} cannot be written: {error.strerror or error}"
+        seen = f"run folders go to {folder}, but {path} cannot be written: {error.strerror or error}"
         yield Finding("disk", "fatal", seen, "trainer.default_local_dir=FOLDER on a disk you may write")
         return
-    yield judge_disk(str(place), found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+    yield judge_disk(str(path), found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
 
 def judge_disk(place: str, free: int, total: int) -> Finding:
@@ -153,10 +153,10 @@ def sandbox() -> Iterator[Finding]:
 
 
 def hub() -> Iterator[Finding]:
-    from verl.config.model_path import answer
+    from verl.config.model_path import hub_error
 
     variables = dict(os.environ)
-    yield judge_hub(variables, lambda address: answer(address, variables))
+    yield judge_hub(variables, hub_error)
 
 
 def judge_hub(variables: Mapping[str, str], ask: Callable[[str], str | None]) -> Finding:

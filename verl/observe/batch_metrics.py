@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Spans whose cost grows with the tokens of prompts and responses; `gen` is divided by produced tokens alone.
 _PER_TOKEN = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
-# Dense 16-bit peak of one device in FLOP/s, by a piece of the name the driver gives. First match counts.
+# Dense 16-bit peak of one device in FLOP/s, by a part of the name the driver gives. First match counts.
 _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("B200", 2250e12),
     ("GB200", 2250e12),

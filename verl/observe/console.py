@@ -21,7 +21,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from verl.observe.health import validation_summary
-from verl.observe.terminal import SafeStream, harmless, protect_terminal, raw
+from verl.observe.terminal import SafeStream, escape_control, protect_terminal, raw
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -58,7 +58,7 @@ class SafeConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            text = segment.text if segment.control else harmless(segment.text)
+            text = segment.text if segment.control else escape_control(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)
 
     @property

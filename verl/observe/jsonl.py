@@ -94,7 +94,7 @@ def kept_lines(path: Path, keep: Callable[[Row], bool]) -> tuple[str, bool]:
     return b"".join(kept).decode("utf-8"), dropped > 0
 
 
-def whole_lines(file: Any, limit: int = LINE_BYTES) -> Iterator[bytes]:
+def complete_lines(file: Any, limit: int = LINE_BYTES) -> Iterator[bytes]:
     """The lines of a binary file that have their end, one at a time; one beyond `limit` comes as b""."""
     while True:
         line = file.readline(limit)
@@ -103,9 +103,9 @@ def whole_lines(file: Any, limit: int = LINE_BYTES) -> Iterator[bytes]:
         elif len(line) < limit:
             return  # half-written, or the end
         else:
-            while (piece := file.readline(limit)) and not piece.endswith(b"\n"):
+            while (chunk := file.readline(limit)) and not chunk.endswith(b"\n"):
                 pass
-            if not piece:
+            if not chunk:
                 return
             yield b""
 

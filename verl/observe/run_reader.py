@@ -19,7 +19,7 @@ from typing import Any
 
 from verl.errors import ConfigError, DataError
 from verl.json_input import open_regular
-from verl.observe.jsonl import LINE_BYTES, parse_metrics, parse_row, whole_lines
+from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_metrics, parse_row
 from verl.observe.run_folder import locked_by_this_process
 
 TAIL_BYTES = 64 << 20
@@ -72,14 +72,14 @@ class MetricsLog:
     def _skip_to_tail(self, file: Any, size: int) -> None:
         if size > self._tail_bytes:
             file.seek(size - self._tail_bytes)
-            while (piece := file.readline(LINE_BYTES)) and not piece.endswith(b"\n"):
+            while (chunk := file.readline(LINE_BYTES)) and not chunk.endswith(b"\n"):
                 pass
             self._offset = file.tell()
             self.problem = "metrics.jsonl is very large: only its end was read"
 
     def _read(self, file: Any) -> list[dict[str, Any]]:
         new: list[dict[str, Any]] = []
-        for line in whole_lines(file):
+        for line in complete_lines(file):
             self._offset = file.tell()
             row = parse_metrics(line)
             if row is None:
@@ -113,7 +113,7 @@ class SampleFiles:
         """The samples of a step, one at a time; lines for which `maybe` is False are not parsed."""
         try:
             with open_regular(self.folder / f"{step}.jsonl") as file:
-                for line in whole_lines(file):
+                for line in complete_lines(file):
                     if maybe(line) and (row := parse_row(line)) is not None:
                         yield row
         except (OSError, ValueError):
@@ -355,7 +355,7 @@ def health_rows(run: Run) -> Iterator[tuple[int, str, str]]:
     """(step, rule, line) of `health.jsonl`, oldest first."""
     try:
         with open_regular(run.path / "health.jsonl") as file:
-            for row in filter(None, map(parse_metrics, whole_lines(file))):
+            for row in filter(None, map(parse_metrics, complete_lines(file))):
                 yield row["step"], str(row.get("rule")), str(row.get("line"))
     except (OSError, ValueError):
         return

@@ -18,7 +18,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 _CURSOR_UP = re.compile("(\x1b\\[A)+")
 
 
-def harmless(text: str) -> str:
+def escape_control(text: str) -> str:
     """The same text with control characters written out."""
     text = text.replace("\r\n", "\n")
     return _CONTROL.sub(
@@ -38,7 +38,13 @@ class SafeStream:
 
     def write(self, text: str) -> int:
         bar = self._rewritable and text.startswith("\r")
-        shown = "\r" + harmless(text[1:]) if bar else "" if _CURSOR_UP.fullmatch(text) else harmless(text)
+        shown = (
+            "\r" + escape_control(text[1:])
+            if bar
+            else ""
+            if _CURSOR_UP.fullmatch(text)
+            else escape_control(text)
+        )
         if shown:
             self._rewritable = bar or shown.endswith("\n")
             self.raw.write(shown)
@@ -53,7 +59,7 @@ class SafeStream:
 
 
 def raw(stream: Any) -> Any:
-    """The stream below, for a writer that puts control codes of its own around text it has made harmless."""
+    """The stream below, for a writer that puts control codes of its own around text it has escaped."""
     while isinstance(stream, SafeStream):
         stream = stream.raw
     return stream

@@ -34,7 +34,7 @@ from verl.observe.run_reader import (
     read_crash,
     state_of,
 )
-from verl.observe.terminal import harmless
+from verl.observe.terminal import escape_control
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -389,7 +389,7 @@ def write(console: Console, what: RenderableType) -> None:
 def styled(text: str, style: str = "") -> Text:
     from rich.text import Text
 
-    return Text(harmless(text), style=style)
+    return Text(escape_control(text), style=style)
 
 
 def _table(*columns: str) -> Table:

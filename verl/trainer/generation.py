@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.machine import beyond_machine
+from verl.config.machine import machine_errors
 from verl.config.model_path import context_length, folder_problem
 from verl.config.parallelism import EXTERNAL_ENGINES, engines
 from verl.config.schema import DataConfig
@@ -126,7 +126,7 @@ def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
     for name, why in packages.items():
         if importlib.util.find_spec(name) is None:
             problems.append(str(missing_package(name, name, why)))
-    found = [*beyond_machine(cfg), *(problem for problem in problems if problem)]
+    found = [*machine_errors(cfg), *(problem for problem in problems if problem)]
     found = found or hub_problems({"model.path": choice.path})
     if found:
         raise ConfigError("\n".join(found))

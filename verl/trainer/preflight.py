@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.checks import unavailable
-from verl.config.machine import beyond_machine, missing_packages, on_cpu
-from verl.config.model_path import answer, cached_config, context_length, endpoint, folder_problem, offline
+from verl.config.machine import machine_errors, missing_packages, on_cpu
+from verl.config.model_path import cached_config, context_length, endpoint, folder_problem, hub_error, offline
 from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
 from verl.config.sizes import (
     checkpoint_bytes,
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_data: bool = False) -> None:
     """Raise ConfigError with every reason why the run cannot start; models and data passed as objects are skipped."""
-    problems = unavailable(cfg) + beyond_machine(cfg) + missing_packages(cfg) + _absent_files(cfg, given_data)
+    problems = unavailable(cfg) + machine_errors(cfg) + missing_packages(cfg) + _absent_files(cfg, given_data)
     if not given_model:
         models = _models(cfg)
         found = [
@@ -103,7 +103,7 @@ def hub_problems(models: Mapping[str, str]) -> list[str]:
     if not wanted:
         return []
     variable, address = offline(os.environ), endpoint(os.environ)
-    reason = f"{variable}=1" if variable else answer(address, os.environ)
+    reason = f"{variable}=1" if variable else hub_error(address)
     if not reason:
         return []
     lacking = [key for key, path in wanted.items() if cached_config(path) is None]

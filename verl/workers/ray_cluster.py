@@ -155,10 +155,10 @@ class Cluster:
         threads = None if gpus else self.threads()
         self.actors = [
             actor_class.options(
-                num_cpus=pool.places,
-                num_gpus=pool.places if gpus else 0,
+                num_cpus=pool.gpus_per_process,
+                num_gpus=pool.gpus_per_process if gpus else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=rank * pool.places // pool.per_node
+                    group, placement_group_bundle_index=rank * pool.gpus_per_process // pool.per_node
                 ),
             ).remote(server, rank, pool.processes, threads)
             for rank in range(pool.processes)

@@ -9,7 +9,13 @@ from typing import Any
 
 from verl.config import known
 from verl.config.keys import Conditions, key, section, shared
-from verl.config.sections.model import CheckpointConfig, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
+from verl.config.sections.model import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimConfig,
+    ShardingConfig,
+    TrainEngineConfig,
+)
 
 _CLIPS = f".policy_loss.loss_mode={'|'.join(known.CLIPPING_LOSSES)}"
 
@@ -33,12 +39,9 @@ class PolicyLossConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(TrainEngineConfig):
     """The policy being trained."""
 
-    strategy: str = key(
-        "fsdp", "training engine", known=known.STRATEGIES, available=known.AVAILABLE_STRATEGIES
-    )
     optim: OptimConfig = section(OptimConfig, "optimiser and schedule")
     ppo_mini_batch_size: int = key(256, "prompts per optimiser step, over all ranks", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = key(
@@ -81,14 +84,6 @@ class ActorConfig:
         used_if=".loss_agg_mode=seq-mean-token-sum-norm",
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
-    use_torch_compile: bool = key(False, "compile the model; falls back with a notice where that fails")
-    ulysses_sequence_parallel_size: int = key(
-        1, "ranks that split each sequence by attention heads", ge=1, available=(1,)
-    )
-    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
-    megatron: MegatronConfig = section(
-        MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"
-    )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
 
 
@@ -111,19 +106,15 @@ class LogProbConfig:
 
 
 @dataclass
-class RefConfig(LogProbConfig):
+class RefConfig(LogProbConfig, ShardingConfig):
     """The frozen reference policy (the model before training; adapters off under LoRA)."""
 
     strategy: str = _as_actor("strategy")
     ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
-    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
-    megatron: MegatronConfig = section(
-        MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"
-    )
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(TrainEngineConfig):
     """The value model; used by the estimators that need one (gae)."""
 
     enable: bool | None = key(None, "train a critic; default: when the estimator needs one")
@@ -145,10 +136,5 @@ class CriticConfig:
     grad_clip: float = shared(ActorConfig, "grad_clip")
     cliprange_value: float = key(0.5, "how far a value may move before its loss is clipped", ge=0)
     loss_agg_mode: str = shared(ActorConfig, "loss_agg_mode", used_if=())
-    use_torch_compile: bool = shared(ActorConfig, "use_torch_compile")
     ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
-    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
-    megatron: MegatronConfig = section(
-        MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"
-    )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")

@@ -116,17 +116,28 @@ class CheckpointConfig:
 
 
 @dataclass
-class SFTModelConfig(ModelConfig):
-    """The model of supervised fine-tuning, with the engine that trains it."""
+class ShardingConfig:
+    """The engine of a model and how its weights are split over ranks."""
 
     strategy: str = key(
         "fsdp", "training engine", known=known.STRATEGIES, available=known.AVAILABLE_STRATEGIES
+    )
+    ulysses_sequence_parallel_size: int = key(
+        1, "ranks that split each sequence by attention heads", ge=1, available=(1,)
     )
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
     megatron: MegatronConfig = section(
         MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"
     )
-    ulysses_sequence_parallel_size: int = key(
-        1, "ranks that split each sequence by attention heads", ge=1, available=(1,)
-    )
+
+
+@dataclass
+class TrainEngineConfig(ShardingConfig):
+    """The engine that trains a model."""
+
     use_torch_compile: bool = key(False, "compile the model; falls back with a notice where that fails")
+
+
+@dataclass
+class SFTModelConfig(TrainEngineConfig, ModelConfig):
+    """The model of supervised fine-tuning, with the engine that trains it."""

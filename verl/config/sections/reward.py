@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config import known
 from verl.config.keys import key, section
-from verl.config.sections.rollout import own_gpus_errors
+from verl.config.sections.rollout import dedicated_gpu_errors
 
 
 @dataclass
@@ -74,7 +74,7 @@ class RewardModelConfig:
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
-        lines = own_gpus_errors(name, self.n_gpus_per_node, self.nnodes)
+        lines = dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
         if self.enable and not self.model_path:
             lines.append(f"'{name}.enable' is True; it needs '{name}.model_path'")
         return lines

@@ -107,7 +107,7 @@ class RolloutConfig(EngineConfig, LogProbConfig):
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
-        return own_gpus_errors(name, self.n_gpus_per_node, self.nnodes)
+        return dedicated_gpu_errors(name, self.n_gpus_per_node, self.nnodes)
 
 
 def engine_errors(name: str, engine: str, mode: str) -> list[str]:
@@ -116,7 +116,7 @@ def engine_errors(name: str, engine: str, mode: str) -> list[str]:
     return []
 
 
-def own_gpus_errors(name: str, n_gpus_per_node: int, nnodes: int) -> list[str]:
+def dedicated_gpu_errors(name: str, n_gpus_per_node: int, nnodes: int) -> list[str]:
     if (n_gpus_per_node == 0) == (nnodes == 0):
         return []
     return [
