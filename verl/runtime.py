@@ -15,6 +15,9 @@ from verl.errors import CommandAnswered, VerlError
 
 logger = logging.getLogger(__name__)
 
+# Talkative at INFO, and nothing a user of ours can act on.
+_QUIET = ("httpx", "urllib3", "transformers", "torch", "absl", "filelock", "fsspec", "asyncio")
+
 
 def seed_everything(seed: int) -> None:
     """Every global generator, for whatever a model or a user's function draws from them."""
@@ -24,6 +27,35 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def setup_logging(level: int | str = logging.INFO) -> None:
+    """Send log records to the shared console: warnings marked, information bare. Called once by each command."""
+    handler = _ConsoleHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h, _ConsoleHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+class _ConsoleHandler(logging.Handler):
+    _STYLES = {logging.WARNING: ("warning: ", "yellow"), logging.ERROR: ("error: ", "red")}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from rich.text import Text
+
+        from verl.observe.console import log_console
+
+        try:
+            prefix, style = self._STYLES.get(min(record.levelno, logging.ERROR), ("", ""))
+            log_console().print(Text(prefix + self.format(record), style=style))
+        except Exception:
+            self.handleError(record)
 
 
 class quiet_transformers:
@@ -75,7 +107,6 @@ def run_command(body: Callable[[], int | None]) -> int:
 
     0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 130: interrupted;
     143: terminated. Anything else is a defect of ours and keeps its traceback."""
-    from verl.observe.console import setup_logging
     from verl.observe.terminal import protect_terminal
 
     protect_terminal()

@@ -23,9 +23,10 @@ from tqdm import tqdm
 from verl import cli
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.manifest import Manifest, write_manifest
-from verl.observe.console import StepConsole, counting, setup_logging, shared_console
+from verl.observe.console import StepConsole, counting, shared_console
 from verl.observe.run_folder import RunFolder
 from verl.observe.terminal import SafeStream, escape_control, protect_terminal
+from verl.runtime import setup_logging
 from verl.trainer import main_eval, main_generation, main_ppo, sft_trainer
 
 MARK = "EVIL"

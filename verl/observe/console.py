@@ -1,4 +1,4 @@
-"""The rich console every command shares: log lines, the display of training steps, and progress bars.
+"""The rich console every command shares, the display of training steps, and progress bars.
 
 Piped output has no control codes and one line per step. Text from models, data or exceptions is never read as markup,
 and its control characters are written out.
@@ -43,8 +43,6 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("perf/throughput",), "tok/s", "{:,.0f}"),
     (("timing_s/step", "perf/time_per_step"), "time", "{:.1f}s"),
 )
-# Talkative at INFO, and nothing a user of ours can act on.
-_QUIET = ("httpx", "urllib3", "transformers", "torch", "absl", "filelock", "fsspec", "asyncio")
 _SPARKS = "▁▂▃▄▅▆▇█"
 LINE_S = 30.0
 """Between two lines of piped output."""
@@ -91,31 +89,6 @@ def log_console() -> Console:
     command prints (a config, a plan, a table) can be used as it is."""
     console = shared_console()
     return console if console.is_terminal else SafeConsole(stderr=True, width=100_000, soft_wrap=True)
-
-
-def setup_logging(level: int | str = logging.INFO) -> None:
-    """Send log records to the shared console: warnings marked, information bare. Called once by each command."""
-    handler = _ConsoleHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    root = logging.getLogger()
-    for old in [h for h in root.handlers if isinstance(h, _ConsoleHandler)]:
-        root.removeHandler(old)
-    root.addHandler(handler)
-    root.setLevel(level)
-    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
-    for name in _QUIET:
-        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
-
-
-class _ConsoleHandler(logging.Handler):
-    _STYLES = {logging.WARNING: ("warning: ", "yellow"), logging.ERROR: ("error: ", "red")}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            prefix, style = self._STYLES.get(min(record.levelno, logging.ERROR), ("", ""))
-            log_console().print(Text(prefix + self.format(record), style=style))
-        except Exception:
-            self.handleError(record)
 
 
 def step_line(step: int, metrics: Mapping[str, Any], total_steps: int | None = None) -> str:
