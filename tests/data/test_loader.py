@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.loader import Loader
-from verl.data.order import EpochOrder, MixturePart
+from verl.data.loader import EpochOrder, Loader, MixturePart
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError, ConfigError, DataError
 

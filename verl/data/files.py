@@ -1,24 +1,30 @@
 """Rows of parquet, json, jsonl, csv, tsv or arrow files, of folders and lists of them, or of a dataset of the hub.
 
 Rows keep the order of the files (a folder's sorted by path) and know their origin, so that errors can name it. Tables
-stay columnar in memory and are decoded row by row.
+stay columnar in memory and are decoded row by row. json and csv are taken literally (csv values stay strings), because
+pyarrow's readers infer one type per column and refuse rows that differ. Text may be gzipped.
 """
 
 from __future__ import annotations
 
 import bisect
+import csv
 import glob
+import gzip
 import hashlib
+import itertools
+import json
 import logging
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from verl.data.readers import KNOWN, ending, is_data_file, looks_like, read_file
 from verl.errors import DataError, missing_package
+from verl.json_input import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +32,7 @@ Files = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _File:
     """The rows of one file: a pyarrow table, or a list of dictionaries."""
 
     name: str
@@ -34,218 +40,177 @@ class _Part:
     columns: tuple[str, ...]
     fingerprint: str | None
 
+    @property
+    def is_table(self) -> bool:
+        return hasattr(self.rows, "num_rows")
+
     def __len__(self) -> int:
-        return int(self.rows.num_rows) if hasattr(self.rows, "num_rows") else len(self.rows)
+        return len(self.rows)
 
     def row(self, i: int) -> dict[str, Any]:
-        if hasattr(self.rows, "num_rows"):
-            return self.rows.slice(i, 1).to_pylist()[0]
-        return dict(self.rows[i])
+        return self.rows.slice(i, 1).to_pylist()[0] if self.is_table else dict(self.rows[i])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if hasattr(self.rows, "num_rows"):
-            for batch in self.rows.to_batches(max_chunksize=1024):
-                yield from batch.to_pylist()
-        else:
+        if not self.is_table:
             yield from map(dict, self.rows)
+            return
+        for batch in self.rows.to_batches(max_chunksize=1024):
+            yield from batch.to_pylist()
+
+    def column(self, name: str) -> Iterator[Any]:
+        if not self.is_table:
+            yield from (row.get(name) for row in self.rows)
+        elif name not in self.columns:
+            yield from itertools.repeat(None, len(self))
+        else:
+            for chunk in self.rows.column(name).chunks:
+                yield from chunk.to_pylist()
 
 
 class Rows(Sequence[dict[str, Any]]):
     """Rows of one or several files, by number, as dictionaries."""
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self._parts = list(parts)
-        self._starts: list[int] = []
-        total = 0
-        for part in self._parts:
-            self._starts.append(total)
-            total += len(part)
-        self._total = total
+    def __init__(self, files: Sequence[_File]) -> None:
+        self._files = list(files)
+        *self._starts, self._total = itertools.accumulate(map(len, self._files), initial=0)
 
     @staticmethod
     def from_list(rows: Iterable[Mapping[str, Any]], name: str = "the given rows") -> Rows:
         """Rows that are already in memory."""
-        held = list(rows)
-        for number, row in enumerate(held):
+        listed = list(rows)
+        for number, row in enumerate(listed):
             if not isinstance(row, Mapping):
                 raise DataError(
                     f"Row {number} of {name} is a {type(row).__name__}; rows must be dictionaries."
                 )
-        return Rows([_Part(name, held, _columns_of(held), None)])
+        return Rows([_File(name, listed, _columns_of(listed), None)])
 
     @staticmethod
     def joined(several: Iterable[Rows]) -> Rows:
         """All rows of all, in order."""
-        return Rows([part for rows in several for part in rows._parts])
+        return Rows([file for rows in several for file in rows._files])
 
     @property
     def column_names(self) -> list[str]:
         """Every column any row has, in order of first appearance."""
-        return list(dict.fromkeys(name for part in self._parts for name in part.columns))
+        return list(dict.fromkeys(name for file in self._files for name in file.columns))
 
     def files(self) -> list[tuple[str, list[str], int]]:
         """Each file's name, columns and number of rows, in order."""
-        return [(part.name, list(part.columns), len(part)) for part in self._parts]
+        return [(file.name, list(file.columns), len(file)) for file in self._files]
 
     @property
     def names(self) -> list[str]:
-        return [part.name for part in self._parts]
+        return [file.name for file in self._files]
 
     @property
     def stem(self) -> str:
         """A short name: the first file's, without folder and ending."""
-        return Path(self._parts[0].name.split(":")[0]).stem
+        return Path(self._files[0].name.split(":")[0]).stem
 
     def __len__(self) -> int:
         return self._total
 
-    def _locate(self, row: int) -> tuple[int, int]:
+    def _locate(self, row: int) -> tuple[_File, int]:
         if not -self._total <= row < self._total:
             raise IndexError(f"row {row} does not exist: there are {self._total}")
         row %= self._total
-        part = bisect.bisect_right(self._starts, row) - 1
-        return part, row - self._starts[part]
+        number = bisect.bisect_right(self._starts, row) - 1
+        return self._files[number], row - self._starts[number]
 
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
             return [self[i] for i in range(*row.indices(self._total))]
-        part, inside = self._locate(int(row))
-        return self._parts[part].row(inside)
+        file, inside = self._locate(int(row))
+        return file.row(inside)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for part in self._parts:
-            yield from part
+        return itertools.chain.from_iterable(self._files)
 
     def column(self, name: str) -> Iterator[Any]:
-        """One column of every row, None where a row has no such column; quicker than whole rows."""
-        for part in self._parts:
-            if name not in part.columns:
-                yield from (None for _ in range(len(part)))
-            elif hasattr(part.rows, "num_rows"):
-                for chunk in part.rows.column(name).chunks:
-                    yield from chunk.to_pylist()
-            else:
-                yield from (row.get(name) for row in part.rows)
+        """One column of every row, None where a row has no such column; quicker than full rows."""
+        return itertools.chain.from_iterable(file.column(name) for file in self._files)
 
     def table(self, numbers: Sequence[int]) -> Any:
         """Some of the rows as one pyarrow table; columns of table files keep their types."""
         import pyarrow as pa
 
-        parts = [
-            part.rows if isinstance(part.rows, pa.Table) else pa.Table.from_pylist(part.rows)
-            for part in self._parts
-        ]
-        whole = parts[0] if len(parts) == 1 else pa.concat_tables(parts, promote_options="permissive")
+        tables = [file.rows if file.is_table else pa.Table.from_pylist(file.rows) for file in self._files]
+        joined = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
         if list(numbers) == list(range(len(numbers))):
-            return whole.slice(0, len(numbers))
-        return whole.take(pa.array(list(numbers), type=pa.int64()))
+            return joined.slice(0, len(numbers))
+        return joined.take(pa.array(list(numbers), type=pa.int64()))
 
     def origin(self, row: int) -> str:
         """Where a row came from, for messages; rows are counted from 0."""
-        part, inside = self._locate(row)
-        return f"row {inside} of {self._parts[part].name}"
+        file, inside = self._locate(row)
+        return f"row {inside} of {file.name}"
 
     def fingerprint(self) -> str | None:
         """Changes when a file changes; None for rows that came from no file."""
-        prints = [part.fingerprint for part in self._parts]
-        if not prints or any(mark is None for mark in prints):
+        marks = [file.fingerprint for file in self._files]
+        if not marks or None in marks:
             return None
-        return hashlib.sha256("\n".join(map(str, prints)).encode()).hexdigest()
+        return hashlib.sha256("\n".join(map(str, marks)).encode()).hexdigest()
 
 
 def _columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(name) for row in rows for name in row))
 
 
+def read_rows(files: Files, *, key: str = "data.train_files", split: str = "train") -> Rows:
+    """All rows of `files`; `key` is the setting named in errors, `split` the one of a hub dataset given without."""
+    entries = [files] if isinstance(files, str | Path) else list(files or ())
+    if not entries or any(not str(entry).strip() for entry in entries):
+        raise DataError(f"{key} is empty: give a file, a folder, a list of them ({KNOWN}) or a dataset id.")
+    rows = Rows([file for entry in entries for file in _expand(entry, split, key)])
+    if not len(rows):
+        raise DataError(f"{key}: {', '.join(rows.names)} has no rows.")
+    return rows
+
+
+# -- finding files --------------------------------------------------------------------------------------------------
+
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+){0,2}$")
 
 
-def _read_file(path: Path, key: str) -> _Part:
-    import pyarrow as pa
+def _expand(entry: str | Path, split: str, key: str) -> list[_File]:
+    text = str(entry)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return [_read(inner, key) for inner in _data_files(path, key)]
+    if path.exists():
+        if not path.is_file():
+            raise DataError(f"{key}: {path} is neither a regular file nor a folder.")
+        if not is_data_file(path):
+            raise DataError(
+                f"{key}: {path} has the unknown ending '{path.suffix}'; known: {KNOWN}.{_looks_like(path)}"
+            )
+        return [_read(path, key)]
+    if glob.has_magic(text):
+        matches = sorted(glob.glob(str(path), recursive=True))
+        if not matches:
+            raise DataError(f"{key}: no file matches {path}.")
+        return [file for match in matches for file in _expand(match, split, key)]
+    if not is_data_file(path) and _HUB_ID.match(text):
+        return [_from_hub(text, split, key)]
+    raise DataError(_not_found(path, key))
 
-    try:
-        rows = read_file(path)
-        stat = path.stat()
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from error
-    except PermissionError as error:
-        raise DataError(f"{key}: {path} cannot be read: no permission.") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{key}: {path} is not UTF-8 text: {error}.{looks_like(path)}") from error
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
-        why = str(error).rstrip(".")
-        raise DataError(
-            f"{key}: {path} cannot be read as {ending(path)[1:]}: {why}.{looks_like(path)}"
-        ) from error
-    columns = tuple(rows.column_names) if isinstance(rows, pa.Table) else _columns_of(rows)
-    part = _Part(str(path), rows, columns, f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")
-    if not len(part):
-        logger.warning("%s: %s has no rows", key, path)
-    return part
 
-
-def _inside(folder: Path, key: str) -> list[Path]:
+def _data_files(folder: Path, key: str) -> list[Path]:
     """The data files of a folder, sorted; a dataset saved by `datasets` keeps json beside its arrow files."""
     found = sorted(
         path
         for path in folder.rglob("*")
         if is_data_file(path)
         and path.is_file()
-        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+        and not any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
     )
-    if any(path.suffix == ".arrow" for path in found) and any(
-        path.name == "dataset_info.json" for path in found
-    ):
-        found = [path for path in found if path.suffix == ".arrow"]
+    if any(path.name == "dataset_info.json" for path in found):
+        found = [path for path in found if path.suffix == ".arrow"] or found
     if not found:
         raise DataError(f"{key}: the folder {folder} holds no data file ({KNOWN}).")
     return found
-
-
-def _from_hub(name: str, split: str, key: str) -> _Part:
-    """`owner/name`, `owner/name:split` or `owner/name:config:split`."""
-    try:
-        import datasets
-    except ImportError as error:
-        cause = missing_package(
-            "datasets", "datasets", f"{key}={name} (no file or folder of that name, so a dataset id)"
-        )
-        raise cause from error
-    dataset_id, *rest = name.split(":")
-    config = rest[0] if len(rest) == 2 else None
-    split = rest[-1] if rest else split
-    try:
-        dataset = datasets.load_dataset(dataset_id, config, split=split)
-        table = dataset.with_format("arrow")[:]
-    except Exception as error:  # the hub client raises dozens of kinds; all mean the same to the user
-        raise DataError(
-            f"{key}: '{name}' is no file, and as a dataset id it cannot be loaded (config {config or 'default'}, split "
-            f"{split}; choose by owner/name:config:split): {type(error).__name__}: {str(error).rstrip('.')}."
-        ) from error
-    return _Part(name, table, tuple(table.column_names), f"hub {name} {split} {dataset._fingerprint}")
-
-
-def _expand(entry: str | Path, split: str, key: str) -> list[_Part]:
-    text = str(entry)
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return [_read_file(inner, key) for inner in _inside(path, key)]
-    if path.exists():
-        if not path.is_file():
-            raise DataError(f"{key}: {path} is neither a regular file nor a folder.")
-        if not is_data_file(path):
-            raise DataError(
-                f"{key}: {path} has the unknown ending '{path.suffix}'; known: {KNOWN}.{looks_like(path)}"
-            )
-        return [_read_file(path, key)]
-    if glob.has_magic(text):
-        matches = sorted(glob.glob(str(path), recursive=True))
-        if not matches:
-            raise DataError(f"{key}: no file matches {path}.")
-        return [part for match in matches for part in _expand(match, split, key)]
-    if not is_data_file(path) and _HUB_ID.match(text):
-        return [_from_hub(text, split, key)]
-    raise DataError(_not_found(path, key))
 
 
 def absent(entry: str | Path, key: str) -> str | None:
@@ -268,12 +233,204 @@ def _not_found(path: Path, key: str) -> str:
     return f"{key}: {path} does not exist. The folder {parent.resolve()} holds: {', '.join(beside) or 'no data files'}."
 
 
-def read_rows(files: Files, *, key: str = "data.train_files", split: str = "train") -> Rows:
-    """All rows of `files`; `key` is the setting named in errors, `split` the part of a hub dataset without one."""
-    entries = [files] if isinstance(files, str | Path) else list(files or ())
-    if not entries or any(not str(entry).strip() for entry in entries):
-        raise DataError(f"{key} is empty: give a file, a folder, a list of them ({KNOWN}) or a dataset id.")
-    rows = Rows([part for entry in entries for part in _expand(entry, split, key)])
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def _from_hub(name: str, split: str, key: str) -> _File:
+    """`owner/name`, `owner/name:split` or `owner/name:config:split`."""
+    try:
+        import datasets
+    except ImportError as error:
+        cause = missing_package(
+            "datasets", "datasets", f"{key}={name} (no file or folder of that name, so a dataset id)"
+        )
+        raise cause from error
+    dataset_id, *rest = name.split(":")
+    config = rest[0] if len(rest) == 2 else None
+    split = rest[-1] if rest else split
+    try:
+        dataset = datasets.load_dataset(dataset_id, config, split=split)
+        table = dataset.with_format("arrow")[:]
+    except Exception as error:  # the hub client raises dozens of kinds; all mean the same to the user
+        raise DataError(
+            f"{key}: '{name}' is no file, and as a dataset id it cannot be loaded (config {config or 'default'}, split "
+            f"{split}; choose by owner/name:config:split): {type(error).__name__}: {str(error).rstrip('.')}."
+        ) from error
+    return _File(name, table, tuple(table.column_names), f"hub {name} {split} {dataset._fingerprint}")
+
+
+def _read(path: Path, key: str) -> _File:
+    import pyarrow as pa
+
+    try:
+        rows = _READERS[_ending(path)](path)
+        stat = path.stat()
+        is_table = isinstance(rows, pa.Table)
+        if is_table:
+            _require_distinct(rows.column_names, path)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    except PermissionError as error:
+        raise DataError(f"{key}: {path} cannot be read: no permission.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}: {path} is not UTF-8 text: {error}.{_looks_like(path)}") from error
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        why = str(error).rstrip(".")
+        raise DataError(
+            f"{key}: {path} cannot be read as {_ending(path)[1:]}: {why}.{_looks_like(path)}"
+        ) from error
+    columns = tuple(rows.column_names) if is_table else _columns_of(rows)
     if not len(rows):
-        raise DataError(f"{key}: {', '.join(rows.names)} has no rows.")
+        logger.warning("%s: %s has no rows", key, path)
+    return _File(str(path), rows, columns, f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")
+
+
+_FIRST_BYTES = (
+    (b"version https://git-lfs", (), "a Git LFS pointer, not the data: fetch it with `git lfs pull`"),
+    (b"PAR1", (".parquet",), "a parquet file: give it the ending .parquet"),
+    (b"ARROW1", (".arrow",), "an arrow file: give it the ending .arrow"),
+    (b"\x1f\x8b", (".gz",), "a file compressed by gzip: give it the ending .gz, e.g. .jsonl.gz"),
+    (b"\x28\xb5\x2f\xfd", (), "a file compressed by zstd: uncompress it first"),
+    (b"PK\x03\x04", (), "a zip archive: unpack it first"),
+    (b"\xff\xfe", (), "UTF-16 text: save it as UTF-8"),
+    (b"\xfe\xff", (), "UTF-16 text: save it as UTF-8"),
+    (b"<", (), "a page of HTML or XML, not the data: look at what was downloaded"),
+    (b"{", (".jsonl", ".json"), "JSON: give it the ending .jsonl"),
+    (b"[", (".json",), "one list of JSON: give it the ending .json"),
+)
+"""First bytes of a file, the endings that fit, and what it is."""
+
+
+def _looks_like(path: Path) -> str:
+    """What a misnamed file holds, by its first bytes; empty where they say nothing new."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(64)
+    except OSError:
+        return ""
+    for start, endings, what in _FIRST_BYTES:
+        if first.startswith(start) or first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(start):
+            return "" if path.suffix.lower() in endings else f" It looks like {what}."
+    return ""
+
+
+def _open(path: Path, newline: str | None = None) -> TextIO:
+    """UTF-8 with or without a byte order mark, uncompressed on the way."""
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
+    return path.open(encoding="utf-8-sig", newline=newline)
+
+
+def _checked(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected an object of columns, got {type(row).__name__}.")
+    return row
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with _open(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+            except json.JSONDecodeError as error:
+                hint = _looks_like(path) if number == 1 else ""
+                raise DataError(
+                    f"{path}, line {number} is not valid JSON: {error}. Each line must be one object.{hint}"
+                ) from error
+            except ValueError as error:  # nested too deeply, a number of too many digits
+                raise DataError(f"{path}, line {number} cannot be used: {error}.") from error
+            rows.append(_checked(row, f"{path}, line {number}"))
     return rows
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    try:
+        with _open(path) as file:
+            content = parse_json(file.read())
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object per line under the name .json is common
+            return _read_jsonl(path)
+        raise DataError(f"{path} is not valid JSON: {error}.") from error
+    except UnicodeDecodeError:
+        raise  # a ValueError too; `_read` reports it
+    except ValueError as error:  # nested too deeply, a number of too many digits
+        raise DataError(f"{path} cannot be used: {error}.") from error
+    if isinstance(content, dict):
+        # {"data": [...]} and the like: the one list of objects is the data.
+        lists = [value for value in content.values() if isinstance(value, list)]
+        is_data = len(lists) == 1 and lists[0] and all(isinstance(value, dict) for value in lists[0])
+        content = lists[0] if is_data else [content]
+    if not isinstance(content, list):
+        raise DataError(f"{path} must hold a list of objects, got {type(content).__name__}.")
+    return [_checked(row, f"{path}, element {number}") for number, row in enumerate(content)]
+
+
+def _read_csv(path: Path) -> list[dict[str, Any]]:
+    csv.field_size_limit(1 << 30)
+    delimiter = "\t" if _ending(path) == ".tsv" else ","
+    with _open(path, newline="") as lines:
+        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        rows = []
+        try:
+            _require_distinct(reader.fieldnames or (), path)
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: the number of fields differs from the header's "
+                        f"{len(reader.fieldnames or ())}; quote fields that contain '{delimiter}' or newlines."
+                    )
+                rows.append(dict(row))
+        except csv.Error as error:
+            raise DataError(f"{path} is not valid csv after line {reader.line_num}: {error}.") from error
+    return rows
+
+
+def _read_parquet(path: Path) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(path).read()
+
+
+def _read_arrow(path: Path) -> Any:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        try:
+            return pa.ipc.open_stream(source).read_all()
+        except pa.ArrowInvalid:
+            source.seek(0)
+            return pa.ipc.open_file(source).read_all()
+
+
+def _require_distinct(columns: Sequence[str], path: Path) -> None:
+    name, count = next(iter(Counter(columns).most_common(1)), ("", 0))
+    if count > 1:
+        raise DataError(
+            f"{path} has the column '{name}' {count} times; rename or drop all but one. Its columns: "
+            f"{', '.join(columns)}."
+        )
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".arrow": _read_arrow,
+}
+KNOWN = ", ".join(_READERS) + ", text also with .gz"
+
+
+def _ending(path: Path) -> str:
+    """What decides the reader, in lower case: the last ending, or for compressed text the one before .gz."""
+    last, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
+    return inner if last == ".gz" and inner in (".jsonl", ".json", ".csv", ".tsv") else last
+
+
+def is_data_file(path: Path) -> bool:
+    """Whether there is a reader for it, by its name."""
+    return _ending(path) in _READERS

@@ -17,8 +17,7 @@ from verl.data.chat import ChatFormat, read_template, truncate
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
 from verl.data.lengths import prompt_lengths
-from verl.data.loader import Loader
-from verl.data.order import EpochOrder, MixturePart
+from verl.data.loader import EpochOrder, Loader, MixturePart
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
 from verl.json_input import parse_json

@@ -18,8 +18,7 @@ from verl.data.assemble import pad_right
 from verl.data.chat import ChatFormat, as_messages, read_template, truncate
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
-from verl.data.loader import Loader
-from verl.data.order import EpochOrder
+from verl.data.loader import EpochOrder, Loader
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import TRUNCATIONS, choose_rows
 from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.columns import likely_column
-from verl.data.files import Rows, read_rows
-from verl.data.readers import is_data_file
+from verl.data.files import Rows, is_data_file, read_rows
 from verl.data.write import write_rows
 from verl.errors import ConfigError, DataError
 
