@@ -15,8 +15,8 @@ import pytest
 
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.manifest import read_manifest, verify
-from verl.checkpoint.pytree_json import encode
 from verl.checkpoint.save_op import SaveOperation
+from verl.checkpoint.state import encode
 from verl.checkpoint.steps import list_steps
 from verl.distributed import Ranks
 

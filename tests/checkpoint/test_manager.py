@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from verl.checkpoint import CheckpointManager, PartSettings
-from verl.checkpoint.engine_state import write_snapshot
 from verl.checkpoint.manifest import read_manifest, verify
-from verl.checkpoint.retention import Limits, decide
-from verl.checkpoint.steps import StepFolder, delete, in_use, list_steps
+from verl.checkpoint.state import write_snapshot
+from verl.checkpoint.steps import Limits, StepFolder, decide, delete, in_use, list_steps
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import CheckpointError, ConfigError
 
@@ -154,7 +153,7 @@ def test_a_background_save_equals_a_foreground_one_though_training_goes_on(
         ("verl.checkpoint.save_op.hf_steps", Exception("No space left on device (os error 28)")),
         ("verl.checkpoint.manager.snapshot", MemoryError()),
         ("verl.checkpoint.manager.encode", TypeError("not a tree")),
-        ("verl.checkpoint.manager.rng.capture", RuntimeError("no generator")),
+        ("verl.checkpoint.manager.capture_rng", RuntimeError("no generator")),
         ("verl.checkpoint.save_op.publish", ValueError("no name")),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else type(value).__name__,

@@ -17,9 +17,8 @@ from verl import model_merger
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint import merge as merge_module
 from verl.checkpoint.hf_check import same_bits
-from verl.checkpoint.hf_folder import empty_model, stored_as_is, write_weights
+from verl.checkpoint.hf_folder import ShardedReader, TensorReader, empty_model, stored_as_is, write_weights
 from verl.checkpoint.merge import MergeOptions, merge
-from verl.checkpoint.reader import ShardedReader, TensorReader
 from verl.checkpoint.tensors import Chunk, local_chunks, write_chunks, write_stream
 from verl.errors import CheckpointError
 

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from verl.checkpoint import CheckpointManager, PartSettings, staging
-from verl.checkpoint.engine_state import Snapshot
-from verl.checkpoint.staging import Staging
+from verl.checkpoint import CheckpointManager, PartSettings, save_op
+from verl.checkpoint.save_op import Staging
+from verl.checkpoint.state import Snapshot
 from verl.checkpoint.tensors import Chunk
 
 IN_BACKGROUND = {"actor": PartSettings(["model", "optimizer", "extra"], None, True)}
@@ -61,13 +61,13 @@ def test_the_memory_for_the_first_save_is_taken_beside_training(
     tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by: list[str] = []
-    free = staging.free_host_bytes
+    free = save_op.free_host_bytes
 
     def noting() -> int:  # asked before each allocation
         by.append(threading.current_thread().name)
         return free()
 
-    monkeypatch.setattr(staging, "free_host_bytes", noting)
+    monkeypatch.setattr(save_op, "free_host_bytes", noting)
     engine = job.make_engine()
     manager = CheckpointManager(tmp_path, IN_BACKGROUND)
     assert manager.resume({"actor": engine}) is None
@@ -81,7 +81,7 @@ def test_the_memory_for_the_first_save_is_taken_beside_training(
 def test_without_memory_for_a_copy_the_save_is_made_at_once(
     tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(staging, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(save_op, "free_host_bytes", lambda: 1000)
     engine = job.make_engine()
     manager = CheckpointManager(tmp_path, IN_BACKGROUND)
     with caplog.at_level(logging.WARNING):

@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from verl.checkpoint import rng
 from verl.checkpoint.files import finish_removals, inside, record_of, remove_folder
-from verl.checkpoint.pytree_json import decode, encode
+from verl.checkpoint.state import capture_rng, decode, encode, restore_rng
 from verl.checkpoint.tensors import Chunk, local_chunks, read_into, read_tensors, write_chunks
 from verl.errors import CheckpointError
 
@@ -218,9 +217,9 @@ def test_random_states_of_every_kind_are_put_back() -> None:
     np.random.seed(6)
     torch.manual_seed(7)
     draw()  # leaves a cached normal draw behind
-    text, tensors = encode(rng.capture())
+    text, tensors = encode(capture_rng())
     expected = [draw() for _ in range(3)]
-    rng.restore(decode(text, tensors))
+    restore_rng(decode(text, tensors))
     assert [draw() for _ in range(3)] == expected
 
 

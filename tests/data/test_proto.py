@@ -211,13 +211,8 @@ def test_cutting_and_joining_give_the_same_rows(rows: int, k: int) -> None:
         assert len(equal) == k and {len(piece) for piece in equal} == {rows // k}
         assert xs(DataProto.concat(equal)) == list(range(rows))
     else:
-        with pytest.raises(DataError, match="pad_to_divisor"):
+        with pytest.raises(DataError, match="cannot be cut"):
             proto.chunk(k)
-    if rows:
-        padded, pad = proto.pad_to_divisor(k)
-        assert len(padded) % k == 0 and 0 <= pad < k
-        assert xs(padded) == [i % rows for i in range(rows + pad)]
-        assert xs(padded.unpad(pad)) == list(range(rows))
 
 
 def test_concat_refuses_what_does_not_belong_together() -> None:
@@ -265,17 +260,14 @@ def test_to_moves_tensors() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "2", None])
 def test_counts_must_be_whole_and_positive(bad: object) -> None:
-    for name in ("repeat", "chunk", "split", "pad_to_divisor"):
+    for name in ("repeat", "chunk", "split"):
         with pytest.raises(DataError):
             getattr(make(), name)(bad)
-    for pad in (-1, 5, 1.5, True):
-        with pytest.raises(DataError):
-            make().unpad(pad)  # type: ignore[arg-type]
 
 
 def test_empty_batches_travel_too() -> None:
     none = make()[[]]
-    assert len(none) == 0 and none.pad_to_divisor(4)[1] == 0 and none.split(3) == []
+    assert len(none) == 0 and none.split(3) == []
     assert [len(part) for part in none.chunk(3)] == [0, 0, 0]
     assert xs(DataProto.concat([none, make(2)])) == [0, 1]
 

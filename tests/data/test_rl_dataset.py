@@ -17,11 +17,17 @@ import pyarrow.parquet
 import pytest
 
 from verl.config.schema import DataConfig, MixtureConfig
-from verl.data import lengths as lengths_module
+from verl.data import rl_dataset
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows, read_rows
-from verl.data.lengths import measure, prompt_lengths
-from verl.data.rl_dataset import RLDataset, training_loader, truth_of, validation_loader
+from verl.data.rl_dataset import (
+    RLDataset,
+    measure_lengths,
+    prompt_lengths,
+    training_loader,
+    truth_of,
+    validation_loader,
+)
 from verl.errors import ConfigError, DataError, ModelError
 
 
@@ -279,9 +285,9 @@ def test_lengths_are_cached_and_the_cache_follows_its_inputs(
 
     def counted(*arguments: Any) -> np.ndarray:
         measured.append(1)
-        return measure(*arguments)
+        return measure_lengths(*arguments)
 
-    monkeypatch.setattr(lengths_module, "measure", counted)
+    monkeypatch.setattr(rl_dataset, "measure_lengths", counted)
     cache = str(tmp_path / "own_cache")
 
     def run(times: int, **changes: Any) -> np.ndarray:

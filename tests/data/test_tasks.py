@@ -8,10 +8,9 @@ from fractions import Fraction
 
 import pytest
 
-from verl.data.tasks import get_task, known_tasks, register_task
+from verl.data.tasks import compute_score, get_task, known_tasks, register_task
 from verl.data.tasks.base import LEVELS, Problem, Task, final_answer, parse_integer, split_of
 from verl.data.tasks.countdown import evaluate_expression
-from verl.data.tasks.scoring import compute_score
 from verl.data.tasks.word_problems import PLANS, WordProblems
 from verl.data.write import write_rows
 from verl.errors import DataError, MissingPackage

@@ -94,8 +94,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from verl.checkpoint.retention import Limits, decide
-    from verl.checkpoint.steps import delete, problems
+    from verl.checkpoint.steps import Limits, decide, delete, problems
 
     if args.keep < 1:
         raise CheckpointError(f"--keep {args.keep} would leave no checkpoint; it must be at least 1")

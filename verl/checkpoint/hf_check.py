@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.hf_folder import check_names, on_disk, out_dtype
-from verl.checkpoint.reader import CheckpointReader, hf_reader
+from verl.checkpoint.hf_folder import CheckpointReader, check_names, hf_reader, on_disk, out_dtype
 from verl.errors import CheckpointError
 from verl.runtime import quiet_transformers
 

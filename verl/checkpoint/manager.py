@@ -21,15 +21,20 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from verl.checkpoint import rng
-from verl.checkpoint.engine_state import Snapshot, snapshot
 from verl.checkpoint.files import finish_removals
-from verl.checkpoint.pytree_json import encode
 from verl.checkpoint.resume import RANDOM_STATE, TRAINER_STATE, Found, Resuming, resume_newest
-from verl.checkpoint.retention import Limits, apply
-from verl.checkpoint.save_op import SaveOperation
-from verl.checkpoint.staging import Staging
-from verl.checkpoint.steps import archive, list_steps, recover, step_name, work_folder, write_tracker
+from verl.checkpoint.save_op import SaveOperation, Staging
+from verl.checkpoint.state import Snapshot, capture_rng, encode, snapshot
+from verl.checkpoint.steps import (
+    Limits,
+    apply,
+    archive,
+    list_steps,
+    recover,
+    step_name,
+    work_folder,
+    write_tracker,
+)
 from verl.config.sizes import HF_BY_DEFAULT_BELOW
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
@@ -172,7 +177,7 @@ class CheckpointManager:
             state = engine.state()
             op.contents[name] = self._contents(name, state)
             op.snapshots[name] = snapshot(state, op.contents[name], engine.info.rank)
-        op.trees[RANDOM_STATE.format(self._ranks.rank)] = encode(rng.capture(), indent=False)
+        op.trees[RANDOM_STATE.format(self._ranks.rank)] = encode(capture_rng(), indent=False)
         if self._ranks.rank == 0:
             op.trees[TRAINER_STATE] = encode(dict(trainer_state))
         op.metrics = self._kept_metrics(metrics)

@@ -21,17 +21,20 @@ from verl.checkpoint.hf_check import AsWritten, check_logits, check_tensors
 from verl.checkpoint.hf_folder import (
     ADAPTER_FOLDER,
     HF_FOLDER,
+    CheckpointReader,
+    ShardedReader,
     copy_small_files,
     default_dtype,
     empty_model,
+    hf_reader,
     is_value_config,
     read_config,
+    read_lora_scale,
     set_in_config,
     write_weights,
 )
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from verl.checkpoint.megatron.reader import MegatronFolder, MegatronReader, find_megatron, holds_megatron
-from verl.checkpoint.reader import CheckpointReader, ShardedReader, hf_reader, read_lora_scale
 from verl.checkpoint.steps import in_use, list_steps
 from verl.errors import CheckpointError
 from verl.json_input import read_json

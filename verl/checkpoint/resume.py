@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import rng
-from verl.checkpoint.engine_state import check_part, load_part, load_tree, wanted_sections
 from verl.checkpoint.manifest import Manifest, read_manifest
+from verl.checkpoint.state import check_part, check_rng, load_part, load_tree, restore_rng, wanted_sections
 from verl.checkpoint.steps import checked_path, in_use, newest_complete, step_name
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
@@ -138,7 +137,7 @@ class Resuming:
             random = None
             if manifest.world_size == self._ranks.world_size:
                 random = load_tree(path, manifest, RANDOM_STATE.format(self._ranks.rank))
-                rng.check(random)
+                check_rng(random)
             for name, engine in engines.items():
                 check_part(path, manifest, name, engine, self._contents(name))
             lacking = self._overwritten - self._sections(manifest, engines)
@@ -175,7 +174,7 @@ class Resuming:
             for name, engine in engines.items():
                 load_part(path, manifest, name, engine, self._contents(name))
         if candidate.random is not None:
-            rng.restore(candidate.random)
+            restore_rng(candidate.random)
         else:
             logger.warning(
                 "checkpoint %s was saved by %d processes and is loaded by %d: random draws will differ from those of "

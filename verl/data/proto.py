@@ -174,12 +174,20 @@ class DataProto:
         columns = {name: column[rows] for name, column in self.non_tensor_batch.items()}
         return DataProto(tensors, columns, dict(self.meta_info))
 
-    def _chosen(self, kind: str, held: Mapping[str, Any], keys: Iterable[str] | None) -> list[str]:
-        wanted = [keys] if isinstance(keys, str) else list(keys or ())
-        for key in wanted:
-            if key not in held:
-                raise DataError(f"The batch has no {kind} '{key}'; it has: {_names(held)}.")
-        return wanted
+    def _kinds(self, *keys: Iterable[str] | None) -> Iterator[tuple[dict[str, Any], Iterable[str] | None]]:
+        """Tensors, columns and meta entries, each with the names asked for, which must be there."""
+        named: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("tensor", self.batch),
+            ("column", self.non_tensor_batch),
+            ("meta entry", self.meta_info),
+        )
+        self.check()
+        for (kind, values), wanted in zip(named, keys, strict=True):
+            wanted = [wanted] if isinstance(wanted, str) else wanted and list(dict.fromkeys(wanted))
+            for key in wanted or ():
+                if key not in values:
+                    raise DataError(f"The batch has no {kind} '{key}'; it has: {_names(values)}.")
+            yield values, wanted
 
     def select(
         self,
@@ -187,18 +195,10 @@ class DataProto:
         non_tensor_keys: Iterable[str] | None = None,
         meta_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Only the named parts; None keeps all of that kind, an empty list none."""
-        self.check()
-        held: list[tuple[str, dict[str, Any], Iterable[str] | None]] = [
-            ("tensor", self.batch, batch_keys),
-            ("column", self.non_tensor_batch, non_tensor_keys),
-            ("meta entry", self.meta_info, meta_keys),
-        ]
+        """Only what is named; None keeps all of that kind, an empty list none."""
+        kinds = self._kinds(batch_keys, non_tensor_keys, meta_keys)
         return DataProto(
-            *(
-                dict(parts) if keys is None else {key: parts[key] for key in self._chosen(kind, parts, keys)}
-                for kind, parts, keys in held
-            )
+            *(dict(values) if keys is None else {k: values[k] for k in keys} for values, keys in kinds)
         )
 
     def pop(
@@ -207,16 +207,11 @@ class DataProto:
         non_tensor_keys: Iterable[str] | None = None,
         meta_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Take the named parts out of this batch and return them as another one."""
-        self.check()
-        tensors = self._chosen("tensor", self.batch, batch_keys)
-        columns = self._chosen("column", self.non_tensor_batch, non_tensor_keys)
-        metas = self._chosen("meta entry", self.meta_info, meta_keys)
-        return DataProto(
-            {key: self.batch.pop(key) for key in dict.fromkeys(tensors)},
-            {key: self.non_tensor_batch.pop(key) for key in dict.fromkeys(columns)},
-            {key: self.meta_info.pop(key) for key in dict.fromkeys(metas)},
-        )
+        """Remove what is named from this batch and return it as another one."""
+        kinds = list(
+            self._kinds(batch_keys, non_tensor_keys, meta_keys)
+        )  # nothing is removed where a name is wrong
+        return DataProto(*({key: values.pop(key) for key in keys or ()} for values, keys in kinds))
 
     def union(self, other: DataProto) -> DataProto:
         """Both side by side, row for row; what both have must be equal."""
@@ -251,9 +246,7 @@ class DataProto:
     def chunk(self, k: int) -> list[DataProto]:
         """k parts of equal length, in order."""
         if not _whole_number(k, 1) or len(self) % k:
-            raise DataError(
-                f"{len(self)} rows cannot be cut into {k!r} equal parts; pad with pad_to_divisor(k) first."
-            )
+            raise DataError(f"{len(self)} rows cannot be cut into {k!r} equal parts.")
         return self.split(len(self) // k) if len(self) else [self._take(slice(0, 0)) for _ in range(k)]
 
     def split(self, size: int) -> list[DataProto]:
@@ -328,19 +321,3 @@ class DataProto:
             name: tensor.to(target, non_blocking=target.type != "cpu") for name, tensor in self.batch.items()
         }
         return DataProto(moved, dict(self.non_tensor_batch), dict(self.meta_info))
-
-    def pad_to_divisor(self, k: int) -> tuple[DataProto, int]:
-        """Rows repeated from the start until k divides their number, and how many were added."""
-        if not _whole_number(k, 1):
-            raise DataError(f"pad_to_divisor takes a divisor of at least 1, got {k!r}.")
-        self.check()
-        pad = -len(self) % k
-        if not pad:
-            return self._take(slice(None)), 0
-        return self._take(np.arange(len(self) + pad, dtype=np.int64) % len(self)), pad
-
-    def unpad(self, pad: int) -> DataProto:
-        """Without the last `pad` rows: undoes `pad_to_divisor`."""
-        if not _whole_number(pad, 0) or pad > len(self):
-            raise DataError(f"Cannot remove {pad!r} rows from a batch of {len(self)}.")
-        return self._take(slice(0, len(self) - pad))

@@ -7,8 +7,15 @@ training starts. `prompt_text` is the text of `prompt_ids`; `index` is the row's
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import logging
+import os
+import tempfile
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +23,6 @@ import numpy as np
 from verl.data.chat import ChatFormat, read_template, truncate
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
-from verl.data.lengths import prompt_lengths
 from verl.data.loader import EpochOrder, Loader, MixturePart
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
@@ -108,13 +114,7 @@ class RLDataset:
         config = self.config
         if not config.filter_overlong_prompts and config.truncation != "error":
             return chosen
-        lengths = prompt_lengths(
-            self.rows,
-            chosen,
-            config.prompt_key,
-            self._chat,
-            cache_dir=config.cache_dir,
-        )
+        lengths = prompt_lengths(self.rows, chosen, config.prompt_key, self._chat, config.cache_dir)
         limit = config.max_prompt_length
         empty = np.flatnonzero(lengths == 0)
         if empty.size:
@@ -276,10 +276,77 @@ def _mixture_rows(config: DataConfig) -> tuple[list[tuple[str, float, int, int]]
     if not config.mixture:
         return [], None
     parts: list[tuple[str, float, int, int]] = []
-    held: list[Rows] = []
+    loaded: list[Rows] = []
     for number, part in enumerate(config.mixture):
         rows = read_rows(part.files, key=f"data.mixture[{number}].files")
         first = parts[-1][3] if parts else 0
         parts.append((part.name or rows.stem, part.weight, first, first + len(rows)))
-        held.append(rows)
-    return parts, Rows.joined(held)
+        loaded.append(rows)
+    return parts, Rows.joined(loaded)
+
+
+# -- lengths of prompts, cached between runs ------------------------------------------------------------------------
+
+
+def prompt_lengths(
+    rows: Rows, chosen: np.ndarray, prompt_key: str, chat: ChatFormat, cache_dir: str | None = None
+) -> np.ndarray:
+    """Tokens of each chosen row's prompt; `chosen` must ascend. A cache that cannot be used costs time, never the
+    run."""
+    file = _cache_file(rows, chosen, prompt_key, chat, cache_dir)
+    lengths = _load_lengths(file, len(chosen)) if file is not None else None
+    if lengths is None:
+        lengths = measure_lengths(rows, chosen, prompt_key, chat)
+        if file is not None:
+            _store_lengths(file, lengths)
+    return lengths
+
+
+def measure_lengths(rows: Rows, chosen: np.ndarray, prompt_key: str, chat: ChatFormat) -> np.ndarray:
+    """Chunk by chunk: a fast tokenizer encodes a chunk on all cores."""
+    wanted = set(chosen.tolist())
+    prompts = (pair for pair in enumerate(rows.column(prompt_key)) if pair[0] in wanted)
+    lengths: list[int] = []
+    while chunk := list(islice(prompts, 1024)):
+        rendered = [chat.prompt_text(prompt, rows.origin(number)) for number, prompt in chunk]
+        ids = chat.encode_prompts([raw for raw, _ in rendered], [text for _, text in rendered])
+        lengths.extend(map(len, ids))
+    return np.asarray(lengths, dtype=np.int64)
+
+
+def _cache_file(
+    rows: Rows, chosen: np.ndarray, prompt_key: str, chat: ChatFormat, cache_dir: str | None
+) -> Path | None:
+    """Named by everything that decides the lengths; None for rows that came from no file."""
+    files = rows.fingerprint()
+    if files is None:
+        return None
+    tokenizer: Any = chat.tokenizer
+    vocabulary = (
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    )
+    rows_digest = hashlib.sha256(chosen.tobytes()).hexdigest()
+    inputs = [files, rows_digest, prompt_key, vocabulary, tokenizer.chat_template, *chat.cache_key()]
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=repr).encode()).hexdigest()
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "verl" / "prompt_lengths"
+    return Path(cache_dir or default).expanduser() / f"{key}.npy"
+
+
+def _load_lengths(file: Path, count: int) -> np.ndarray | None:
+    try:
+        lengths = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return None
+    array = isinstance(lengths, np.ndarray)  # an archive is not
+    usable = array and lengths.shape == (count,) and np.issubdtype(lengths.dtype, np.integer)
+    return lengths if usable else None
+
+
+def _store_lengths(file: Path, lengths: np.ndarray) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as draft:
+            np.save(draft, lengths, allow_pickle=False)
+        os.replace(draft.name, file)
+    except OSError as error:
+        logger.warning("prompt lengths are not cached, %s cannot be written: %s", file, error)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint import CheckpointManager, rng
+from verl.checkpoint import CheckpointManager
 from verl.checkpoint.resume import Found, resume_newest
-from verl.config.parallelism import rollout_pool, world_size
+from verl.checkpoint.state import capture_rng, check_rng, restore_rng
+from verl.config.parallelism import rollout_pool
+from verl.config.parallelism import world_size
 from verl.errors import CheckpointError, missing_package
 from verl.workers.local import LocalGroup
 
@@ -101,7 +103,7 @@ class RayCheckpoints:
         metrics: Mapping[str, Any] | None = None,
     ) -> Path | None:
         """As `CheckpointManager.save`; `parts` and `tokenizer` are those of the ranks."""
-        state = {**trainer_state, _DRIVER_RANDOM: rng.capture()}
+        state = {**trainer_state, _DRIVER_RANDOM: capture_rng()}
         return self._calls.all("save", step, state, dict(metrics or {}))[0]
 
     def wait(self) -> Path | None:
@@ -115,12 +117,12 @@ class RayCheckpoints:
         def take_all(state: dict[str, Any]) -> None:
             # A checkpoint of one process has none: its random state is rank 0's.
             if _DRIVER_RANDOM in state:
-                rng.check(state[_DRIVER_RANDOM])
+                check_rng(state[_DRIVER_RANDOM])
             take(state)
 
         state = resume_newest(self._find, lambda: all(self._calls.all("load_found")), take_all)
         if state is not None and _DRIVER_RANDOM in state:
-            rng.restore(state.pop(_DRIVER_RANDOM))
+            restore_rng(state.pop(_DRIVER_RANDOM))
         return state
 
     def _find(self, below: int | None) -> Found | None:

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.hf_folder import HF_FOLDER
+from verl.checkpoint.hf_folder import HF_FOLDER, CheckpointReader
 from verl.checkpoint.megatron.distcp import METADATA, DistTensors, Region
-from verl.checkpoint.reader import CheckpointReader
 from verl.errors import CheckpointError
 from verl.models.dtypes import DTYPES
 

@@ -1,11 +1,13 @@
 """Procedural tasks, seeded and with a difficulty: each has a generator of problems and a verifier of answers.
 
 `get_task("countdown").rows(1000, seed=0, difficulty=2)` gives rows in the ordinary format; their `data_source` is
-`tasks/<name>`, which `verl.data.tasks.scoring.compute_score` scores. `register_task` adds a task; `gym/<dataset>` are
+`tasks/<name>`, which `compute_score` scores. `register_task` adds a task; `gym/<dataset>` are
 those of reasoning-gym.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from verl.data.tasks.base import Problem, Task
 from verl.errors import DataError
@@ -50,4 +52,11 @@ def _build(name: str) -> Task:
     )
 
 
-__all__ = ["Problem", "Task", "get_task", "known_tasks", "register_task"]
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """The reward function of all procedural tasks: 1.0 when the final answer of the response is right, else 0.0."""
+    return get_task(data_source).score(solution_str, ground_truth)
+
+
+__all__ = ["Problem", "Task", "compute_score", "get_task", "known_tasks", "register_task"]

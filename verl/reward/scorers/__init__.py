@@ -40,7 +40,7 @@ _BUILTIN: dict[str, str] = {
     "codeforces": ".code:compute_score",
     "mbpp": ".code:compute_score",
     "humaneval": ".code:compute_score",
-    "tasks/*": "verl.data.tasks.scoring:compute_score",
+    "tasks/*": "verl.data.tasks:compute_score",
 }
 _REGISTERED: dict[str, Scorer] = {}
 

@@ -1,35 +1,47 @@
-"""One trained model in a checkpoint: an engine's state on disk and back.
+"""The state of a run on disk and back: engines, trainer, random generators. Nothing is ever unpickled.
 
     model/model_world_size_{W}_rank_{R}.safetensors          the master weights, under their own names
     optimizer/optimizer_world_size_{W}_rank_{R}.safetensors  moments and counts
     {model,optimizer,extra}/{...}_rank_{R}.json              what is not a tensor, such as the schedule
 
-The engine must not change during `snapshot` only; writing needs no other rank; loading takes any sharding into any
+An engine must not change during `snapshot` only; writing needs no other rank; loading takes any sharding into any
 other and refuses, by name, what does not fit.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.checkpoint.files import FileRecord, inside, write_file
 from verl.checkpoint.manifest import Manifest
-from verl.checkpoint.pytree_json import Encoded, encode, read_tree
 from verl.checkpoint.tensors import Chunk, check_fit, local_chunks, read_into, read_tensors, write_chunks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
+from verl.json_input import parse_json, read_json
 
 logger = logging.getLogger(__name__)
 
+Encoded = tuple[str, dict[str, torch.Tensor]]
+"""JSON text in which tensors are references, and the tensors by name."""
+
+_TAGS = ("__tensor__", "__array__", "__tuple__", "__pairs__", "__bytes__")
+
 # Which entries of an engine's state belong to which entry of `checkpoint.save_contents`.
 SECTIONS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("scheduler", "extra")}
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -147,23 +159,6 @@ def _plain_values(files: Sequence[Path], rank: int) -> Any:
     return read_tree(by_rank.get(rank, by_rank[min(by_rank)]), {})
 
 
-def save_tree(folder: Path, name: str, tree: Encoded) -> dict[str, FileRecord]:
-    """An encoded tree as `{name}.json` and, where there are tensors, `{name}.safetensors`."""
-    text, tensors = tree
-    records = {f"{name}.json": write_file(folder / f"{name}.json", text)}
-    if tensors:
-        chunks = [Chunk(key, (0,) * tensor.ndim, tensor) for key, tensor in tensors.items()]
-        records[f"{name}.safetensors"] = write_chunks(folder / f"{name}.safetensors", chunks)
-    return records
-
-
-def load_tree(folder: Path, manifest: Manifest, name: str) -> Any:
-    if f"{name}.json" not in manifest.files:
-        raise CheckpointError(f"{folder} holds no {name}.json")
-    tensors = read_tensors(manifest.files_of(folder, f"{name}.safetensors"))
-    return read_tree(inside(folder, f"{name}.json"), tensors)
-
-
 def _tensors_by_name(tree: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, tensor in _tensor_leaves(tree):
@@ -224,3 +219,159 @@ def _with_plain(target: Any, plain: Any) -> Any:
     if isinstance(target, (list, tuple)) and isinstance(plain, (list, tuple)) and len(target) == len(plain):
         return type(target)(_with_plain(t, p) for t, p in zip(target, plain, strict=True))
     return plain
+
+
+# -- trees of plain values and tensors as JSON plus named tensors ----------------------------------------------------
+# `decode(encode(tree))` equals `tree`, types included (tuples, integer keys, numpy arrays, NaN).
+
+
+def save_tree(folder: Path, name: str, tree: Encoded) -> dict[str, FileRecord]:
+    """An encoded tree as `{name}.json` and, where there are tensors, `{name}.safetensors`."""
+    text, tensors = tree
+    records = {f"{name}.json": write_file(folder / f"{name}.json", text)}
+    if tensors:
+        chunks = [Chunk(key, (0,) * tensor.ndim, tensor) for key, tensor in tensors.items()]
+        records[f"{name}.safetensors"] = write_chunks(folder / f"{name}.safetensors", chunks)
+    return records
+
+
+def load_tree(folder: Path, manifest: Manifest, name: str) -> Any:
+    if f"{name}.json" not in manifest.files:
+        raise CheckpointError(f"{folder} holds no {name}.json")
+    tensors = read_tensors(manifest.files_of(folder, f"{name}.safetensors"))
+    return read_tree(inside(folder, f"{name}.json"), tensors)
+
+
+def encode(tree: Any, *, indent: bool = True) -> Encoded:
+    """The tree, with copies of its tensors on the CPU. Without `indent` the text is made many times faster."""
+    tensors: dict[str, torch.Tensor] = {}
+    document = _encode(tree, "", tensors)
+    return json.dumps(document, ensure_ascii=False, indent=1 if indent else None), tensors
+
+
+def decode(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree again."""
+    try:
+        return _decode(parse_json(text), tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"a state cannot be read: {error!r}") from None
+
+
+def read_tree(path: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree whose text is in a file."""
+    try:
+        return _decode(read_json(path), tensors)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from None
+
+
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, np.generic):
+        return _encode(value.item(), path, tensors)
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, torch.Tensor):
+        name = _free_name(path, tensors)
+        tensors[name] = value.detach().cpu().clone()
+        return {"__tensor__": name}
+    if isinstance(value, np.ndarray):
+        if value.dtype == object:
+            raise CheckpointError(f"state {path!r} is an array of objects; only numbers can be saved")
+        name = _free_name(path, tensors)
+        tensors[name] = torch.from_numpy(_numeric(value).copy())
+        return {"__array__": name, "dtype": value.dtype.str}
+    if isinstance(value, bytes):
+        return {"__bytes__": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, tuple):
+        return {"__tuple__": [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and key not in _TAGS for key in value):
+            return {
+                key: _encode(item, f"{path}.{key}" if path else key, tensors) for key, item in value.items()
+            }
+        pairs = [
+            [_encode(key, f"{path}.{i}.key", tensors), _encode(item, f"{path}.{i}", tensors)]
+            for i, (key, item) in enumerate(value.items())
+        ]
+        return {"__pairs__": pairs}
+    raise CheckpointError(
+        f"state {path!r} is a {type(value).__name__}; only numbers, text, bytes, lists, tuples, dicts, arrays and "
+        "tensors can be saved"
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        return tensors[value["__tensor__"]]
+    if "__array__" in value:
+        dtype = np.dtype(value["dtype"])
+        if dtype.hasobject:
+            raise ValueError("an array of objects")
+        return tensors[value["__array__"]].numpy().view(dtype)
+    if "__bytes__" in value:
+        return base64.b64decode(value["__bytes__"], validate=True)
+    if "__tuple__" in value:
+        return tuple(_decode(item, tensors) for item in value["__tuple__"])
+    if "__pairs__" in value:
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in value["__pairs__"]}
+    return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _free_name(path: str, taken: Mapping[str, torch.Tensor]) -> str:
+    """Keys may hold dots, so two paths can read alike."""
+    name = path or "value"
+    while name in taken:
+        name += "'"
+    return name
+
+
+def _numeric(array: np.ndarray) -> np.ndarray:
+    """The same bytes in a type torch knows: unsigned words travel as signed ones."""
+    array = np.ascontiguousarray(array)
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        return array.view(f"i{array.dtype.itemsize}")
+    return array
+
+
+# -- random generators -----------------------------------------------------------------------------------------------
+
+
+def capture_rng() -> dict[str, Any]:
+    """The states of this process's generators: Python, numpy, torch on the CPU and on every device."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, np.array(keys), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = [tensor.cpu() for tensor in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def check_rng(state: dict[str, Any]) -> None:
+    """Raise where `restore_rng` would; no generator of this process changes."""
+    random.Random().setstate(state["python"])
+    np.random.RandomState().set_state(state["numpy"])
+    torch.Generator().set_state(state["torch"])
+    for device, tensor in enumerate(state.get("cuda", [])):
+        if torch.cuda.is_available() and device < torch.cuda.device_count():
+            torch.Generator(f"cuda:{device}").set_state(tensor)
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set every generator. Devices that are no longer there are left out."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    for device, tensor in enumerate(state.get("cuda", [])):
+        if torch.cuda.is_available() and device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(tensor, device)
