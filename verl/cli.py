@@ -30,7 +30,7 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "data": {"inspect": ("verl.data.inspect", "what the trainer would make of a data file")},
     "reward": {"test": ("verl.reward.cli", "try a reward function on a few rows before training")},
     "plan": ("verl.config.plan_cli", "whether a run fits on N GPUs that need not be here"),
-    "ckpt": ("verl.checkpoint.cli", "list, verify, compare and prune checkpoints"),
+    "ckpt": ("verl.checkpoint.cli", "list, verify and prune checkpoints"),
     "view": ("verl.observe.view", "state, metrics, health and samples of a run in the terminal"),
 }
 

@@ -62,8 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _folder_and_backend(args: argparse.Namespace) -> tuple[Path, str]:
-    """The checkpoint's folder and its backend as found; a notice where the command line says otherwise."""
+def _checkpoint_folder(args: argparse.Namespace) -> Path:
+    """The checkpoint's folder; a notice where it or its backend is not what the command line says."""
     from verl.checkpoint.megatron.reader import holds_megatron
 
     folder: Path = args.local_dir.expanduser()
@@ -74,31 +74,20 @@ def _folder_and_backend(args: argparse.Namespace) -> tuple[Path, str]:
             folder = named
     backend = "megatron" if holds_megatron(folder) else "fsdp"
     if args.backend not in (None, backend) and folder.exists():
-        kind = "Megatron-core" if backend == "megatron" else "verl's fsdp or fsdp2 strategy"
-        logger.warning(
-            "--backend %s: %s was written by %s, using --backend %s",
-            args.backend,
-            folder,
-            kind,
-            backend,
-        )
-    return folder, backend
+        logger.warning("--backend %s does not fit %s, using --backend %s", args.backend, folder, backend)
+    return folder
 
 
 def _merge(args: argparse.Namespace) -> int:
     from verl.checkpoint.merge import MergeOptions, merge
 
     if args.use_cpu_initialization:
-        logger.info(
-            "--use_cpu_initialization has no effect: merging needs no GPU and never the whole model in memory"
-        )
-    folder, backend = _folder_and_backend(args)
+        logger.info("--use_cpu_initialization has no effect: merging needs no GPU")
     target = merge(
         MergeOptions(
-            local_dir=folder,
+            local_dir=_checkpoint_folder(args),
             target_dir=args.target_dir,
             dtype=args.dtype,
-            backend=backend,
             tie_word_embedding=args.tie_word_embedding,
             lora=args.lora,
             is_value_model=args.is_value_model,
@@ -118,10 +107,9 @@ def _test(args: argparse.Namespace) -> int:
     from verl.checkpoint.merge import open_weights
     from verl.observe.console import shared_console
 
-    folder, _ = _folder_and_backend(args)
-    first, second = open_weights(folder), open_weights(args.test_hf_dir.expanduser())
+    first, second = open_weights(_checkpoint_folder(args)), open_weights(args.test_hf_dir.expanduser())
     lines, stored = compare_weights(first, second)
-    count = len(set(first.names) | set(second.names))
+    count = len({*first.weights, *second.weights})
     if lines:
         report = "\n".join([*lines, f"{len(lines)} of {count} tensors differ"])
     else:

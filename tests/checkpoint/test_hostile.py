@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,7 +56,7 @@ def vouch(folder: Path, change: Callable[[dict[str, Any]], object] = lambda docu
     path = folder / MANIFEST
     document = json.loads(path.read_text())
     del document["crc32"]
-    document["files"] = {name: record_of(folder / name).as_json() for name in document["files"]}
+    document["files"] = {name: asdict(record_of(folder / name)) for name in document["files"]}
     change(document)
     path.write_text(json.dumps({**document, "crc32": _crc(document)}))
 

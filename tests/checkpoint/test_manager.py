@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.manifest import read_manifest, verify
 from verl.checkpoint.state import write_snapshot
-from verl.checkpoint.steps import Limits, StepFolder, decide, delete, in_use, list_steps
+from verl.checkpoint.steps import Limits, StepFolder, beyond_limits, delete, in_use, list_steps
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import CheckpointError, ConfigError
 
@@ -192,12 +192,12 @@ def test_whatever_a_save_raises_costs_the_checkpoint_and_not_the_run(
 def test_the_tracker_file_names_the_newest_step_and_is_not_trusted(tmp_path: Path, job: ModuleType) -> None:
     manager = CheckpointManager(tmp_path, ONLY_STATE)
     engine = job.make_engine()
-    manager.save(1, {"actor": engine}, {})
-    manager.save(2, {"actor": engine}, {})
+    manager.save(1, {"actor": engine}, {"x": 1})
+    manager.save(2, {"actor": engine}, {"x": 2})
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "2\n"
     tracker.write_text("777")
-    assert manager.latest() == tmp_path / "global_step_2"
+    assert manager.resume({"actor": engine}) == {"x": 2}
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path, job: ModuleType) -> None:
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_was_making_way_when_the_run_died_comes_back(
     (tmp_path / "global_step_1").rename(tmp_path / ".global_step_1.old")
     (tmp_path / ".global_step_2.tmp").mkdir()
     (tmp_path / ".global_step_0.deleting").mkdir()
-    assert CheckpointManager(tmp_path).latest() == tmp_path / "global_step_1"
+    assert CheckpointManager(tmp_path).resume({"actor": job.make_engine()}) == {"x": 1}
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
@@ -348,7 +348,7 @@ def test_actor_and_critic_have_limits_of_their_own(tmp_path: Path, job: ModuleTy
 
 def test_deciding_never_touches_the_newest_nor_folders_that_are_not_checkpoints() -> None:
     entries = [StepFolder(Path(f"global_step_{s}"), s, None, "incomplete") for s in (3, 2, 1)]
-    assert decide(entries, Limits({"actor": 1})).steps == ()
+    assert beyond_limits(entries, Limits({"actor": 1})) == ([], [])
 
 
 def test_settings_come_from_the_configuration(tmp_path: Path) -> None:

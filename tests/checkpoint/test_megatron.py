@@ -135,7 +135,7 @@ def stacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_dist(folder: Path, state: dict[str, torch.Tensor], cuts: int = 2) -> None:
-    """As torch.distributed.checkpoint does it on several ranks: each tensor in pieces, over several files."""
+    """As torch.distributed.checkpoint does it on several ranks: each tensor in chunks, over several files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [(folder / f"__{rank}_0.distcp").open("wb") for rank in range(2)]
     known: dict[str, Any] = {}
@@ -197,7 +197,7 @@ def merged(actor: Path, **options: Any) -> dict[str, torch.Tensor]:
     """The model that transformers loads from the merged folder."""
     from transformers import AutoModelForCausalLM
 
-    target = merge(MergeOptions(actor, actor.parent / "out", backend="megatron", **options))
+    target = merge(MergeOptions(actor, actor.parent / "out", **options))
     return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).state_dict()  # type: ignore[no-any-return]
 
 
@@ -358,7 +358,7 @@ def test_a_program_in_a_tensor_file_is_not_run(checkpoint: Path, tmp_path: Path)
     for index in metadata.storage_data:
         metadata.storage_data[index] = _StorageInfo("bad.distcp", 0, len(stream.getvalue()))
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="bad.distcp: a piece of .* cannot be read"):
+    with pytest.raises(CheckpointError, match="bad.distcp: a chunk of .* cannot be read"):
         merged(checkpoint)
     assert not mark.exists()
 
@@ -408,7 +408,7 @@ def test_damage_is_named_and_leaves_no_target(checkpoint: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(
-        CheckpointError, match=r"__1_0.distcp: a piece of .* cannot be read: the file is too short"
+        CheckpointError, match=r"__1_0.distcp: a chunk of .* cannot be read: the file is too short"
     ):
         merged(checkpoint)
     file.unlink()
@@ -417,7 +417,7 @@ def test_damage_is_named_and_leaves_no_target(checkpoint: Path) -> None:
     assert [path.name for path in checkpoint.parent.iterdir()] == ["actor"]
 
 
-def test_a_piece_of_another_shape_type_or_place_is_refused(checkpoint: Path) -> None:
+def test_a_chunk_of_another_shape_or_type_or_a_missing_one_is_refused(checkpoint: Path) -> None:
     folder = checkpoint / "dist_ckpt"
     state = stacked(megatron_state(make_model("qwen3")))
     name = "decoder.final_layernorm.weight"
@@ -442,8 +442,6 @@ def test_a_piece_of_another_shape_type_or_place_is_refused(checkpoint: Path) -> 
         DistTensors(folder).read(name)
 
 
-def test_the_wrong_backend_is_told(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a Megatron checkpoint: add --backend megatron"):
-        merge(MergeOptions(checkpoint, tmp_path / "out"))
+def test_adapters_are_not_read_from_megatron(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="--lora keep: adapters cannot be read"):
         merged(checkpoint, lora="keep")

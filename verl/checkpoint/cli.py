@@ -94,7 +94,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from verl.checkpoint.steps import Limits, decide, delete, problems
+    from verl.checkpoint.steps import Limits, beyond_limits, delete, problems
 
     if args.keep < 1:
         raise CheckpointError(f"--keep {args.keep} would leave no checkpoint; it must be at least 1")
@@ -105,7 +105,7 @@ def _prune(args: argparse.Namespace) -> int:
     limits = Limits(
         {p: args.keep for e in good if e.manifest for p in e.manifest.parts}, args.keep_best, args.mode
     )
-    chosen = [*decide(good, limits).steps, *(bad if args.damaged else [])]
+    chosen = [*beyond_limits(good, limits)[0], *(bad if args.damaged else [])]
     for entry in chosen:
         if args.dry_run:
             _print(f"would delete {entry.path.name}")

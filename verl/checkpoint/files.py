@@ -31,9 +31,6 @@ class FileRecord:
     size: int
     crc32: str
 
-    def as_json(self) -> dict[str, int | str]:
-        return {"size": self.size, "crc32": self.crc32}
-
 
 class ChecksumFile:
     """A new file; `record` is of the bytes given to the kernel. It is on the disk only after `sync_all`.

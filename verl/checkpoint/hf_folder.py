@@ -7,11 +7,10 @@ are not in the checkpoint, and for architectures that cannot be built from their
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -48,22 +47,12 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 class CheckpointReader(ABC):
     """Weights by name, each read when it is asked for."""
 
-    @property
-    @abstractmethod
-    def names(self) -> Collection[str]: ...
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def dtype(self, name: str) -> torch.dtype: ...
+    weights: Mapping[str, torch.Tensor]
+    """Every weight on the meta device: its shape and type."""
 
     @abstractmethod
     def get(self, name: str) -> torch.Tensor:
         """The unsharded tensor on the CPU."""
-
-    def numel(self) -> int:
-        return sum(math.prod(self.shape(name)) for name in self.names)
 
 
 class TensorReader(CheckpointReader):
@@ -71,16 +60,7 @@ class TensorReader(CheckpointReader):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
+        self.weights = {name: tensor.to("meta") for name, tensor in tensors.items()}
 
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -91,9 +71,9 @@ class ShardedReader(CheckpointReader):
     the training engine merges them."""
 
     def __init__(self, files: Iterable[Path], lora_scale: float | None = None) -> None:
-        metadata = ShardReader(files).read_metadata()
-        self._known: dict[str, Any] = metadata.state_dict_metadata
-        self._storage: Any = metadata.storage_data
+        metadata: Any = ShardReader(files).read_metadata()
+        self._known = metadata.state_dict_metadata
+        self._storage = metadata.storage_data
         self._scale = lora_scale
         self.base_dtype: torch.dtype | None = None
         """The precision the base weights had while the adapter was trained; None: as they are in the files."""
@@ -104,16 +84,10 @@ class ShardedReader(CheckpointReader):
                 f"the checkpoint has LoRA weights ({self._adapters[0]!r}, ...) but no lora_adapter/adapter_config.json"
             )
         self._keys = {key.replace(_BASE, "."): key for key in self._known if key not in set(self._adapters)}
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._keys
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._known[self._keys[name]].size)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._known[self._keys[name]].properties.dtype  # type: ignore[no-any-return]
+        self.weights = {
+            name: torch.empty(self._known[key].size, dtype=self._known[key].properties.dtype, device="meta")
+            for name, key in self._keys.items()
+        }
 
     def get(self, name: str) -> torch.Tensor:
         weight = self._gather(self._keys[name])
@@ -291,7 +265,7 @@ def default_dtype(config: Any, reader: CheckpointReader) -> torch.dtype:
     dtype = getattr(config, "dtype", None)
     if isinstance(dtype, str):
         dtype = DTYPES.get(dtype)
-    return dtype or next((reader.dtype(name) for name in reader.names), torch.float32)
+    return dtype or next((weight.dtype for weight in reader.weights.values()), torch.float32)
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -299,27 +273,27 @@ def default_dtype(config: Any, reader: CheckpointReader) -> torch.dtype:
 
 def check_names(reader: CheckpointReader, model: Any) -> list[str]:
     """The names to write, in the model's order. Refuses what is missing, surplus or of another shape."""
-    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    wanted, saved = model.state_dict(), reader.weights
     ties = _tied_names(model)
-    missing = [name for name in wanted if name not in reader.names and ties.get(name) not in reader.names]
+    missing = [name for name in wanted if name not in saved and ties.get(name) not in saved]
     if missing:
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} weights of the architecture, first {missing[0]!r}"
         )
-    for name in reader.names:
+    for name, weight in saved.items():
         if name not in wanted:
             raise CheckpointError(f"the checkpoint has {name!r}, which {type(model).__name__} does not have")
-        if reader.shape(name) != wanted[name]:
+        if weight.shape != wanted[name].shape:
             raise CheckpointError(
-                f"{name!r} has shape {list(reader.shape(name))}; the architecture wants {list(wanted[name])}"
+                f"{name!r} has shape {list(weight.shape)}; the architecture wants {list(wanted[name].shape)}"
             )
-    both = {name for name, twin in ties.items() if name in reader.names and twin in reader.names}
+    both = {name for name, twin in ties.items() if name in saved and twin in saved}
     for name in both:
         if not torch.equal(reader.get(name), reader.get(ties[name])):
             raise CheckpointError(
                 f"{name!r} differs from {ties[name]!r}, to which config.json ties it: set tie_word_embeddings to false"
             )
-    return [name for name in wanted if name in reader.names and name not in both]
+    return [name for name in wanted if name in saved and name not in both]
 
 
 def _tied_names(model: Any) -> dict[str, str]:
@@ -337,8 +311,7 @@ def write_weights(
     shards: list[list[tuple[str, list[tuple[str, torch.dtype, tuple[int, ...]]]]]] = [[]]
     used = total = 0
     for name in check_names(reader, model):
-        empty = torch.empty(reader.shape(name), dtype=out_dtype(reader.dtype(name), dtype), device="meta")
-        outputs = on_disk(model, name, empty)
+        outputs = on_disk(model, name, cast(reader.weights[name], dtype))
         size = sum(value.nbytes for value in outputs.values())
         if shards[-1] and used + size > shard_bytes:
             shards.append([])
@@ -353,7 +326,11 @@ def write_weights(
         # Larger elements first keeps tensors aligned.
         shard.sort(key=lambda item: -max((dtype.itemsize for _, dtype, _ in item[1]), default=0))
         entries = [entry for _, outputs in shard for entry in outputs]
-        tensors = _stream(reader, model, [name for name, _ in shard], dtype)
+        tensors = (
+            tensor
+            for name, _ in shard
+            for tensor in on_disk(model, name, cast(reader.get(name), dtype)).values()
+        )
         files[file] = write_stream(folder / file, entries, tensors, {"format": "pt"})
         index |= {key: file for key, _, _ in entries}
     if len(shards) > 1:
@@ -362,24 +339,17 @@ def write_weights(
     return files
 
 
-def _stream(
-    reader: CheckpointReader, model: Any, names: list[str], dtype: torch.dtype
-) -> Iterator[torch.Tensor]:
-    for name in names:
-        weight = reader.get(name)
-        yield from on_disk(model, name, weight.to(out_dtype(weight.dtype, dtype))).values()
-
-
-def out_dtype(saved: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    return wanted if saved.is_floating_point else saved
+def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Floating-point weights in `dtype`, others as they are."""
+    return weight.to(dtype) if weight.is_floating_point() else weight
 
 
 def stored_as_is(reader: CheckpointReader, model: Any, dtype: torch.dtype) -> bool:
     """Whether `write_weights` would write exactly the reader's tensors under the reader's names."""
     return (
-        set(check_names(reader, model)) == set(reader.names)
+        set(check_names(reader, model)) == set(reader.weights)
         and not _converts(model)
-        and all(out_dtype(reader.dtype(name), dtype) == reader.dtype(name) for name in reader.names)
+        and all(cast(weight, dtype).dtype == weight.dtype for weight in reader.weights.values())
     )
 
 

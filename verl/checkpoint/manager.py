@@ -27,7 +27,7 @@ from verl.checkpoint.save_op import SaveOperation, Staging
 from verl.checkpoint.state import Snapshot, capture_rng, encode, snapshot
 from verl.checkpoint.steps import (
     Limits,
-    apply,
+    apply_limits,
     archive,
     list_steps,
     recover,
@@ -256,7 +256,7 @@ class CheckpointManager:
         for action in (
             lambda: write_tracker(self.run_folder, op.step),
             self._archive_foreign_steps,
-            lambda: apply(self.run_folder, self.limits, op.step),
+            lambda: apply_limits(self.run_folder, self.limits, op.step),
         ):
             try:
                 action()
@@ -371,12 +371,6 @@ class CheckpointManager:
             logger.info("resumed from %s", loaded.path)
             self._start_from(loaded.manifest.step, parts)
         return loaded is not None
-
-    def latest(self, parts: Sequence[str] = ()) -> Path | None:
-        """The newest complete checkpoint; damaged and incomplete ones are named in the log and skipped."""
-        if self._ranks.rank == 0:
-            self._recover()
-        return self._resuming.latest(parts)
 
     def _start_from(self, step: int, parts: Mapping[str, TrainEngine | None]) -> None:
         if self._ranks.rank == 0:

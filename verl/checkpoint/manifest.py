@@ -12,7 +12,7 @@ import stat
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,7 @@ class Manifest:
     created: str = ""
 
     def to_json(self) -> str:
-        document = {
-            "format": FORMAT,
-            "step": self.step,
-            "world_size": self.world_size,
-            "parts": self.parts,
-            "metrics": self.metrics,
-            "versions": self.versions,
-            "created": self.created,
-            "files": {name: record.as_json() for name, record in sorted(self.files.items())},
-        }
+        document = {"format": FORMAT, **asdict(self)}
         return json.dumps({**document, "crc32": _crc(document)}, indent=1, sort_keys=True) + "\n"
 
     @property

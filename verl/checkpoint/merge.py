@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from verl.checkpoint.files import files_below, remove_folder, sync_all, sync_folder
-from verl.checkpoint.hf_check import AsWritten, check_logits, check_tensors
+from verl.checkpoint.hf_check import ConvertedReader, check_logits, check_tensors
 from verl.checkpoint.hf_folder import (
     ADAPTER_FOLDER,
     HF_FOLDER,
@@ -34,7 +34,7 @@ from verl.checkpoint.hf_folder import (
     write_weights,
 )
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
-from verl.checkpoint.megatron.reader import MegatronFolder, MegatronReader, find_megatron, holds_megatron
+from verl.checkpoint.megatron.reader import MegatronReader, find_megatron, holds_megatron
 from verl.checkpoint.steps import in_use, list_steps
 from verl.errors import CheckpointError
 from verl.json_input import read_json
@@ -50,7 +50,6 @@ class MergeOptions:
     target_dir: Path
     dtype: str = "auto"
     tie_word_embedding: bool = False
-    backend: str = "fsdp"
     lora: str = "merge"
     is_value_model: bool = False
     base_dir: Path | None = None
@@ -78,10 +77,8 @@ class PartFolder:
 
 
 def find_part(local_dir: Path) -> PartFolder:
-    """`global_step_N/actor`, or `global_step_N` (its actor). `global_steps_N` is accepted too."""
-    path = local_dir.expanduser()
-    if not path.exists():
-        path = Path(*(p.replace("global_steps_", "global_step_", 1) for p in path.parts))
+    """`global_step_N/actor`, or `global_step_N` (its actor)."""
+    path = local_dir
     if not path.is_dir():
         raise CheckpointError(f"--local_dir {local_dir} is not a folder; give .../global_step_N/actor")
     step_folder, name = (path, "actor") if (path / MANIFEST).exists() else (path.parent, path.name)
@@ -106,15 +103,13 @@ def merge(options: MergeOptions) -> Path:
         raise CheckpointError(f"--target_dir {target} is not empty; give a new folder, or add --overwrite")
     local = options.local_dir.expanduser()
     if holds_megatron(local):
-        if options.backend != "megatron":
-            raise CheckpointError(f"--local_dir {local} is a Megatron checkpoint: add --backend megatron")
         if options.lora == "keep":
             raise CheckpointError("--lora keep: adapters cannot be read from a Megatron checkpoint")
-        found = find_megatron(local, options.base_dir)
+        tensors, hf = find_megatron(local, options.base_dir)
         with _new_folder(target) as work:
-            _merge_megatron(work, found, options)
+            _merge_megatron(work, tensors, hf, options)
         return target
-    part = find_part(options.local_dir)
+    part = find_part(local)
     with in_use(part.step_folder):
         damage = [p for p in verify(part.step_folder, part.manifest) if p.startswith(f"{part.name}/")]
         if damage:
@@ -150,24 +145,24 @@ def _merge_part(work: Path, part: PartFolder, options: MergeOptions) -> None:
     config = _read_config(work, options)
     value_model = is_value_config(config)
     if options.is_value_model and not value_model:
-        held = ", ".join(config.architectures or ["language model"])
-        raise CheckpointError(f"--is-value-model was given, but {part.path} holds a {held}")
+        kind = ", ".join(config.architectures or ["language model"])
+        raise CheckpointError(f"--is-value-model was given, but {part.path} holds a {kind}")
     files = part.model_files() + (_base_files(part, options.base_dir) if scale is not None else [])
     reader = ShardedReader(files, scale)
     reader.base_dtype = default_dtype(config, reader)
     _write_verified(work, reader, config, empty_model(config, value_model=value_model), options)
 
 
-def _merge_megatron(work: Path, found: MegatronFolder, options: MergeOptions) -> None:
-    copy_small_files(found.hf, work)
+def _merge_megatron(work: Path, tensors: Path, hf: Path, options: MergeOptions) -> None:
+    copy_small_files(hf, work)
     config = _read_config(work, options)
     if options.is_value_model or is_value_config(config):
         raise CheckpointError("a Megatron checkpoint is read as a language model only, not as a value model")
     model = empty_model(config)
-    reader = MegatronReader(found.tensors, model)
-    if "lm_head.weight" not in reader.names and not config.tie_word_embeddings:
+    reader = MegatronReader(tensors, model)
+    if "lm_head.weight" not in reader.weights and not config.tie_word_embeddings:
         raise CheckpointError(
-            f"{found.tensors} has no output matrix, and config.json does not tie it to the embedding: "
+            f"{tensors} has no output matrix, and config.json does not tie it to the embedding: "
             "add --tie-word-embedding if the model was trained so"
         )
     _write_verified(work, reader, config, model, options)
@@ -189,7 +184,7 @@ def _write_verified(
     logger.info("%d tensors written and compared with the checkpoint, bit for bit", count)
     if not options.logits:
         logger.warning("logits were not compared (--no-logits)")
-    elif reader.numel() * dtype.itemsize * 1.5 > free_host_bytes():
+    elif sum(w.numel() for w in reader.weights.values()) * dtype.itemsize * 1.5 > free_host_bytes():
         logger.warning("logits were not compared: one copy of the model does not fit into free memory")
     else:
         check_logits(work, reader, config, dtype, value_model=is_value_config(config))
@@ -224,7 +219,7 @@ def _keep_adapter(work: Path, part: PartFolder, scale: float) -> None:
     logger.info("%d adapter tensors written and compared with the checkpoint", len(adapter))
 
 
-def open_weights(folder: Path) -> AsWritten | ShardedReader:
+def open_weights(folder: Path) -> CheckpointReader:
     """The weights of a Hugging Face folder, or of a checkpoint (ours or Megatron's) under the same names."""
     if (folder / MANIFEST).exists() or (folder.parent / MANIFEST).exists():
         part = find_part(folder)
@@ -232,9 +227,9 @@ def open_weights(folder: Path) -> AsWritten | ShardedReader:
         if read_lora_scale(part.path / ADAPTER_FOLDER) is not None:
             raise CheckpointError(f"{folder} holds a LoRA adapter; merge it first, then compare the folders")
         model = empty_model(config, value_model=is_value_config(config))
-        return AsWritten(ShardedReader(part.model_files()), model)
+        return ConvertedReader(ShardedReader(part.model_files()), model)
     if holds_megatron(folder):
-        found = find_megatron(folder)
-        model = empty_model(read_config(found.hf))
-        return AsWritten(MegatronReader(found.tensors, model), model)
+        tensors, hf = find_megatron(folder)
+        model = empty_model(read_config(hf))
+        return ConvertedReader(MegatronReader(tensors, model), model)
     return hf_reader(folder)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class SaveOperation:
             self.records |= {f"{name}/{file}": record for file, record in written.items()}
         sync_all(self.work / name for name in self.records)
         path = self._rank_record(self.ranks.rank)
-        document = {name: record.as_json() for name, record in self.records.items()}
+        document = {name: asdict(record) for name, record in self.records.items()}
         path.with_suffix(".new").write_text(json.dumps(document), encoding="utf-8")
         os.replace(path.with_suffix(".new"), path)
 

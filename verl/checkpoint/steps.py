@@ -222,14 +222,6 @@ class Limits:
     best_mode: str = "max"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Steps to delete, and parts to delete from steps that are kept."""
-
-    steps: tuple[StepFolder, ...] = ()
-    parts: tuple[tuple[StepFolder, str], ...] = ()
-
-
 def best_step(entries: Sequence[StepFolder], metric: str | None, mode: str = "max") -> StepFolder | None:
     """The step whose metric is best; of equals the newest."""
     if metric is None:
@@ -243,9 +235,11 @@ def best_step(entries: Sequence[StepFolder], metric: str | None, mode: str = "ma
     return max(scored, key=lambda item: (sign * item[0], item[1]))[2] if scored else None
 
 
-def decide(entries: Sequence[StepFolder], limits: Limits, saved: int | None = None) -> Decision:
-    """What is beyond the limits. `entries` newest first, those without a manifest are ignored; the step just `saved`
-    is kept."""
+def beyond_limits(
+    entries: Sequence[StepFolder], limits: Limits, saved: int | None = None
+) -> tuple[list[StepFolder], list[tuple[StepFolder, str]]]:
+    """Steps to delete, and parts to delete from steps that are kept. `entries` newest first, those without a manifest
+    are ignored; the step just `saved` is kept."""
     complete = [e for e in entries if e.manifest is not None]
     protected = {step for step in (complete[0].step if complete else None, saved) if step is not None}
     best = best_step(complete, limits.best, limits.best_mode)
@@ -268,14 +262,14 @@ def decide(entries: Sequence[StepFolder], limits: Limits, saved: int | None = No
             steps.append(entry)
         else:
             parts += [(entry, part) for part in beyond]
-    return Decision(tuple(steps), tuple(parts))
+    return steps, parts
 
 
-def apply(run_folder: Path, limits: Limits, saved: int | None = None) -> list[str]:
+def apply_limits(run_folder: Path, limits: Limits, saved: int | None = None) -> list[str]:
     """Delete what is beyond the limits; the names of what was deleted."""
-    decision = decide(list_steps(run_folder), limits, saved)
-    deleted = [entry.path.name for entry in decision.steps if delete(entry.path, wait=False)]
-    for entry, part in decision.parts:
+    steps, parts = beyond_limits(list_steps(run_folder), limits, saved)
+    deleted = [entry.path.name for entry in steps if delete(entry.path, wait=False)]
+    for entry, part in parts:
         if _delete_part(entry, part):
             deleted.append(f"{entry.path.name}/{part}")
     if deleted:

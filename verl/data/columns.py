@@ -11,18 +11,8 @@ from verl.data.files import Rows
 from verl.errors import DataError
 
 _USUAL = {
-    "prompt": (
-        "prompt",
-        "question",
-        "problem",
-        "messages",
-        "instruction",
-        "query",
-        "input",
-        "conversations",
-        "text",
-    ),
-    "response": ("response", "answer", "completion", "output", "solution", "target", "chosen"),
+    "prompt": ["prompt", "question", "problem", "messages", "instruction", "query", "input", "conversations", "text"],
+    "response": ["response", "answer", "completion", "output", "solution", "target", "chosen"],
 }
 
 
@@ -47,11 +37,11 @@ def likely_column(wanted: str, role: str, columns: Sequence[str], sample: Mappin
 def require_column(rows: Rows, name: str, key: str, role: str, files_key: str) -> None:
     """Raise unless every file has the column; `key` is the setting that names it."""
     start = 0
-    for part, columns, count in rows.files():
+    for file, columns, count in rows.files():
         if name not in columns and count:
             guess = likely_column(name, role, columns, rows[start])
             advice = f" Set {key}={guess}." if guess else f" Set {key} to the one that holds it."
             raise DataError(
-                f"{files_key}: {part} has no column '{name}' ({key}). It has: {', '.join(columns) or 'none'}.{advice}"
+                f"{files_key}: {file} has no column '{name}' ({key}). It has: {', '.join(columns) or 'none'}.{advice}"
             )
         start += count

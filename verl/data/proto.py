@@ -135,32 +135,20 @@ class DataProto:
     def __getitem__(self, index: Index) -> DataProto:
         """The rows asked for, in the order asked for; always a DataProto, also for a single number."""
         self.check()
-        if isinstance(index, slice):
-            return self._take(index)
-        if isinstance(index, int | np.integer) and not isinstance(index, bool):
-            index = [int(index)]
-        return self._take(self._positions(index))
+        return self._take(index if isinstance(index, slice) else self._positions(index))
 
     def _positions(self, index: Any) -> np.ndarray:
         """Row numbers from any index that is not a slice; a boolean mask must cover all rows."""
+        if isinstance(index, int | np.integer) and not isinstance(index, bool):
+            index = [index]
         try:
             wanted = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"Cannot index a batch with {index!r}: {error}") from error
-        if wanted.ndim != 1:
-            raise DataError(f"A batch index must be one-dimensional, got shape {tuple(wanted.shape)}.")
-        if wanted.size == 0 and wanted.dtype != bool:
-            return np.empty(0, dtype=np.int64)
-        if wanted.dtype == bool:
-            if len(wanted) != len(self):
-                raise DataError(f"A mask for {len(self)} rows has {len(wanted)} elements.")
-            return np.flatnonzero(wanted)
-        if not np.issubdtype(wanted.dtype, np.integer):
-            raise DataError(f"A batch is indexed by whole numbers or booleans, got {wanted.dtype}.")
-        wrong = wanted[(wanted < -len(self)) | (wanted >= len(self))]
-        if wrong.size:
-            raise DataError(f"Row {int(wrong[0])} does not exist: the batch has {len(self)} rows.")
-        return np.where(wanted < 0, wanted + len(self), wanted).astype(np.int64)
+            if wanted.ndim != 1:
+                raise IndexError(f"shape {wanted.shape} is not one-dimensional")
+            rows = np.arange(len(self), dtype=np.int64)
+            return rows[wanted] if wanted.size or wanted.dtype == bool else rows[:0]
+        except (IndexError, TypeError, ValueError) as error:
+            raise DataError(f"Cannot index a batch of {len(self)} rows with {index!r}: {error}") from error
 
     def _take(self, rows: slice | np.ndarray) -> DataProto:
         if isinstance(rows, slice):
@@ -299,14 +287,14 @@ class DataProto:
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
         """Other names for tensors and columns: {old: new}."""
-        held = self.batch.keys() | self.non_tensor_batch.keys()
+        known = self.batch.keys() | self.non_tensor_batch.keys()
         for old in names:
-            if old not in held:
-                raise DataError(f"Cannot rename '{old}': the batch has {_names(held)}.")
+            if old not in known:
+                raise DataError(f"Cannot rename '{old}': the batch has {_names(known)}.")
         renamed = [names.get(name, name) for name in (*self.batch, *self.non_tensor_batch)]
         twice = {name for name in renamed if renamed.count(name) > 1}
         if twice:
-            raise DataError(f"Cannot rename: {_names(twice)} would name two parts of the batch.")
+            raise DataError(f"Cannot rename: {_names(twice)} would name two columns of the batch.")
         return DataProto(
             {names.get(name, name): tensor for name, tensor in self.batch.items()},
             {names.get(name, name): column for name, column in self.non_tensor_batch.items()},

@@ -43,10 +43,9 @@ Region = tuple[tuple[int, int], ...]
 
 
 class _Inert:
-    """Stands for an object of another program: its state, no behaviour."""
+    """An object of another program: its state, no behaviour."""
 
     name = ""
-
     state: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +84,7 @@ class _InertUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a chunk lies: begin and size in the tensor, file, place in the file."""
+    """Where a chunk is: begin and size in the tensor, file, position in the file."""
 
     begin: tuple[int, ...]
     size: tuple[int, ...]
@@ -142,10 +141,10 @@ class DistTensors:
             ]
             if any(first >= end for first, end in box):
                 continue
-            piece = _load(chunk, name, tensor.dtype)
+            loaded = _load(chunk, name, tensor.dtype)
             here = tuple(slice(a - b, z - b) for (a, z), b in zip(box, chunk.begin, strict=True))
             there = tuple(slice(a - r, z - r) for (a, z), (r, _) in zip(box, region, strict=True))
-            result[there] = piece[here]
+            result[there] = loaded[here]
             filled += math.prod(end - first for first, end in box)
         if filled != result.numel():
             raise CheckpointError(
@@ -160,18 +159,17 @@ def _load(chunk: _Stored, name: str, dtype: torch.dtype) -> torch.Tensor:
             if chunk.offset + chunk.length > os.fstat(file.fileno()).st_size:
                 raise ValueError("the file is too short")
             file.seek(chunk.offset)
-            piece = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
+            loaded = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         first = str(error).splitlines()[0] if str(error) else repr(error)
-        raise CheckpointError(f"{chunk.file}: a piece of {name!r} cannot be read: {first}") from None
-    if not isinstance(piece, torch.Tensor) or piece.dtype != dtype or tuple(piece.shape) != chunk.size:
-        seen = (
-            f"{piece.dtype} {list(piece.shape)}" if isinstance(piece, torch.Tensor) else type(piece).__name__
-        )
+        raise CheckpointError(f"{chunk.file}: a chunk of {name!r} cannot be read: {first}") from None
+    if not isinstance(loaded, torch.Tensor) or loaded.dtype != dtype or tuple(loaded.shape) != chunk.size:
+        shape = list(getattr(loaded, "shape", ()))
+        seen = f"{getattr(loaded, 'dtype', type(loaded).__name__)} {shape}"
         raise CheckpointError(
-            f"{chunk.file}: a piece of {name!r} is {seen}; {METADATA} says {dtype} {list(chunk.size)}"
+            f"{chunk.file}: a chunk of {name!r} is {seen}; {METADATA} says {dtype} {list(chunk.size)}"
         )
-    return piece.detach()
+    return loaded.detach()
 
 
 def _tensors(folder: Path, document: Any) -> dict[str, _Tensor]:
@@ -187,8 +185,8 @@ def _tensors(folder: Path, document: Any) -> dict[str, _Tensor]:
         if isinstance(info.state, dict) and info.state.get("transform_descriptors"):
             raise ValueError(f"{index.field('fqn')!r} is stored compressed, which is not supported")
         file = inside(folder, _typed(info.field("relative_path"), str))
-        place = _sizes([info.field("offset"), info.field("length")])
-        stored[_typed(index.field("fqn"), str), _sizes(offset)] = (file, place[0], place[1])
+        position, length = _sizes([info.field("offset"), info.field("length")])
+        stored[_typed(index.field("fqn"), str), _sizes(offset)] = (file, position, length)
     tensors = {}
     for name, entry in _typed(document.field("state_dict_metadata"), dict).items():
         if not isinstance(entry, _Inert) or not entry.name.endswith(".TensorStorageMetadata"):
@@ -198,7 +196,7 @@ def _tensors(folder: Path, document: Any) -> dict[str, _Tensor]:
         for chunk in entry.field("chunks"):
             begin, extent = _sizes(chunk.field("offsets")), _sizes(chunk.field("sizes"))
             if not len(begin) == len(extent) == len(size) or (_typed(name, str), begin) not in stored:
-                raise ValueError(f"a piece of {name!r} is in no file")
+                raise ValueError(f"a chunk of {name!r} is in no file")
             chunks.append(_Stored(begin, extent, *stored[name, begin]))
         properties = entry.field("properties")
         state = properties.state

@@ -11,8 +11,9 @@ refused by name before anything is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,12 @@ _LAYERS = "decoder.layers."
 _SUBFOLDERS = ("", "dist_ckpt", "model/dist_ckpt", "model", "actor/dist_ckpt", "actor/model/dist_ckpt")
 
 
-@dataclass(frozen=True)
-class MegatronFolder:
-    tensors: Path
-    hf: Path
-    """Where config.json is."""
-
-
 def holds_megatron(local_dir: Path) -> bool:
     return _tensor_folder(local_dir) is not None
 
 
-def find_megatron(local_dir: Path, base_dir: Path | None = None) -> MegatronFolder:
-    """The tensors and the Hugging Face files of the checkpoint at `local_dir`; `base_dir` says where config.json is,
-    when it is not beside them."""
+def find_megatron(local_dir: Path, base_dir: Path | None = None) -> tuple[Path, Path]:
+    """The folders of the tensors and of config.json; `base_dir` is the second where it is not beside the first."""
     tensors = _tensor_folder(local_dir)
     if tensors is None:
         raise CheckpointError(
@@ -59,7 +52,7 @@ def find_megatron(local_dir: Path, base_dir: Path | None = None) -> MegatronFold
         candidates = [folder for parent in parents for folder in (parent / HF_FOLDER, parent)]
     for candidate in candidates:
         if (candidate / "config.json").exists():
-            return MegatronFolder(tensors, candidate)
+            return tensors, candidate
     where = f"in --base_dir {base_dir}" if base_dir is not None else f"beside {tensors}"
     raise CheckpointError(f"no config.json is {where}: give the folder of the trained model with --base_dir")
 
@@ -69,29 +62,20 @@ def _tensor_folder(local_dir: Path) -> Path | None:
     return next((folder for folder in folders if (folder / METADATA).is_file()), None)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The numbers that say how Megatron's matrices are laid out."""
+def _head_counts(config: Any) -> tuple[int, int, int]:
+    """Groups of attention heads (one key and one value head each), query heads in a group, size of a head."""
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return groups, heads // groups, head
 
-    groups: int
-    """Of attention heads, each with one key and one value head."""
-    queries: int
-    """Query heads in a group."""
-    head: int
-    """Size of a head."""
 
-    @classmethod
-    def of(cls, config: Any) -> Layout:
-        heads = config.num_attention_heads
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        head = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(groups, heads // groups, head)
-
-    def take(self, fused: torch.Tensor, which: str) -> torch.Tensor:
-        """The rows of queries, keys or values out of the joined matrix or bias."""
-        span = {"q": (0, self.queries), "k": (self.queries, 1), "v": (self.queries + 1, 1)}[which]
-        grouped = fused.view(self.groups, self.queries + 2, self.head, *fused.shape[1:])
-        return grouped.narrow(1, *span).reshape(-1, *fused.shape[1:])
+def _split_qkv(fused: torch.Tensor, which: str, counts: tuple[int, int, int]) -> torch.Tensor:
+    """The rows of queries, keys or values out of the joined matrix or bias."""
+    groups, queries, head = counts
+    span = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[which]
+    grouped = fused.view(groups, queries + 2, head, *fused.shape[1:])
+    return grouped.narrow(1, *span).reshape(-1, *fused.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -128,8 +112,8 @@ class MegatronReader(CheckpointReader):
                 f"{config.model_type!r} models cannot be read from a Megatron checkpoint; "
                 f"known: {', '.join(MODEL_TYPES)}"
             )
-        self.layout = Layout.of(config)
-        self.layers = int(config.num_hidden_layers)
+        self._heads = _head_counts(config)
+        self._layers = int(config.num_hidden_layers)
         self._tensors = tensors
         self._by_name = {_strip_wrappers(key): key for key in tensors.names if not _NOT_WEIGHTS.search(key)}
         for key in self._by_name.values():
@@ -137,11 +121,12 @@ class MegatronReader(CheckpointReader):
                 raise CheckpointError(
                     f"{key!r} is {tensors.dtype(key)}; only weights of {', '.join(DTYPES)} can be read"
                 )
-        self._origins: dict[str, _Origin] = {}
-        for name, wanted in model.state_dict().items():
-            origin = self._origin(name, tuple(wanted.shape))
-            if origin is not None:
-                self._origins[name] = origin
+        found = {name: self._origin(name, tuple(w.shape)) for name, w in model.state_dict().items()}
+        self._origins = {name: origin for name, origin in found.items() if origin is not None}
+        self.weights = {
+            name: torch.empty(origin.shape, dtype=tensors.dtype(origin.key), device="meta")
+            for name, origin in self._origins.items()
+        }
         used = {origin.key for origin in self._origins.values()}
         surplus = sorted(key for key in self._by_name.values() if key not in used)
         if surplus:
@@ -149,16 +134,6 @@ class MegatronReader(CheckpointReader):
                 f"{folder} holds {len(surplus)} tensors that no weight of {type(model).__name__} is made of, "
                 f"first {surplus[0]!r}: config.json belongs to another model"
             )
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._origins
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._origins[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors.dtype(self._origins[name].key)
 
     def get(self, name: str) -> torch.Tensor:
         origin = self._origins[name]
@@ -177,9 +152,9 @@ class MegatronReader(CheckpointReader):
         stacked = self._by_name.get(_LAYERS + name)
         if stacked is None:
             return None
-        if self._tensors.size(stacked)[0] != self.layers:
+        if self._tensors.size(stacked)[0] != self._layers:
             raise CheckpointError(
-                f"{stacked!r} holds {self._tensors.size(stacked)[0]} layers, config.json says {self.layers}"
+                f"{stacked!r} holds {self._tensors.size(stacked)[0]} layers, config.json says {self._layers}"
             )
         return stacked, ((layer, layer + 1),)
 
@@ -212,13 +187,10 @@ class MegatronReader(CheckpointReader):
         if name in _EXPERTS:
             yield _Rows(_EXPERTS[name], total=shape[0])
         if stem in _FUSED:
-            which, layout = _FUSED[stem], self.layout
-            rows = layout.groups * (layout.queries + 2) * layout.head
-            yield _Rows(
-                f"self_attention.linear_qkv.{kind}",
-                total=rows,
-                convert=lambda fused: layout.take(fused, which),
-            )
+            groups, queries, head = self._heads
+            convert = partial(_split_qkv, which=_FUSED[stem], counts=self._heads)
+            rows = groups * (queries + 2) * head
+            yield _Rows(f"self_attention.linear_qkv.{kind}", total=rows, convert=convert)
         if stem in _HALVES:
             half = _HALVES[stem]
             yield _Rows(f"mlp.linear_fc1.{kind}", half * shape[0], shape[0], total=2 * shape[0])
