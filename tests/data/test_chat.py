@@ -17,8 +17,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def ids_of(chat: ChatFormat, prompt: Any) -> list[int]:
-    raw, text = chat.prompt_text(prompt)
-    return chat.encode_prompts([raw], [text])[0]
+    return chat.encode_prompts([prompt], ["a row"])[0][2]
 
 
 def test_messages_end_with_the_assistants_header(tokenizer: Any) -> None:

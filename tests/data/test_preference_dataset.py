@@ -10,7 +10,7 @@ import pytest
 from verl.data.files import Rows
 from verl.data.loader import Loader
 from verl.data.preference_dataset import PreferenceDataset, preference_collate
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 
 
 def build(tokenizer: Any, *rows: dict[str, Any], **changes: Any) -> PreferenceDataset:
@@ -93,8 +93,6 @@ def test_long_pairs(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert learned(tokenizer, item.chosen)[0] == "34567<|im_end|>" and "1 of 1 pairs are cut" in caplog.text
     with pytest.raises(DataError, match="no usable pair"):
         build(tokenizer, row, max_length=4, truncation="right")
-    with pytest.raises(ConfigError, match="data.truncation"):
-        build(tokenizer, row, truncation="top")
 
 
 @pytest.mark.parametrize(

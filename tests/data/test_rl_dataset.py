@@ -172,11 +172,6 @@ def test_truncated_prompts_keep_text_and_ids_together(tokenizer: Any, mode: str,
     assert len(item["prompt_ids"]) == 4
 
 
-def test_unknown_truncation(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="data.truncation='top'"):
-        RLDataset(config(truncation="top"), texts("x"), tokenizer)
-
-
 def test_max_samples(tokenizer: Any) -> None:
     rows = texts(*map(str, range(50)))
     first = RLDataset(config(train_max_samples=5, shuffle=False), rows, tokenizer)

@@ -154,7 +154,7 @@ class CheckpointManager:
         return op.final if self._ranks.from_first(int(saved is not None)) else None
 
     def wait(self) -> Path | None:
-        """Wait for a save in the background; the folder it made, or None."""
+        """Wait for a save in the background; its folder, or None."""
         finish_removals()
         if self._thread is None:
             return None

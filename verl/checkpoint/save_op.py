@@ -173,7 +173,7 @@ class Staging:
         return True
 
     def copy(self, part: str, snapshot: Snapshot) -> Snapshot:
-        """The same snapshot in the buffers that `reserve` made."""
+        """The same snapshot in the buffers of `reserve`."""
         staged = Snapshot(plain=dict(snapshot.plain), chunks={section: [] for section in snapshot.chunks})
         pairs = []
         for (section, chunk), buffer in zip(snapshot.tensors(), self._buffers[part], strict=True):

@@ -2,7 +2,7 @@
 
 A file holds the chunks of one rank, its header their offsets in the full tensors, so any number of ranks reads what any
 other number wrote. Reading is torch's `HuggingFaceStorageReader` on the files of the manifest. Writing is ours:
-torch's writer builds each rank's whole file in memory and gives no checksum.
+torch's writer builds each rank's file in memory and gives no checksum.
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ class ShardReader(dcp.HuggingFaceStorageReader):
 
 
 def _check_chunks(key: str, entry: Any) -> None:
-    places = [tuple(chunk.offsets) for chunk in entry.chunks]
-    if len(set(places)) < len(places) or any(len(place) != len(entry.size) for place in places):
+    starts = [tuple(chunk.offsets) for chunk in entry.chunks]
+    if len(set(starts)) < len(starts) or any(len(start) != len(entry.size) for start in starts):
         raise ValueError(f"the chunks of tensor {key!r} do not fit together")
-    if any(offset < 0 for place in places for offset in place) or math.prod(entry.size) >= 1 << 63:
+    if any(offset < 0 for start in starts for offset in start) or math.prod(entry.size) >= 1 << 63:
         raise ValueError(f"tensor {key!r} has an impossible shape")
 
 

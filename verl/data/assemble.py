@@ -50,8 +50,8 @@ def _padded(
     out = torch.full((len(rows), width), fill, dtype=dtype)
     for number, row in enumerate(rows):
         if len(row):
-            place = slice(width - len(row), width) if left else slice(0, len(row))
-            out[number, place] = torch.as_tensor(row, dtype=dtype)
+            columns = slice(width - len(row), width) if left else slice(0, len(row))
+            out[number, columns] = torch.as_tensor(row, dtype=dtype)
     return out
 
 
@@ -71,15 +71,15 @@ def _response_masks(responses: Sequence[FinishedSample]) -> list[list[int]]:
 
 def _log_probs(responses: Sequence[FinishedSample]) -> list[Sequence[float]] | None:
     """One per token, for all responses or for none."""
-    given = [response.log_probs if response.log_probs is not None else [] for response in responses]
-    if not any(len(values) for values in given):
-        return None if any(len(response.token_ids) for response in responses) else given
-    for number, (values, response) in enumerate(zip(given, responses, strict=True)):
+    values_per_row = [response.log_probs if response.log_probs is not None else [] for response in responses]
+    if not any(len(values) for values in values_per_row):
+        return None if any(len(response.token_ids) for response in responses) else values_per_row
+    for number, (values, response) in enumerate(zip(values_per_row, responses, strict=True)):
         if len(values) != len(response.token_ids):
             raise DataError(
                 f"Response {number} has {len(response.token_ids)} tokens but {len(values)} log-probabilities."
             )
-    return given
+    return values_per_row
 
 
 def assemble_rollouts(

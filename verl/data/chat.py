@@ -253,12 +253,15 @@ class ChatFormat:
         """A string's ids, with the beginning token in front where the tokenizer puts one and it is not there."""
         return ids if ids[:1] == self._leading_bos else self._leading_bos + ids
 
-    def encode_prompts(self, raw: Sequence[str | Messages], texts: Sequence[str]) -> list[list[int]]:
-        """Ids of prompts as `prompt_text` gave them."""
-        encoded = self.encode(texts)
+    def encode_prompts(
+        self, prompts: Sequence[Any], where: Sequence[str]
+    ) -> list[tuple[str | Messages, str, list[int]]]:
+        """Each prompt as `prompt_text` gives it, and its ids."""
+        rendered = [self.prompt_text(prompt, name) for prompt, name in zip(prompts, where, strict=True)]
+        encoded = self.encode([text for _, text in rendered])
         return [
-            self.with_bos(ids) if isinstance(given, str) or self.raw_prompts else ids
-            for given, ids in zip(raw, encoded, strict=True)
+            (raw, text, self.with_bos(ids) if isinstance(raw, str) or self.raw_prompts else ids)
+            for (raw, text), ids in zip(rendered, encoded, strict=True)
         ]
 
 

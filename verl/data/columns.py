@@ -11,7 +11,17 @@ from verl.data.files import Rows
 from verl.errors import DataError
 
 _USUAL = {
-    "prompt": ["prompt", "question", "problem", "messages", "instruction", "query", "input", "conversations", "text"],
+    "prompt": [
+        "prompt",
+        "question",
+        "problem",
+        "messages",
+        "instruction",
+        "query",
+        "input",
+        "conversations",
+        "text",
+    ],
     "response": ["response", "answer", "completion", "output", "solution", "target", "chosen"],
 }
 

@@ -157,7 +157,7 @@ class Loader:
         self.position = 0
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Batches in an epoch."""
         return self._batches_after(0)
 
     def _batches_after(self, position: int) -> int:

@@ -15,10 +15,9 @@ from verl.data.chat import ChatFormat, Messages, as_messages
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
 from verl.data.proto import DataProto
-from verl.data.rl_dataset import TRUNCATIONS
 from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer
 from verl.data.sft_dataset import Encoded, fit_encoded, pad_encoded
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +47,7 @@ def preference_collate(items: Sequence[PreferenceItem], pad_id: int) -> DataProt
 
 class PreferenceDataset:
     """Rows with `prompt`, `chosen` and `rejected`: strings or messages. Without a prompt column, the answers are
-    whole conversations, and what they share at their beginning is the prompt."""
+    conversations, and what they share at their beginning is the prompt."""
 
     def __init__(
         self,
@@ -64,8 +63,6 @@ class PreferenceDataset:
         system_prompt: str | None = None,
         files_key: str = "data.train_files",
     ) -> None:
-        if truncation not in TRUNCATIONS:
-            raise ConfigError(f"data.truncation={truncation!r}; allowed: {', '.join(TRUNCATIONS)}.")
         self.tokenizer = tokenizer
         self.files_key = files_key
         self._chat = ChatFormat(tokenizer, template_kwargs or {}, system_prompt=system_prompt)
@@ -161,11 +158,11 @@ class PreferenceDataset:
 
 
 def _shared_beginning(answers: Sequence[Any], where: str, prompt_key: str) -> tuple[Messages, list[Any]]:
-    """Two whole conversations: the messages both start with, and what each goes on with."""
+    """The messages two conversations both start with, and those that follow in each."""
     chosen, rejected = (as_messages(answer) for answer in answers)
     if chosen is None or rejected is None:
         raise DataError(
-            f"{where} has no '{prompt_key}' (data.prompt_key), and its answers are not whole conversations either."
+            f"{where} has no '{prompt_key}' (data.prompt_key), and its answers are not conversations either."
         )
     shared = 0
     # At least the last message of each is the answer itself, also when the answers are equal.

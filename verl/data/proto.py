@@ -1,4 +1,4 @@
-"""A batch: named tensors, named object columns, and a dictionary of values about the whole.
+"""A batch: named tensors, named object columns, and a dictionary of values about all rows.
 
 Every tensor and column has the same number of rows; a column is a one-dimensional numpy array of dtype object. Every
 operation but `pop` returns a new DataProto. Rows are views where possible, so shared tensors must not be changed in
@@ -77,7 +77,7 @@ class DataProto:
         non_tensors: Mapping[str, Iterable[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
-        """From tensors (first dimension: rows), columns of any Python values, and facts about the whole."""
+        """From tensors (first dimension: rows), columns of any Python values, and values about all rows."""
         columns: dict[str, np.ndarray] = {}
         for name, values in (non_tensors or {}).items():
             if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRUNCATIONS = ("error", "left", "right", "middle")
-
 
 def as_mapping(value: Any) -> Mapping[str, Any] | None:
     """A dictionary, also one written as JSON text, as csv files have it; None for anything else."""
@@ -84,8 +82,6 @@ class RLDataset:
     ) -> None:
         """`tools`: the schemas shown to the policy by the chat template, for runs with tools; `files_key`: what
         messages call the files, where it is not data.train_files or data.val_files."""
-        if config.truncation not in TRUNCATIONS:
-            raise ConfigError(f"data.truncation={config.truncation!r}; allowed: {', '.join(TRUNCATIONS)}.")
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
         self.config = config
@@ -152,15 +148,9 @@ class RLDataset:
     def _items(self, positions: Sequence[int]) -> list[dict[str, Any]]:
         numbers = [self.row_number(position) for position in positions]
         rows = [self.rows[number] for number in numbers]
-        rendered = [
-            self._chat.prompt_text(row.get(self.config.prompt_key), self.rows.origin(number))
-            for number, row in zip(numbers, rows, strict=True)
-        ]
-        encoded = self._chat.encode_prompts([raw for raw, _ in rendered], [text for _, text in rendered])
-        return [
-            self._item(number, row, raw, text, ids)
-            for number, row, (raw, text), ids in zip(numbers, rows, rendered, encoded, strict=True)
-        ]
+        prompts = [row.get(self.config.prompt_key) for row in rows]
+        encoded = self._chat.encode_prompts(prompts, [self.rows.origin(number) for number in numbers])
+        return [self._item(n, row, *prompt) for n, row, prompt in zip(numbers, rows, encoded, strict=True)]
 
     def _item(self, number: int, row: dict[str, Any], raw: Any, text: str, ids: list[int]) -> dict[str, Any]:
         limit = self.config.max_prompt_length
@@ -308,9 +298,9 @@ def measure_lengths(rows: Rows, chosen: np.ndarray, prompt_key: str, chat: ChatF
     prompts = (pair for pair in enumerate(rows.column(prompt_key)) if pair[0] in wanted)
     lengths: list[int] = []
     while chunk := list(islice(prompts, 1024)):
-        rendered = [chat.prompt_text(prompt, rows.origin(number)) for number, prompt in chunk]
-        ids = chat.encode_prompts([raw for raw, _ in rendered], [text for _, text in rendered])
-        lengths.extend(map(len, ids))
+        names = [rows.origin(number) for number, _ in chunk]
+        encoded = chat.encode_prompts([prompt for _, prompt in chunk], names)
+        lengths += [len(ids) for _, _, ids in encoded]
     return np.asarray(lengths, dtype=np.int64)
 
 

@@ -43,7 +43,7 @@ def conversation_segments(
     Answers before message `learn_from` are context. The template is applied to every beginning of the
     conversation; a beginning must stay as it is when more messages follow, else the model would learn from a
     context it never sees."""
-    whole = chat.render(messages, generate=False, where=where)
+    rendered = chat.render(messages, generate=False, where=where)
     segments: list[Segment] = []
     done = 0
     for number, message in enumerate(messages):
@@ -55,14 +55,16 @@ def conversation_segments(
             )
         before = chat.render(messages[:number], generate=True, where=where)
         after = chat.render(messages[: number + 1], generate=False, where=where)
-        if not (whole.startswith(before) and whole.startswith(after) and done <= len(before) < len(after)):
+        if not (
+            rendered.startswith(before) and rendered.startswith(after) and done <= len(before) < len(after)
+        ):
             raise DataError(
                 f"The chat template renders the beginning of the conversation of {where} differently once message "
                 f"{number} or a later one follows. Split it into one row per answer, or use a template that keeps "
                 "earlier turns as they are (data.chat_template=FILE)."
             )
-        segments.append(Segment(whole[done : len(before)], learned=False))
-        segments.append(Segment(whole[len(before) : len(after)], learned=True))
+        segments.append(Segment(rendered[done : len(before)], learned=False))
+        segments.append(Segment(rendered[len(before) : len(after)], learned=True))
         done = len(after)
     if not segments:
         raise DataError(f"The conversation of {where} has no message of the assistant to learn from.")

@@ -20,9 +20,9 @@ from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader
 from verl.data.proto import DataProto
-from verl.data.rl_dataset import TRUNCATIONS, choose_rows
+from verl.data.rl_dataset import choose_rows
 from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,8 +78,6 @@ class SFTDataset:
         *,
         training: bool = True,
     ) -> None:
-        if config.truncation not in TRUNCATIONS:
-            raise ConfigError(f"data.truncation={config.truncation!r}; allowed: {', '.join(TRUNCATIONS)}.")
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
         self.config = config

@@ -33,7 +33,7 @@ class Recipe:
 
 @dataclass
 class Written:
-    """One file that was made."""
+    """One file that was written."""
 
     path: Path
     rows: int
@@ -87,22 +87,19 @@ def sources_by_split(recipe: Recipe, sources: Sequence[str]) -> dict[str, Rows]:
     grouped: dict[str, list[Rows]] = {}
     for entry in entries:
         path = Path(entry).expanduser()
+        suffix = entry.rpartition(":")[2]
+        found: list[tuple[str, str | Path]]
         if path.is_dir():
             files = sorted(file for file in path.iterdir() if is_data_file(file))
-            if not files:
-                read_rows(entry, key="--from")  # looks deeper, and says so when there is nothing
-            for file in files:
-                grouped.setdefault(split_of_name(file.stem), []).append(read_rows(file, key="--from"))
+            found = [(file.stem, file) for file in files] or [("train", path)]
         elif is_data_file(path):
-            grouped.setdefault(split_of_name(path.stem), []).append(read_rows(entry, key="--from"))
-        elif entry.rpartition(":")[2] in _SPLITS:
-            split = split_of_name(entry.rpartition(":")[2])
-            grouped.setdefault(split, []).append(read_rows(entry, key="--from"))
+            found = [(path.stem, path)]
+        elif suffix in _SPLITS:
+            found = [(suffix, entry)]
         else:
-            for split in recipe.hub_splits:
-                grouped.setdefault(split_of_name(split), []).append(
-                    read_rows(f"{entry}:{split}", key="--from")
-                )
+            found = [(split, f"{entry}:{split}") for split in recipe.hub_splits]
+        for name, source in found:
+            grouped.setdefault(split_of_name(name), []).append(read_rows(source, key="--from"))
     order = sorted(grouped, key=("train", "val", "test").index)
     return {split: Rows.joined(grouped[split]) for split in order}
 
@@ -115,13 +112,13 @@ def convert_rows(recipe: Recipe, rows: Rows, split: str, limit: int | None = Non
         if limit is not None and len(out) >= limit:
             break
         try:
-            made = recipe.convert(row, index, split)
+            converted = recipe.convert(row, index, split)
         except DataError as error:
             raise DataError(f"{rows.origin(index)} is not a row of '{recipe.name}': {error}") from error
-        if made is None:
+        if converted is None:
             left_out += 1
         else:
-            out.append(made)
+            out.append(converted)
     if not out:
         raise DataError(f"{', '.join(rows.names)}: no row could be used by '{recipe.name}'.")
     return out, left_out

@@ -36,8 +36,10 @@ def known() -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     listed = "\n".join(f"  {name:12} {get_recipe(name).about}" for name in RECIPES)
-    made = ", ".join(name for name in known_tasks() if name not in RECIPES)
-    parser.epilog = f"datasets:\n{listed}\ngenerated, without files: {made}, gym/<dataset of reasoning-gym>"
+    generated = ", ".join(name for name in known_tasks() if name not in RECIPES)
+    parser.epilog = (
+        f"datasets:\n{listed}\ngenerated, without files: {generated}, gym/<dataset of reasoning-gym>"
+    )
     parser.add_argument("name", help=f"one of {', '.join(known())}")
     parser.add_argument(
         "--from",
@@ -56,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
     parser.add_argument("--limit", type=int, default=None, help="at most so many rows per split")
-    made = parser.add_argument_group("generated problems")
+    generated = parser.add_argument_group("generated problems")
     for name, (default, about) in _TASK_OPTIONS.items():
-        made.add_argument(f"--{name}", type=int, default=None, help=f"{about} (default {default})")
+        generated.add_argument(f"--{name}", type=int, default=None, help=f"{about} (default {default})")
 
 
 def _generate(args: argparse.Namespace) -> list[Written]:
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(written: Sequence[Written]) -> str:
-    """What was made, and how the first row looks."""
+    """What was written, and the first row."""
     lines = []
     for part in written:
         note = f" ({part.left_out} source rows left out)" if part.left_out else ""

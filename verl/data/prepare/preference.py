@@ -21,8 +21,8 @@ def dialogue(text: str) -> Messages | None:
         return None
     roles = {"Human": "user", "Assistant": "assistant"}
     return [
-        {"role": roles[who], "content": said.strip()}
-        for who, said in zip(parts[1::2], parts[2::2], strict=True)
+        {"role": roles[who], "content": text.strip()}
+        for who, text in zip(parts[1::2], parts[2::2], strict=True)
     ]
 
 

@@ -46,7 +46,7 @@ def turns_of(value: Any) -> Messages | None:
     return turns
 
 
-def _said(role: str, text: Any) -> dict[str, Any]:
+def _message(role: str, text: Any) -> dict[str, Any]:
     return {"role": role, "content": str(text)}
 
 
@@ -58,11 +58,11 @@ def messages_of(row: Mapping[str, Any]) -> Messages:
             return turns
     if row.get("instruction") is not None and row.get("output") is not None:
         question = str(row["instruction"]) + (f"\n\n{row['input']}" if row.get("input") else "")
-        return [_said("user", question), _said("assistant", row["output"])]
+        return [_message("user", question), _message("assistant", row["output"])]
     for asked, answered in _PAIRS:
         if row.get(asked) is not None and row.get(answered) is not None:
-            before = as_messages(row[asked]) or [_said("user", row[asked])]
-            return [*before, _said("assistant", row[answered])]
+            before = as_messages(row[asked]) or [_message("user", row[asked])]
+            return [*before, _message("assistant", row[answered])]
     raise DataError(
         "no conversation: looked for messages, conversations, instruction/output, prompt/response and the like; "
         f"the columns are {', '.join(row)}"
@@ -72,7 +72,7 @@ def messages_of(row: Mapping[str, Any]) -> Messages:
 def convert(row: Mapping[str, Any], index: int, split: str) -> Row | None:
     messages = messages_of(row)
     if row.get("system") and messages[0]["role"] != "system":
-        messages = [_said("system", row["system"]), *messages]
+        messages = [_message("system", row["system"]), *messages]
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]  # nothing answers what comes last
     if len(messages) < 2 or messages[0]["role"] == "assistant":

@@ -1,7 +1,7 @@
 """The tasks of the package reasoning-gym, when it is installed, in our rows: `tasks/gym/<dataset>`.
 
 Its datasets have settings of their own instead of a difficulty; they are kept at their defaults. Its verifiers ask
-for the entry as it was made, which no file format keeps (tuples, integer keys), so the truth of a row is where the
+for the entry as it was generated, which no file format keeps (tuples, integer keys), so the truth of a row is where the
 entry comes from, seed and index, and scoring makes it again. Scores are the package's own and may lie between 0
 and 1. Answers may have several lines: all that follows the last answer mark counts.
 """
@@ -73,13 +73,13 @@ class GymTask(Task):
 
 
 @lru_cache(maxsize=64)
-def _made(dataset: str, seed: int) -> Any:
+def _dataset(dataset: str, seed: int) -> Any:
     return _reasoning_gym().create_dataset(dataset, size=_BLOCK, seed=seed)
 
 
 @lru_cache(maxsize=8192)
 def _entry(dataset: str, seed: int, index: int) -> Mapping[str, Any]:
-    entry: Mapping[str, Any] = _made(dataset, seed)[index]
+    entry: Mapping[str, Any] = _dataset(dataset, seed)[index]
     return entry
 
 
