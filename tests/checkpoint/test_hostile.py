@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from verl.checkpoint import CheckpointManager, PartSettings
 from verl.checkpoint.files import record_of
-from verl.checkpoint.manifest import MANIFEST, _crc
+from verl.checkpoint.manifest import MANIFEST, document_crc
 from verl.errors import CheckpointError
 from verl.workers.placement import RayCheckpoints
 
@@ -58,7 +58,7 @@ def vouch(folder: Path, change: Callable[[dict[str, Any]], object] = lambda docu
     del document["crc32"]
     document["files"] = {name: asdict(record_of(folder / name)) for name in document["files"]}
     change(document)
-    path.write_text(json.dumps({**document, "crc32": _crc(document)}))
+    path.write_text(json.dumps({**document, "crc32": document_crc(document)}))
 
 
 def manifest_with(**entries: Any) -> Callable[[Path], None]:

@@ -195,16 +195,14 @@ def test_the_real_datasets_package_gives_the_same_rows(
 ) -> None:
     """It takes a local folder for a dataset id, so nothing has to be downloaded."""
     pytest.importorskip("datasets")
-    from verl.data.files import _from_hub
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "o" / "n").mkdir(parents=True)
     write(tmp_path / "o" / "n" / "train.jsonl")
     write(tmp_path / "o" / "n" / "test.jsonl", ROWS[:1])
-    assert list(_from_hub("o/n", "train", "k")) == ROWS
-    assert list(_from_hub("o/n:test", "train", "k")) == ROWS[:1]
+    assert list(read_rows("o/n:train")) == ROWS
+    assert list(read_rows("o/n:test")) == ROWS[:1]
     with pytest.raises(DataError, match="split nothing"):
-        _from_hub("o/n:nothing", "train", "k")
+        read_rows("o/n:nothing")
 
 
 def test_fingerprint_follows_the_files(tmp_path: Path) -> None:

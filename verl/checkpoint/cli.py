@@ -15,20 +15,19 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|prune")
-    ls = commands.add_parser("ls", help="list the checkpoints of a run folder")
-    ls.add_argument("folder", type=Path, metavar="DIR", help="run folder, or one global_step_N")
-    check = commands.add_parser(
-        "verify", help="read every file and compare checksums; exit code 1 when damaged"
-    )
-    check.add_argument("folder", type=Path, metavar="DIR", help="run folder, or one global_step_N")
-    prune = commands.add_parser("prune", help="delete old checkpoints")
-    prune.add_argument("folder", type=Path, metavar="DIR", help="run folder")
+    one = "run folder, or one global_step_N"
+    for name, about, folder in (
+        ("ls", "list the checkpoints of a run folder", one),
+        ("verify", "read every file and compare checksums; exit code 1 when damaged", one),
+        ("prune", "delete old checkpoints", "run folder"),
+    ):
+        command = commands.add_parser(name, help=about)
+        command.add_argument("folder", type=Path, metavar="DIR", help=folder)
+    prune = commands.choices["prune"]
     prune.add_argument("--keep", type=int, default=1, help="how many of the newest to keep (default 1)")
     prune.add_argument("--keep-best", metavar="METRIC", help="keep the best by this metric as well")
     prune.add_argument("--mode", choices=("max", "min"), default="max", help="whether more of it is better")
-    prune.add_argument(
-        "--damaged", action="store_true", help="also delete those that are damaged or incomplete"
-    )
+    prune.add_argument("--damaged", action="store_true", help="also delete damaged and incomplete ones")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
@@ -40,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
 def _entries(folder: Path) -> list[StepFolder]:
     from verl.checkpoint.steps import list_steps, step_of
 
-    folder = folder.expanduser()
+    folder = folder.expanduser().absolute()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a run folder or a global_step_N folder")
-    step = step_of(folder.absolute())
-    found = list_steps(folder.absolute().parent) if step is not None else list_steps(folder)
-    if step is not None:
-        found = [entry for entry in found if entry.path.name == folder.absolute().name]
+    if step_of(folder) is None:
+        found = list_steps(folder)
+    else:
+        found = [entry for entry in list_steps(folder.parent) if entry.path == folder]
     if not found:
         raise CheckpointError(f"there is no checkpoint (global_step_N) in {folder}")
     return found
@@ -68,15 +67,8 @@ def _ls(args: argparse.Namespace) -> int:
         parts = "; ".join(f"{name}: {', '.join(contents)}" for name, contents in manifest.parts.items())
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items())
         state = f"damaged: {wrong[0]}" if wrong else "complete"
-        table.add_row(
-            str(entry.step),
-            state,
-            _size(manifest.size),
-            manifest.created,
-            str(manifest.world_size),
-            parts,
-            metrics,
-        )
+        size, processes = f"{manifest.size / 1e6:,.1f} MB", str(manifest.world_size)
+        table.add_row(str(entry.step), state, size, manifest.created, processes, parts, metrics)
     shared_console().print(table)
     return 0
 
@@ -122,11 +114,3 @@ def _print(text: str) -> None:
     from rich.text import Text
 
     shared_console().print(Text(text))
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -40,7 +40,7 @@ class Manifest:
 
     def to_json(self) -> str:
         document = {"format": FORMAT, **asdict(self)}
-        return json.dumps({**document, "crc32": _crc(document)}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({**document, "crc32": document_crc(document)}, indent=1, sort_keys=True) + "\n"
 
     @property
     def size(self) -> int:
@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest:
         if not isinstance(document, dict):
             raise ValueError("not an object")
         stated = document.pop("crc32")
-        if stated != _crc(document):
+        if stated != document_crc(document):
             raise ValueError("its checksum is wrong")
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']!r} is not known here; known: {FORMAT}")
@@ -140,5 +140,5 @@ def _count(document: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _crc(document: Mapping[str, Any]) -> str:
+def document_crc(document: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(document, sort_keys=True).encode('utf-8')):08x}"
