@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoint import CheckpointManager
 from verl.checkpoint.resume import Found, resume_newest
 from verl.checkpoint.state import capture_rng, check_rng, restore_rng
-from verl.config.parallelism import rollout_pool
-from verl.config.parallelism import world_size
+from verl.config.parallelism import rollout_pool, world_size
 from verl.errors import CheckpointError, missing_package
 from verl.workers.local import LocalGroup
 
