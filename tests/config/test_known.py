@@ -29,7 +29,7 @@ def test_subsets_are_subsets() -> None:
 def test_engines_managers_trackers_and_schedules() -> None:
     from verl.engines import known_strategies
     from verl.engines.schedule import KINDS
-    from verl.reward.build import known_reward_managers
+    from verl.reward.managers import known_reward_managers
     from verl.rollout import known_rollouts
 
     assert set(known.ROLLOUT_ENGINES) <= set(known_rollouts())

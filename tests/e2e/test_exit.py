@@ -11,8 +11,8 @@ import pytest
 
 from verl.errors import CommandAnswered, RewardError, VerlError
 from verl.reward.base import RewardSample
-from verl.reward.evaluate import InProcessBackend
 from verl.reward.functions import RewardFunction
+from verl.reward.scoring import InProcessBackend
 from verl.runtime import exits_as_errors, run_command
 from verl.trainer.main_ppo import main
 from verl.workers.rpc_server import RPCServer

@@ -12,7 +12,7 @@ from verl.config.load import load_ppo_config
 from verl.config.schema import RewardConfig, WeightedRewardConfig
 from verl.reward import RewardResult, RewardSample, build_reward_manager, register_reward_manager
 from verl.reward.base import RewardManager
-from verl.reward.build import _FACTORIES, naive
+from verl.reward.managers import FACTORIES, naive
 
 FUNCTIONS = """
 def one(response):
@@ -101,7 +101,7 @@ def test_a_run_says_when_its_function_is_never_called(
         with caplog.at_level(logging.INFO):
             result = run(load_ppo_config(keys))
     finally:
-        _FACTORIES.pop("remembered")
+        FACTORIES.pop("remembered")
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     called = 8.0 if manager == "naive" else 0.0
     assert [row["reward/calls"] for row in rows if "reward/calls" in row] == [called, called]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from verl.config.sections.reward import RewardConfig, SandboxConfig
 from verl.errors import RewardError
 from verl.reward import sandbox
 from verl.reward.sandbox import local
-from verl.reward.sandbox.settings import Settings
 from verl.reward.scorers.code import compute_score, extract_code
 from verl.reward.scorers.code_tests import call_passes, parse, same_output, same_value
 
@@ -88,7 +88,7 @@ def test_comparing():
 
 @isolated
 def test_pass_rate_and_all_or_nothing():
-    sandbox.configure(Settings(timeout_s=20.0, budget_s=60.0))
+    sandbox.configure(RewardConfig(timeout_s=75.0, sandbox=SandboxConfig(timeout_s=20.0)))
     tests = ["assert f((1, 2)) == 3", "assert f((2, 2)) == 5", "assert f({1}) == 1"]
     answer = "```python\ndef f(x):\n    return sum(x)\n```"
     assert compute_score(answer, tests)["score"] == pytest.approx(2 / 3)
@@ -109,7 +109,7 @@ def test_pass_rate_and_all_or_nothing():
 
 @isolated
 def test_all_tests_together_stay_within_the_budget():
-    sandbox.configure(Settings(timeout_s=5.0, budget_s=2.0))
+    sandbox.configure(RewardConfig(timeout_s=2.5, sandbox=SandboxConfig(timeout_s=5.0)))
     slow = "import time\ntime.sleep(1.5)\nprint(input())"
     result = compute_score(slow, {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "3", "4"]})
     assert result["score"] <= 0.25 and result["code_end"] == "timeout"
@@ -118,4 +118,4 @@ def test_all_tests_together_stay_within_the_budget():
 @pytest.fixture(autouse=True)
 def default_settings():
     yield
-    sandbox.configure(Settings())
+    sandbox.configure(RewardConfig())

@@ -81,7 +81,7 @@ class Judge(BaseHTTPRequestHandler):
 def server(monkeypatch):
     Judge.faults, Judge.seen, Judge.running, Judge.most = [], [], 0, 0
     Judge.over.clear()
-    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(judge, "FIRST_PAUSE_S", 0.01)
     http = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     thread = threading.Thread(target=http.serve_forever, daemon=True)
     thread.start()
@@ -199,7 +199,7 @@ def test_the_rate_limit_holds(server, monkeypatch):
 
 
 def test_a_server_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(judge, "FIRST_PAUSE_S", 0.01)
     result = run(config("http://127.0.0.1:1/v1"), ["worth=1 "])[0]
     assert result.score is None and "refused" in (result.error or "")
 
@@ -208,7 +208,6 @@ def test_a_server_that_is_not_there(monkeypatch):
     ("fields", "words"),
     [
         ({"base_url": "localhost:8000"}, "must be an address"),
-        ({"model": None}, "reward.judge.model"),
         ({"prompt": "rate it"}, "{response}"),
         ({"score_pattern": "(["}, "not a regular expression"),
         ({"score_pattern": r"\d+"}, "has no group"),

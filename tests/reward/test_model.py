@@ -15,7 +15,7 @@ from verl.config.load import from_dict
 from verl.config.schema import PPOConfig, RewardConfig
 from verl.errors import ConfigError, MissingPackage, ModelError
 from verl.reward import RewardSample, build_reward_manager, register_reward_manager
-from verl.reward.build import _FACTORIES
+from verl.reward.managers import FACTORIES
 from verl.reward.model import RewardModel
 from verl.workers.placement import build_reward_model
 
@@ -49,7 +49,7 @@ def model_folder(tmp_path_factory) -> str:
     return build(tmp_path_factory.mktemp("rm"))
 
 
-def config(path: str | None, **fields) -> RewardConfig:
+def config(path: str, **fields) -> RewardConfig:
     cfg = RewardConfig()
     cfg.reward_model.enable, cfg.reward_model.model_path = True, path
     for name, value in fields.items():
@@ -98,7 +98,7 @@ def test_scores_are_the_models_own_and_do_not_depend_on_batching(pad, tmp_path):
 def test_without_a_template_prompt_and_response_are_joined(tmp_path):
     folder = build(tmp_path, template=None)
     scorer = load(folder)
-    ids, cut = scorer._encode(RewardSample(0, "a b", "c"))
+    ids, cut = scorer.encode(RewardSample(0, "a b", "c"))
     assert [WORDS[i] for i in ids] == ["a", "b", "c"] and not cut
 
 
@@ -111,12 +111,10 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(model_folder):
     assert run(config(model_folder, max_length=7), [exact])[0].extra["rm_truncated"] == 1.0
     scorer = load(model_folder)
     assert scorer.max_length == 32  # the smaller of the model's and the tokenizer's limits
-    assert WORDS[scorer._encode(long)[0][-1]] == "</s>"
+    assert WORDS[scorer.encode(long)[0][-1]] == "</s>"
 
 
 def test_what_cannot_be_a_reward_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="model_path"):
-        build_reward_manager(config(None), max_response_length=8)
     with pytest.raises(ModelError, match=r"config\.json"):
         build_reward_manager(config(str(tmp_path)), max_response_length=8)
     two = build(tmp_path / "two", labels=2)
@@ -170,7 +168,7 @@ def test_a_users_manager_that_cannot_place_a_model_is_not_asked_to(model_folder)
         cfg.reward_manager.name = "knowing"
         assert build_reward_manager(cfg, max_response_length=8, reward_model_factory=lambda: 7) == 7
     finally:
-        _FACTORIES.pop("simple"), _FACTORIES.pop("knowing")
+        FACTORIES.pop("simple"), FACTORIES.pop("knowing")
 
 
 def test_an_inference_engine_for_the_reward_model_has_no_effect_and_that_is_said():
@@ -203,5 +201,5 @@ def test_on_a_gpu_scores_agree_and_the_model_leaves_the_device(model_folder):
     manager = build_reward_manager(config(model_folder), max_response_length=8)
     manager.submit(samples()[0])
     manager.collect()
-    model = manager.terms[0].backend._model.model
+    model = manager.terms[0].backend.model.model
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from verl import processes
+from verl.config.schema import RewardConfig
 from verl.errors import RewardError
-from verl.reward.loading import FunctionSpec
+from verl.reward.functions import FunctionSpec
 from verl.reward.pool import WorkerPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills and limits are tested on Linux")
@@ -73,11 +74,6 @@ def act(response, extra_info):
     if response == "memory":  # more than any limit here, and not all that the machine has
         hoard = [bytearray(16 << 20) for _ in range(50)]
         time.sleep(600)
-    if response == "fork bomb":  # more than any limit here, and not so many that others on the machine starve
-        here, there = os.pipe()
-        os.write(there, b"." * 400)
-        while os.read(here, 1):
-            os.fork()
     if response == "fork and hang":
         spawn_sleeper(extra_info, detach=False)
         time.sleep(600)
@@ -99,19 +95,9 @@ def act(response, extra_info):
         for descriptor in held:
             os.write(descriptor, bytes(16 << 20))
         time.sleep(600)
-    if response == "child comes back":
-        os.fork()
-        return 0.5
     if response == "close everything":
         os.closerange(3, 256)
         return 1.0
-    if response == "garbage":
-        for number in range(3, 64):
-            try:
-                os.write(number, b"not json\\n")
-            except OSError:
-                pass
-        time.sleep(600)
     if response == "prints":
         for _ in range(2000):
             print("x" * 1000)
@@ -120,8 +106,6 @@ def act(response, extra_info):
     if response == "prints and dies":
         print("famous last words", flush=True)
         os._exit(3)
-    if response == "huge extra":
-        return {"score": 1.0, "lots": ["y" * 2000] * 64, **{str(i): ["z" * 2000] * 60 for i in range(60)}}
     if response == "alarm":
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, 500)
@@ -164,10 +148,9 @@ def faults(tmp_path, no_children_left):
     path.write_text(FAULTS)
     pools = []
 
-    def start(name: str = "act", **options) -> WorkerPool:
-        pools.append(
-            WorkerPool([FunctionSpec(str(path), name)], **{"num_workers": 1, "timeout_s": 120.0, **options})
-        )
+    def start(name: str = "act", num_workers: int = 1, **limits) -> WorkerPool:
+        config = RewardConfig(**{"timeout_s": 120.0, **limits})
+        pools.append(WorkerPool([FunctionSpec(str(path), name)], config, num_workers=num_workers))
         return pools[-1]
 
     yield start
@@ -196,9 +179,7 @@ def run(pool, make_sample, responses, tmp_path=None):
         ("kill self", "SIGKILL"),
         ("kill group", "SIGKILL"),
         ("close everything", "exit code 1"),
-        ("garbage", "wrote into its result channel"),
         ("prints and dies", "exit code 3; last output: famous last words"),
-        ("huge extra", "extra values take"),
         ("boom", "ValueError: boom (faults.py, line"),
     ],
 )
@@ -236,12 +217,6 @@ def test_a_cgroup_ends_a_worker_at_its_limit_and_is_removed(faults, make_sample,
     assert not list(processes.cgroup_parent().glob(f"verl-{os.getpid()}-*"))
 
 
-def test_a_fork_bomb_is_stopped_by_the_count_not_by_the_deadline(faults, make_sample):
-    results = run(faults(timeout_s=600.0), make_sample, ["ok", "fork bomb", "ok"])
-    assert [result.score for result in results] == [1.0, None, 1.0]
-    assert "processes (at most" in (results[1].error or "")
-
-
 def test_a_crash_is_seen_at_once_although_a_child_lives_on(faults, make_sample, tmp_path):
     result = run(faults(timeout_s=600.0), make_sample, ["double fork and crash"], tmp_path)[0]
     assert "exit code 7" in (result.error or "")
@@ -266,11 +241,6 @@ def test_a_daemon_that_carries_nothing_of_its_parent_ends_with_its_worker(
     pool.close()
     (pid,) = map(int, set((tmp_path / "pids").read_text().split()[-1:]))
     assert gone(pid)
-
-
-def test_a_forked_child_that_comes_back_does_not_answer_twice(faults, make_sample):
-    results = run(faults(), make_sample, ["ok", "child comes back", "child comes back", "ok"])
-    assert [result.score for result in results] == [1.0, 0.5, 0.5, 1.0]
 
 
 def test_what_a_function_prints_is_passed_on_and_cannot_block_it(faults, make_sample, caplog):
@@ -341,7 +311,7 @@ def test_async_functions_run_concurrently(faults, make_sample):
 
 @pytest.mark.slow(seconds=3)
 def test_a_hung_async_function_is_cut_off(faults, make_sample, monkeypatch):
-    monkeypatch.setattr("verl.reward.pool._GRACE_S", 60.0)  # by itself, not by the end of its process
+    monkeypatch.setattr("verl.reward.pool.GRACE_S", 60.0)  # by itself, not by the end of its process
     pool = faults("act_async", timeout_s=2.5, max_concurrency=8)
     results = run(pool, make_sample, ["wait"] * 12 + ["hang"] + ["wait"] * 8)
     assert [i for i, result in enumerate(results) if result.score is None] == [12]
@@ -357,7 +327,7 @@ def test_an_async_function_that_blocks_or_crashes_is_found_among_its_neighbours(
     results = run(pool, make_sample, ["ok", "wait", "os._exit", "wait", "sys.exit", "ok"])
     assert [result.score for result in results] == [1.0, 1.0, None, 1.0, None, 1.0]
     assert "exit code 0" in (results[2].error or "") and "sys.exit(0)" in (results[4].error or "")
-    monkeypatch.setattr("verl.reward.pool._GRACE_S", 0.5)
+    monkeypatch.setattr("verl.reward.pool.GRACE_S", 0.5)
     results = run(faults("act_async", timeout_s=1.5, max_concurrency=8), make_sample, ["hang in C", "ok"])
     assert results[0].score is None and results[1].score == 1.0
 
@@ -366,7 +336,7 @@ def test_a_batch_call_that_dies_fails_all_its_samples(tmp_path, make_sample, no_
     path = tmp_path / "batch.py"
     path.write_text("import os\ndef compute_score(completions):\n    os._exit(1) if 'die' in completions else 0\n"
                     "    return [0.5] * len(completions)\n")  # fmt: skip
-    pool = WorkerPool([FunctionSpec(str(path))], timeout_s=120.0)
+    pool = WorkerPool([FunctionSpec(str(path))], RewardConfig(timeout_s=120.0))
     pool.submit("bad", 0, [make_sample(0, "die"), make_sample(1, "x")])
     pool.submit("good", 0, [make_sample(0, "y"), make_sample(1, "x")])
     results = pool.drain()
@@ -387,7 +357,7 @@ def test_a_file_that_cannot_be_imported_is_said_at_start(tmp_path, no_children_l
     path = tmp_path / "bad.py"
     path.write_text(text)
     with pytest.raises(RewardError, match=words):
-        WorkerPool([FunctionSpec(str(path))])
+        WorkerPool([FunctionSpec(str(path))], RewardConfig())
 
 
 def test_a_row_that_cannot_be_sent_fails_alone(faults, make_sample):
@@ -410,7 +380,7 @@ def test_workers_load_no_torch(tmp_path, make_sample):
     path.write_text(
         "import sys\ndef compute_score(response):\n    return {'score': 1, 'torch': 'torch' in sys.modules}\n"
     )
-    pool = WorkerPool([FunctionSpec(str(path))])
+    pool = WorkerPool([FunctionSpec(str(path))], RewardConfig())
     pool.submit(0, 0, [make_sample(0)])
     assert pool.drain()[0][0].extra == {"torch": False}
     pool.close()
@@ -421,10 +391,12 @@ def test_when_the_trainer_is_killed_nothing_stays(tmp_path, gone, fault):
     (tmp_path / "faults.py").write_text(FAULTS)
     script = f"""
 import os, time
-from verl.reward.loading import FunctionSpec
+from verl.config.schema import RewardConfig
+from verl.reward.functions import FunctionSpec
 from verl.reward.pool import WorkerPool
 from verl.reward.base import RewardSample
-pool = WorkerPool([FunctionSpec({str(tmp_path / "faults.py")!r}, "act")], num_workers=2, timeout_s=600)
+spec = FunctionSpec({str(tmp_path / "faults.py")!r}, "act")
+pool = WorkerPool([spec], RewardConfig(timeout_s=600), num_workers=2)
 info = {{"pids": {str(tmp_path / "pids")!r}}}
 for i, what in enumerate([{fault!r}, "hang"]):
     pool.submit(i, 0, [RewardSample(i, "", what, extra_info=info)])

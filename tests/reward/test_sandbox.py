@@ -14,21 +14,20 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from verl import processes
-from verl.config.schema import RewardConfig
+from verl.config.sections.reward import RewardConfig, SandboxConfig, SandboxFusionConfig
 from verl.errors import RewardError
 from verl.reward import RewardSample, build_reward_manager, sandbox
-from verl.reward.sandbox import local, remote, seccomp
-from verl.reward.sandbox.program import FunctionCalls, Program
-from verl.reward.sandbox.settings import Settings
+from verl.reward.sandbox import Program, local, remote, seccomp
 from verl.reward.scorers import code
 
-LIMITS = Settings(timeout_s=120.0, memory_limit_mb=256, max_processes=24, max_file_mb=4)
+LIMITS = SandboxConfig(timeout_s=120.0, memory_limit_mb=256, max_processes=24, max_file_mb=4)
 UNAVAILABLE = local.why_unavailable()
 isolated = pytest.mark.skipif(
     UNAVAILABLE is not None, reason=f"the local sandbox cannot work here: {UNAVAILABLE}"
@@ -36,7 +35,7 @@ isolated = pytest.mark.skipif(
 
 
 def run(source: str, stdin: str = "", **limits):
-    return local.run(Program(source, stdin), Settings(**{**vars(LIMITS), **limits}))
+    return local.run(Program(source, stdin), replace(LIMITS, **limits))
 
 
 def tried(statement: str, **limits) -> str:
@@ -347,7 +346,7 @@ print(len(seen), b"8675309" in b"".join(seen))
     assert (
         outcome.end == "ok" and int(outcome.stdout.split()[0]) > 20 and outcome.stdout.split()[1] == "False"
     )
-    sandbox.configure(Settings(**{**vars(LIMITS), "budget_s": 60.0}))
+    sandbox.configure(RewardConfig(timeout_s=75.0, sandbox=LIMITS))
     cheat = f"```python\n{spy}\nprint(b'8675309' in b''.join(seen))\n```"
     assert code.compute_score(cheat, {"inputs": ["x"], "outputs": [hidden]})["score"] == 0.0
 
@@ -458,11 +457,10 @@ def test_it_works_for_an_ordinary_user_too():
     script = f"""
 import os, sys
 sys.path[:0] = {[str(root), *sys.path]!r}
-from verl.reward.sandbox import local
-from verl.reward.sandbox.program import Program
-from verl.reward.sandbox.settings import Settings
+from verl.config.sections.reward import SandboxConfig
+from verl.reward.sandbox import Program, local
 assert os.getuid() == 65533
-limits = Settings(timeout_s=60.0, max_processes=8)
+limits = SandboxConfig(timeout_s=60.0, max_processes=8)
 print(local.why_unavailable(), local.run(Program("print(open('/etc/passwd').read())"), limits).end)
 """
     python = local.find_python() or sys.executable
@@ -491,7 +489,7 @@ def test_the_system_call_filter():
     call = "r = {libc}.{what}; assert r != -1, os.strerror(ctypes.get_errno())"
     for what in ("ptrace(0, 0, 0, 0)", "unshare(0x10000000)", "mount(b'a', b'/scratch', b'tmpfs', 0, None)"):
         assert "Operation not permitted" in tried(call.format(libc=libc, what=what)), what
-    numbers = seccomp._MACHINES[platform.machine()][1]
+    numbers = seccomp.MACHINES[platform.machine()][1]
     for name in ("keyctl", "bpf", "io_uring_setup", "perf_event_open", "userfaultfd"):
         what = f"syscall({numbers[name]}, 0, 0, 0, 0)"
         assert "Operation not permitted" in tried(call.format(libc=libc, what=what)), name
@@ -509,9 +507,7 @@ def answer(machine: str, number: int, *arguments: int, arch: int | None = None) 
     data = seccomp.program(machine)
     assert data is not None
     program = list(struct.iter_unpack("=HBBI", data))
-    call = struct.pack(
-        "=iIQ6Q", number, arch or seccomp._MACHINES[machine][0], 0, *(*arguments, *[0] * 6)[:6]
-    )
+    call = struct.pack("=iIQ6Q", number, arch or seccomp.MACHINES[machine][0], 0, *(*arguments, *[0] * 6)[:6])
     place, loaded = 0, 0
     while True:
         operation, if_true, if_false, value = program[place]
@@ -528,7 +524,7 @@ def answer(machine: str, number: int, *arguments: int, arch: int | None = None) 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_on_both_machines(machine):
     refused = "Operation not permitted"
-    _, denied, (clone, clone3, socket_call, socketpair, mmap) = seccomp._MACHINES[machine]
+    _, denied, (clone, clone3, socket_call, socketpair, mmap) = seccomp.MACHINES[machine]
     for name in ("shmget", "shmat", "shmctl", "semget", "msgget", "memfd_create", "memfd_secret", "vmsplice"):
         assert name in denied
     assert {answer(machine, number) for number in denied.values()} == {refused}
@@ -555,21 +551,20 @@ def test_no_filter_for_other_machines():
 
 @isolated
 def test_function_calls_are_made_inside_and_compared_outside():
-    calls = FunctionCalls(
-        "def f(a, b=1):\n    print('noise')\n    return a / b\n", "f", [([4], {}), ([4, 2], {}), ([1, 0], {})]
-    )
-    assert calls.results(run(calls.program.source, calls.program.stdin)) == {0: 4.0, 1: 2.0}
-    method = FunctionCalls(
-        "class Solution:\n    def f(self, x):\n        return {x, x + 1}\n", "f", [([1], {})]
-    )
-    assert method.results(run(method.program.source, method.program.stdin)) == {0: {"__set__": [1, 2]}}
+    sandbox.configure(RewardConfig(sandbox=replace(LIMITS, timeout_s=250.0)))
+    noisy = "def f(a, b=1):\n    print('noise')\n    return a / b\n"
+    assert code.call_function(noisy, "f", [([4], {}), ([4, 2], {}), ([1, 0], {})], 250.0)[0] == {
+        0: 4.0,
+        1: 2.0,
+    }
+    method = "class Solution:\n    def f(self, x):\n        return {x, x + 1}\n"
+    assert code.call_function(method, "f", [([1], {})], 250.0)[0] == {0: {"__set__": [1, 2]}}
     for source in ("import os\nos._exit(0)", "syntax error", "def g(): pass", "import sys\nsys.exit()"):
-        broken = FunctionCalls(source, "f", [([1], {})])
-        assert broken.results(run(broken.program.source, broken.program.stdin)) == {}
-    half = FunctionCalls("def f(x):\n    while x: pass\n    return x\n", "f", [([0], {}), ([1], {})])
+        assert code.call_function(source, "f", [([1], {})], 250.0)[0] == {}
+    half = "def f(x):\n    while x: pass\n    return x\n"
     found, limit = {}, 2.0
     while not found and limit < 250:  # a slow machine gets to the first call with a longer limit
-        found = half.results(run(half.program.source, half.program.stdin, timeout_s=limit))
+        found, _ = code.call_function(half, "f", [([0], {}), ([1], {})], limit)
         limit *= 2
     assert found == {0: 0}
 
@@ -611,7 +606,7 @@ print(os.read(here, 16).decode())
 
 @isolated
 def test_a_sandbox_that_does_not_start_is_not_the_models_fault(monkeypatch):
-    monkeypatch.setattr(local, "_mounts", lambda python: iter([["--ro-bind", "/nowhere", "/usr"]]))
+    monkeypatch.setattr(local, "host_mounts", lambda python: iter([["--ro-bind", "/nowhere", "/usr"]]))
     outcome = run("print(1)")
     assert outcome.end == "sandbox" and "bwrap" in outcome.stderr
     fake = run("import sys\nprint('bwrap: no', file=sys.stderr)\nsys.exit(1)")
@@ -711,7 +706,7 @@ class FusionHandler(BaseHTTPRequestHandler):
 def fusion(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), FusionHandler)
     FusionHandler.failures, FusionHandler.requests = 0, []
-    monkeypatch.setattr(remote, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(remote, "BACKOFF_S", 0.01)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -720,8 +715,14 @@ def fusion(monkeypatch):
     thread.join()
 
 
+def use_service(url: str, **limits) -> None:
+    sandbox.configure(
+        RewardConfig(sandbox=SandboxConfig(**limits), sandbox_fusion=SandboxFusionConfig(url=url))
+    )
+
+
 def test_a_remote_service_runs_the_code(fusion):
-    sandbox.configure(Settings(url=fusion, timeout_s=60.0, memory_limit_mb=128))
+    use_service(fusion, timeout_s=60.0, memory_limit_mb=128)
     good = "```python\nprint(int(input()) + 1)\n```"
     assert code.compute_score(good, {"inputs": ["1", "2"], "outputs": ["2", "3"]})["score"] == 1.0
     calls = {"entry_point": "f", "tests": [{"args": [2], "expected": 4}, {"args": [3], "expected": 0}]}
@@ -732,19 +733,21 @@ def test_a_remote_service_runs_the_code(fusion):
 
 
 def test_a_remote_service_that_fails_is_retried_and_then_leaves_no_score(fusion):
+    use_service(fusion)
     FusionHandler.failures = 2
-    assert sandbox.run(Program("print(1)"), Settings(url=fusion)).stdout == "1\n"
+    assert sandbox.run(Program("print(1)")).stdout == "1\n"
     FusionHandler.failures = 9
-    outcome = sandbox.run(Program("print(1)"), Settings(url=fusion))
+    outcome = sandbox.run(Program("print(1)"))
     assert outcome.end == "sandbox" and "503" in outcome.stderr and fusion in outcome.stderr
-    assert sandbox.run(Program("x"), Settings(url="http://127.0.0.1:1")).end == "sandbox"
-    sandbox.configure(Settings(url="http://127.0.0.1:1"))
+    use_service("http://127.0.0.1:1")
+    assert sandbox.run(Program("x")).end == "sandbox"
     with pytest.raises(RewardError, match="sandbox_fusion.url"):
         code.compute_score("print(1)", {"inputs": [""], "outputs": ["1"]})
 
 
 def test_a_remote_program_that_fails_after_the_right_output_has_failed(fusion):
-    outcome = sandbox.run(Program("print(1); raise SystemExit(3)"), Settings(url=fusion))
+    use_service(fusion)
+    outcome = sandbox.run(Program("print(1); raise SystemExit(3)"))
     assert (outcome.end, outcome.stdout, outcome.exit_code) == ("error", "1\n", 3)
 
 
@@ -756,4 +759,4 @@ def test_remote_addresses():
 @pytest.fixture(autouse=True)
 def default_settings():
     yield
-    sandbox.configure(Settings())
+    sandbox.configure(RewardConfig())

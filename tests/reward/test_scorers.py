@@ -14,7 +14,6 @@ from verl.reward.scorers import (
     get_scorer,
     gsm8k,
     known_scorers,
-    math_dapo,
     qa,
     register_scorer,
 )
@@ -102,7 +101,7 @@ def test_algebra_decides_what_text_cannot_and_is_killed_when_it_does_not_end():
         assert math_scorer.equal(answer, truth) is expected, (answer, truth)
     hostile = "2^{2^{2^{2^{2^{2}}}}}"
     assert math_scorer.equal(hostile, "7") is False
-    assert math_scorer._verifier.restarts >= 1  # it had to be killed
+    assert math_scorer.verifier.restarts >= 1  # it had to be killed
     assert math_scorer.equal("2\\sqrt{2}", "\\sqrt{8}") is True  # and the next one is served
 
 
@@ -127,7 +126,7 @@ def test_math_takes_lists_whole_solutions_and_gives_a_format_score():
     ],
 )
 def test_math_dapo(response, truth, score):
-    assert math_dapo.compute_score(response, truth, symbolic=False)["score"] == score
+    assert math_scorer.compute_dapo_score(response, truth, symbolic=False)["score"] == score
 
 
 @pytest.mark.parametrize(
@@ -284,7 +283,7 @@ def test_format_and_length_pieces():
 
 
 def test_the_registry_knows_names_patterns_and_users_own(monkeypatch):
-    monkeypatch.setattr(scorers, "_REGISTERED", dict(scorers._REGISTERED))
+    monkeypatch.setattr(scorers, "REGISTERED", dict(scorers.REGISTERED))
     for name in known_scorers():
         assert callable(get_scorer(name.replace("*", "x") if name != "tasks/*" else "tasks/countdown"))
     assert find_scorer("aime2024") == "aime*" and find_scorer("openai/gsm8k") == "openai/gsm8k"

@@ -42,7 +42,7 @@ _REGISTRIES = {
     "adv_est": ("verl.algorithms.registry", "adv_estimator_names"),
     "policy_loss": ("verl.algorithms.registry", "policy_loss_names"),
     "rollout": ("verl.rollout", "known_rollouts"),
-    "reward_manager": ("verl.reward.build", "known_reward_managers"),
+    "reward_manager": ("verl.reward.managers", "known_reward_managers"),
     "tracker": ("verl.observe.trackers", "registered_trackers"),
 }
 

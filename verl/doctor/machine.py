@@ -140,13 +140,13 @@ def judge_limits(files: int | None) -> Finding:
 
 def sandbox() -> Iterator[Finding]:
     """Whether model-written code can run in isolation, by running some."""
-    from verl.reward.sandbox.local import availability
+    from verl.reward.sandbox.local import describe, why_unavailable
 
-    found = availability()
-    if found.isolated:
-        yield Finding("sandbox", "ok", found.describe())
+    problem = why_unavailable()
+    if problem is None:
+        yield Finding("sandbox", "ok", describe())
     else:
-        seen = f"{found.reason}; rewards that run model-written code are refused"
+        seen = f"{problem}; rewards that run model-written code are refused"
         yield Finding(
             "sandbox", "warning", seen, "apt-get install bubblewrap, or reward.sandbox_fusion.url=URL"
         )

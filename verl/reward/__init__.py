@@ -5,9 +5,8 @@ Importing this package loads no torch, so that a worker process starts quickly.
 
 from __future__ import annotations
 
-from verl.reward.base import RewardManager, RewardResult, RewardSample
-from verl.reward.build import build_reward_manager, register_reward_manager
-from verl.reward.failures import FailureAccount
+from verl.reward.base import FailureAccount, RewardManager, RewardResult, RewardSample
+from verl.reward.managers import build_reward_manager, register_reward_manager
 from verl.reward.scorers import get_scorer, register_scorer
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Binds a reward function's parameters by name and calls it.
+"""Imports a reward function and calls it with its parameters bound by name.
 
 A parameter gets, in this order: the value in `reward_kwargs`, the sample's field, the dataset's column of that name,
 its default. A function with `**kwargs` gets everything. A parameter that would stay unset is an error at start.
@@ -6,15 +6,25 @@ its default. A function with `**kwargs` gets everything. A parameter that would 
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from verl.errors import RewardError
 from verl.reward.base import RewardSample
-from verl.reward.loading import FunctionSpec, load_function
 from verl.reward.scorers import get_scorer
+
+DEFAULT_NAMES = ("compute_score", "compute_reward")
+SCORERS = "<scorers>"
+"""As the path of a FunctionSpec: the scorer registered for each row's data_source."""
 
 # Parameter name -> attribute of RewardSample.
 SAMPLE_NAMES: dict[str, str] = {
@@ -51,34 +61,195 @@ _KEYWORD_BATCH = ("prompts", "ground_truth", "data_source", "extra_info")
 
 
 @dataclass(frozen=True)
+class FunctionSpec:
+    """Where a function is, its `reward_kwargs` and its weight: plain data, from which a worker process imports it."""
+
+    path: str
+    name: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    label: str = ""
+    key: str = "reward.custom_reward_function"
+    """The config key to name in errors."""
+
+    @property
+    def is_scorers(self) -> bool:
+        return self.path == SCORERS
+
+    def describe(self) -> str:
+        return self.label or (f"{self.name} ({self.path})" if self.name else self.path)
+
+
+# ---- importing
+
+
+def load_function(spec: FunctionSpec) -> Callable[..., Any]:
+    """Import the function `spec` points at; RewardError says what was looked for and what is there instead."""
+    path, name = _split_path(spec)
+    try:
+        if _is_file(path):
+            check_file(spec)
+            module = _import_file(Path(path).expanduser().resolve())
+        else:
+            module, name = _import_module(path, name, spec)
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise RewardError(
+            f"Importing {path} ({spec.key}.path) failed with {type(error).__name__}: {error}{error_line(error)}."
+        ) from error
+    return _find_function(module, name, spec)
+
+
+def check_file(spec: FunctionSpec) -> None:
+    """Raise RewardError for a missing file, without importing anything."""
+    path, _ = _split_path(spec)
+    full = Path(path).expanduser()
+    if full.is_dir() and not _is_package(path):
+        problem, folder = "is a folder; give the file with the function", full
+    elif _is_file(path) and not full.is_file():
+        problem, folder = "does not exist", full.parent
+    else:
+        return
+    names = sorted(file.name for file in folder.glob("*.py"))[:10]
+    raise RewardError(
+        f"{spec.key}.path={path} {problem}. Python files in {folder}: {', '.join(names) or 'none'}."
+    )
+
+
+def spec_of(function: Callable[..., Any], **fields: Any) -> FunctionSpec | None:
+    """The spec by which another process can import `function`; None for closures, lambdas, methods and what is defined
+    in the script itself."""
+    module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if not module or module == "__main__" or not qualname or "<" in qualname:
+        return None
+    if _attribute(sys.modules.get(module), qualname) is not function:
+        return None
+    return FunctionSpec(path=f"{module}:{qualname}", label=qualname, **fields)
+
+
+def error_line(error: BaseException) -> str:
+    """File and line of the innermost frame that is neither ours nor Python's own, for messages."""
+    here, trace, found = os.path.dirname(__file__), error.__traceback__, ""
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        if os.path.dirname(filename) != here and not filename.startswith("<"):
+            found = f" ({os.path.basename(filename)}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return found
+
+
+def _attribute(target: Any, qualname: str) -> Any:
+    for name in qualname.split("."):
+        target = getattr(target, name, None)
+    return target
+
+
+def _is_package(path: str) -> bool:
+    """Whether a folder's name is also that of a package with code in it."""
+    spec = importlib.util.find_spec(path) if path.isidentifier() else None
+    return spec is not None and spec.origin is not None
+
+
+def _is_file(path: str) -> bool:
+    return path.endswith(".py") or "/" in path or Path(path).is_file()
+
+
+def _split_path(spec: FunctionSpec) -> tuple[str, str | None]:
+    """The file or module, and the function's name where one is given."""
+    path, colon, inline = spec.path.strip().rpartition(":")
+    if not spec.path.strip():
+        raise RewardError(
+            f"{spec.key}.path is empty; it takes a file, 'pkg.module' or 'pkg.module:function'."
+        )
+    if not colon:
+        return spec.path.strip(), spec.name
+    if spec.name not in (None, DEFAULT_NAMES[0], inline):  # the schema's default name was not asked for
+        raise RewardError(
+            f"{spec.key}.path={spec.path!r} and {spec.key}.name={spec.name!r} name two functions; keep one."
+        )
+    return path, inline
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"verl_user_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if (
+        str(path.parent) not in sys.path
+    ):  # so that the file can import its neighbours, as when run as a script
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is not a Python file")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_module(path: str, name: str | None, spec: FunctionSpec) -> tuple[ModuleType, str | None]:
+    """The module and the name of the function in it: `path` may also be 'pkg.module.function'."""
+    parent, _, function = path.rpartition(".")
+    for module, wanted in ((path, name), (parent, function)):
+        try:
+            if module:
+                return importlib.import_module(module), wanted
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module is there; one that it imports is not
+    raise RewardError(
+        f"No module named {path!r}; {spec.key}.path takes a file, 'pkg.module' or 'pkg.module:function'."
+    )
+
+
+def _find_function(module: ModuleType, name: str | None, spec: FunctionSpec) -> Callable[..., Any]:
+    defined = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isroutine(value) and not key.startswith("_") and value.__module__ == module.__name__
+    ]
+    if name is None or (name == DEFAULT_NAMES[0] and not hasattr(module, name)):  # the schema's default name
+        names = [key for key in DEFAULT_NAMES if callable(getattr(module, key, None))]
+        names = names or (defined if len(defined) == 1 else [])
+        wanted = " or ".join(DEFAULT_NAMES)
+    else:
+        names, wanted = [name], repr(name)
+    target = _attribute(module, names[0]) if names else None
+    if not callable(target):
+        seen = "" if target is None else f" ({wanted} is a {type(target).__name__}, not a function)"
+        raise RewardError(
+            f"{spec.path} has no function {wanted}{seen}; functions there: {', '.join(defined) or 'none'}. "
+            f"Set {spec.key}.name."
+        )
+    return target
+
+
+# ---- binding parameters
+
+
+@dataclass(frozen=True)
 class Signature:
     """A function's parameters as plain data, because the function itself may live in another process."""
 
     name: str
-    positional_only: tuple[str, ...] = ()
-    by_name: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
+    positional_only: Sequence[str] = ()
+    by_name: Sequence[str] = ()
+    optional: Sequence[str] = ()
     takes_any: bool = False
     is_async: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.positional_only + self.by_name
+        return (*self.positional_only, *self.by_name)
 
     @property
     def is_batch(self) -> bool:
         """Whether it scores all responses in one call."""
         return any(name in BATCH_NAMES for name in self.names)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Signature:
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
-        }
-        return cls(**fields)
 
     def check(
         self, kwargs: Mapping[str, Any], columns: Collection[str] | None = (), key: str = "reward"
@@ -94,20 +265,20 @@ class Signature:
             return
         known = {*SAMPLE_NAMES, *columns, *kwargs, *(BATCH_NAMES if self.is_batch else ())}
         required = [name for name in self.names if name not in self.optional]
+        there = ", ".join(sorted(columns)) or "none"
         unknown = [name for name in required if name not in known]
         if unknown:
             raise RewardError(
                 f"Reward function {self.name} asks for {_quoted(unknown)}, which nothing provides. Known parameters: "
-                f"{', '.join(SAMPLE_NAMES)}; for a whole batch {', '.join(BATCH_NAMES)}; columns of the data: "
-                f"{', '.join(sorted(columns)) or 'none'}. Rename the parameter, give it a default, or set "
-                f"{key}.reward_kwargs.{unknown[0]}."
+                f"{', '.join(SAMPLE_NAMES)}; for a whole batch {', '.join(BATCH_NAMES)}; columns of the data: {there}. "
+                f"Rename the parameter, give it a default, or set {key}.reward_kwargs.{unknown[0]}."
             )
         truth = [name for name in _TRUTH_PARAMETERS if name in required and name not in kwargs]
         if truth and columns and not set(columns) & set(TRUTH_COLUMNS):
             raise RewardError(
-                f"Reward function {self.name} asks for {truth[0]!r}, but no row has one in the columns "
-                f"reward_model.ground_truth, ground_truth or answer; the data has: {', '.join(sorted(columns))}. "
-                f"Rename the column, ask for it by its own name, or give the parameter a default."
+                f"Reward function {self.name} asks for {truth[0]!r}, but the data has no column "
+                f"reward_model.ground_truth, ground_truth or answer (columns: {there}). Rename the column, ask for it "
+                f"by its own name, or give the parameter a default."
             )
 
 
@@ -121,13 +292,12 @@ def signature_of(function: Callable[..., Any], name: str = "") -> Signature:
             f"The parameters of the reward function {label} cannot be read ({error}); wrap it in a Python function."
         ) from error
     kind = inspect.Parameter
+    named = (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
     call = type(function).__call__ if callable(function) else None  # a class with `async def __call__`
     return Signature(
         name=label,
         positional_only=tuple(p.name for p in parameters if p.kind is kind.POSITIONAL_ONLY),
-        by_name=tuple(
-            p.name for p in parameters if p.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
-        ),
+        by_name=tuple(p.name for p in parameters if p.kind in named),
         optional=tuple(p.name for p in parameters if p.default is not kind.empty),
         takes_any=any(p.kind is kind.VAR_KEYWORD for p in parameters),
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
@@ -151,30 +321,29 @@ class RewardFunction:
     def call(self, samples: Sequence[RewardSample]) -> Any:
         """Call it for one sample, or for a whole batch with every argument a list. An async function returns a
         coroutine."""
+        signature = self.signature
         columns: Mapping[str, Any]
-        if self.signature.is_batch:
+        if signature.is_batch:
             names = SAMPLE_NAMES | BATCH_NAMES
-            fields = {
-                name: [getattr(sample, attribute) for sample in samples] for name, attribute in names.items()
-            }
+            fields = {name: [getattr(sample, of) for sample in samples] for name, of in names.items()}
             every = dict.fromkeys(name for sample in samples for name in sample.columns)
             columns = {name: [sample.columns.get(name) for sample in samples] for name in every}
         else:
             columns = samples[0].columns
             fields = {name: getattr(samples[0], attribute) for name, attribute in SAMPLE_NAMES.items()}
         available = {**columns, **fields, **self.kwargs}
-        values = {name: available[name] for name in self.signature.names if name in available}
-        missing = [name for name in self.signature.names if name not in (*values, *self.signature.optional)]
+        values = {name: available[name] for name in signature.names if name in available}
+        missing = [name for name in signature.names if name not in (*values, *signature.optional)]
         if missing:
             raise RewardError(
                 f"Reward function {self.name} asks for {missing[0]!r}, which this row does not have; "
                 f"give the parameter a default or the data that column."
             )
-        if self.signature.takes_any:
-            keywords = _KEYWORD_BATCH if self.signature.is_batch else _KEYWORD_SAMPLE
+        if signature.takes_any:
+            keywords = _KEYWORD_BATCH if signature.is_batch else _KEYWORD_SAMPLE
             values = {**columns, **{name: fields[name] for name in keywords}, **self.kwargs, **values}
         arguments: list[Any] = []
-        for parameter in self.signature.positional_only:
+        for parameter in signature.positional_only:
             if parameter not in values:
                 break  # from here on the defaults apply
             arguments.append(values.pop(parameter))
@@ -208,7 +377,7 @@ class ScorerFunction(RewardFunction):
     def call(self, samples: Sequence[RewardSample]) -> Any:
         return self.scorer(samples[0].data_source).call(samples)
 
-    def check(self, data_sources: Sequence[str], columns: Sequence[str] | None, key: str) -> None:
+    def check(self, data_sources: Sequence[str], columns: Collection[str] | None, key: str) -> None:
         used: set[str] = set()
         for data_source in data_sources:
             function = self.scorer(data_source)

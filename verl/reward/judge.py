@@ -23,7 +23,7 @@ from verl.config.sections.reward import JudgeConfig
 from verl.errors import ConfigError
 from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import Signature
-from verl.reward.results import interpret
+from verl.reward.scoring import interpret
 
 DEFAULT_PROMPT = """You judge answers. Read the task and the answer below and decide how good the answer is.
 
@@ -37,9 +37,8 @@ Answer:
 {response}
 
 Think briefly, then write on the last line only a number between 0 (useless) and 1 (perfect)."""
-_FIRST_PAUSE_S = 0.5
+FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-_MAX_ANSWER = 4 << 20
 _RETRIED_STATUS = (408, 409, 425, 429)  # and 5xx
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 
@@ -54,8 +53,6 @@ class JudgeBackend(Backend):
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._url = _endpoint(str(config.base_url))
-        if not config.model:
-            raise ConfigError("reward.judge.base_url is set but reward.judge.model is not.")
         self._prompt = _prompt_text(config.prompt)
         self._pattern = _pattern(config.score_pattern)
         self._rate_limit = RateLimit(config.requests_per_minute)
@@ -84,23 +81,22 @@ class JudgeBackend(Backend):
         try:
             text = self._ask(sample)
             found = self._pattern.findall(_THOUGHT.sub("", text))
-            if not found:
-                raise JudgeFailed(
-                    f"its answer {text[-120:]!r} has no score (reward.judge.score_pattern={self._pattern.pattern!r})"
-                )
-            group = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+            group = found[-1] if found else ""
+            group = group[0] if isinstance(group, tuple) else group
             try:
                 score = float(group) / self._config.max_score
             except ValueError:
-                raise JudgeFailed(f"its score {group!r} is no number (reward.judge.score_pattern)") from None
+                pattern = self._pattern.pattern
+                raise JudgeFailed(
+                    f"no score in its answer {text[-120:]!r} (reward.judge.score_pattern={pattern!r})"
+                ) from None
             return interpret({"score": score, "judge_answer": text[-500:]}, "judge", sample)
         except JudgeFailed as error:
-            text = f"The judge {self._config.model} at {self._url} gave no score: {error}"
-            return RewardResult(None, error=text)
+            return RewardResult(None, error=f"The judge {self._config.model} at {self._url} failed: {error}")
 
     def _ask(self, sample: RewardSample) -> str:
         request = self._request(sample)
-        problem, pause = "", _FIRST_PAUSE_S
+        problem, pause = "", FIRST_PAUSE_S
         for attempt in range(self._config.retries + 1):
             if attempt:
                 # Spread out, so that many waiting requests do not come back at the same moment.
@@ -149,8 +145,6 @@ class JudgeBackend(Backend):
                 body += chunk
                 if time.monotonic() > deadline:  # httpx bounds each read, not the whole answer
                     raise ValueError(f"no answer within reward.judge.timeout_s={self._config.timeout_s:g} s")
-                if len(body) > _MAX_ANSWER:
-                    raise ValueError(f"an answer of more than {_MAX_ANSWER} bytes")
         return response.status_code, response.headers, bytes(body)
 
 
@@ -174,12 +168,9 @@ class RateLimit:
 
 def _content(answer: Any) -> str:
     try:
-        content = answer["choices"][0]["message"]["content"]
+        return str(answer["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError):
         raise ValueError(f"an answer without choices[0].message.content: {str(answer)[:200]}") from None
-    if not isinstance(content, str):
-        raise ValueError(f"an answer whose content is {type(content).__name__}")
-    return content
 
 
 def _task(sample: RewardSample) -> str:
@@ -192,12 +183,7 @@ def _task(sample: RewardSample) -> str:
 
 
 def _endpoint(base_url: str) -> str:
-    try:
-        url = httpx.URL(base_url)
-        valid = url.scheme in ("http", "https") and bool(url.host)
-    except httpx.InvalidURL:
-        valid = False
-    if not valid:
+    if not re.match("https?://[^/]", base_url):
         raise ConfigError(
             f"reward.judge.base_url is {base_url!r}; it must be an address such as http://localhost:8000/v1."
         )
@@ -211,8 +197,8 @@ def _prompt_text(prompt: str | None) -> str:
         text = Path(prompt).read_text(encoding="utf-8")
     if "{response}" not in text:
         raise ConfigError(
-            f"reward.judge.prompt ({text[:60]!r}) has no {{response}}, so the judge would not see the answer. It is a "
-            f"text, or the name of a file that exists, with {{response}} and optionally {{prompt}}, {{ground_truth}}."
+            f"reward.judge.prompt ({text[:60]!r}) has no {{response}}. It is a text, or the name of a file, with "
+            f"{{response}} and optionally {{prompt}}, {{ground_truth}}."
         )
     return text
 
@@ -221,12 +207,12 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(text)
     except re.error as error:
-        raise ConfigError(
-            f"reward.judge.score_pattern={text!r} is not a regular expression: {error}."
-        ) from error
-    if pattern.groups < 1:
-        raise ConfigError(f"reward.judge.score_pattern={text!r} has no group; put the number in (...).")
-    return pattern
+        problem = f"is not a regular expression: {error}"
+    else:
+        if pattern.groups:
+            return pattern
+        problem = "has no group; put the number in (...)"
+    raise ConfigError(f"reward.judge.score_pattern={text!r} {problem}.")
 
 
 def _retry_after(value: str | None) -> float:

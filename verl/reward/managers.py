@@ -1,45 +1,92 @@
-"""The reward manager behind all four built-in names: calls one or several rewards and sums their scores.
+"""The reward manager behind all four built-in names, built from the config's reward section.
 
 With several rewards the score is their weighted sum, each single score is in `extra` under the reward's name, and a
-sample that one of them could not score has no score.
+sample that one of them could not score has no score. Functions run in worker processes, a reward model on GPUs of its
+own where it is given some. In this process run only functions with `reward.in_process=True`, functions that no other
+process can import (closures, lambdas), and a model on the trainer's GPUs. The log says which functions and why.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.config.known import REWARD_MANAGERS
+from verl.config.sections.reward import OverlongBufferConfig, RewardConfig
 from verl.errors import ConfigError, RewardError
-from verl.reward.base import Backend, RewardManager, RewardResult, RewardSample
-from verl.reward.failures import causes
-from verl.reward.functions import Signature
+from verl.processes import usable_cores
+from verl.reward import sandbox
+from verl.reward.base import Backend, RewardManager, RewardResult, RewardSample, causes
+from verl.reward.functions import (
+    DEFAULT_NAMES,
+    SCORERS,
+    FunctionSpec,
+    RewardFunction,
+    ScorerFunction,
+    Signature,
+    check_file,
+    load,
+    spec_of,
+)
+from verl.reward.pool import WorkerPool
+from verl.reward.scorers import check_data_sources, registered_scorers, uses_sandbox
+from verl.reward.scoring import InProcessBackend
 
-Shaper = Callable[[Sequence[RewardSample], list[RewardResult]], list[RewardResult]]
+_log = logging.getLogger(__name__)
+
+ManagerFactory = Callable[..., RewardManager]
+RewardModelFactory = Callable[[], Backend]
+"""Starts the reward model on GPUs of its own."""
+FACTORIES: dict[str, ManagerFactory] = {}
 
 
 @dataclass
 class RewardTerm:
-    """One reward of the sum."""
+    """One reward of the sum; `spec` is None for a model or a judge."""
 
     backend: Backend
     label: str
     weight: float = 1.0
     function: int = 0
-    check: Callable[[Sequence[str], Sequence[str] | None], None] | None = None
+    spec: FunctionSpec | None = None
 
     @property
     def signature(self) -> Signature:
         return self.backend.signatures[self.function]
 
+    def check(self, data_sources: Sequence[str], columns: Collection[str] | None) -> None:
+        """Raise RewardError for rows no scorer knows and parameters nothing provides."""
+        if self.spec is None:
+            return
+        if not self.spec.is_scorers:
+            self.signature.check(self.spec.kwargs, columns, self.spec.key)
+            return
+        check_data_sources(data_sources)
+        ScorerFunction(self.spec.kwargs).check(data_sources, columns, self.spec.key)
+        if any(uses_sandbox(name) for name in data_sources):
+            sandbox.require()
+
 
 class FunctionRewardManager(RewardManager):
-    """Scores with one or several terms and then shapes the sum."""
+    """Scores with one or several terms; `overlong` adds DAPO's penalty for responses near `max_response_length`."""
 
-    def __init__(self, terms: Sequence[RewardTerm], shaper: Shaper | None = None) -> None:
+    def __init__(
+        self,
+        terms: Sequence[RewardTerm],
+        overlong: OverlongBufferConfig | None = None,
+        max_response_length: int = 0,
+    ) -> None:
+        if overlong is not None and not 0 < overlong.len <= max_response_length:
+            raise ConfigError(
+                f"reward.overlong_buffer.len is {overlong.len}; it must be between 1 and "
+                f"data.max_response_length={max_response_length}."
+            )
         self.terms = list(terms)
         self._backends = list(dict.fromkeys(term.backend for term in terms))
-        self._shaper = shaper
+        self._overlong, self._max_response_length = overlong, max_response_length
         self._samples: list[RewardSample] = []
         # In every key, so that what an interrupted batch left behind is never taken for a result of the next.
         self._batch = 0
@@ -61,10 +108,8 @@ class FunctionRewardManager(RewardManager):
 
     def check(self, data_sources: Collection[str] = (), columns: Collection[str] | None = None) -> None:
         """Raise RewardError for rows no scorer knows and parameters nothing provides."""
-        sources = sorted({str(name) for name in data_sources})
         for term in self.terms:
-            if term.check is not None:
-                term.check(sources, None if columns is None else sorted(columns))
+            term.check(sorted({str(name) for name in data_sources}), columns)
 
     def preflight(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """Score a few rows before anything expensive; RewardError when none of them gets a score."""
@@ -104,8 +149,8 @@ class FunctionRewardManager(RewardManager):
             for number, term in enumerate(self.terms)
         ]
         results = [self._sum(row) for row in zip(*columns, strict=True)]
-        if self._shaper is not None:
-            results = self._shaper(samples, results)
+        if self._overlong is not None:
+            results = self._penalized(self._overlong, samples, results)
         return {sample.index: result for sample, result in zip(samples, results, strict=True)}
 
     def take_calls(self) -> int | None:
@@ -120,45 +165,259 @@ class FunctionRewardManager(RewardManager):
             backend.close()
 
     def _sum(self, results: Sequence[RewardResult]) -> RewardResult:
+        pairs = list(zip(self.terms, results, strict=True))
         errors = [result.error for result in results if result.score is None]
-        score = None
-        if not errors:
-            pairs = zip(self.terms, results, strict=True)
-            score = sum(term.weight * (result.score or 0.0) for term, result in pairs)
+        score = None if errors else sum(term.weight * (result.score or 0.0) for term, result in pairs)
         if len(results) == 1:
             return replace(results[0], score=score)
         extra: dict[str, Any] = {}
-        for term, result in zip(self.terms, results, strict=True):
+        for term, result in pairs:
             for key, value in result.extra.items():
                 extra[f"{term.label}/{key}" if key in extra else key] = value
-        for term, result in zip(self.terms, results, strict=True):
-            if result.score is not None:
-                extra[term.label] = result.score
+        extra |= {term.label: result.score for term, result in pairs if result.score is not None}
         return RewardResult(score, extra, errors[0] if errors else None)
 
-
-def overlong_shaper(max_response_length: int, buffer: Any) -> Shaper:
-    """Adds DAPO's overlong penalty, as the section `reward.overlong_buffer` says; with its `log` the extra values
-    `overlong_reward` and `overlong` report it."""
-    if not 0 < buffer.len <= max_response_length:
-        raise ConfigError(
-            f"reward.overlong_buffer.len is {buffer.len}; it must be between 1 and "
-            f"data.max_response_length={max_response_length}."
-        )
-
-    def shape(samples: Sequence[RewardSample], results: list[RewardResult]) -> list[RewardResult]:
-        import torch  # worker processes import this module and need no torch
+    def _penalized(
+        self, buffer: OverlongBufferConfig, samples: Sequence[RewardSample], results: list[RewardResult]
+    ) -> list[RewardResult]:
+        import torch  # worker processes import this package and need no torch
 
         from verl.algorithms.sampling import overlong_penalty
 
         lengths = torch.tensor([sample.response_length for sample in samples], dtype=torch.long)
-        penalties = overlong_penalty(lengths, max_response_length, buffer.len, buffer.penalty_factor).tolist()
-        shaped = []
+        longest = self._max_response_length
+        penalties = overlong_penalty(lengths, longest, buffer.len, buffer.penalty_factor).tolist()
+        penalized = []
         for result, penalty in zip(results, penalties, strict=True):
             if result.score is not None:
                 log = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if buffer.log else {}
                 result = replace(result, score=result.score + penalty, extra={**result.extra, **log})
-            shaped.append(result)
-        return shaped
+            penalized.append(result)
+        return penalized
 
-    return shape
+
+# ---- building
+
+
+def register_reward_manager(name: str) -> Callable[[ManagerFactory], ManagerFactory]:
+    """Decorator: `reward.reward_manager.name=NAME` then calls this with the arguments of `build_reward_manager`."""
+    if not isinstance(name, str) or not name:
+        raise RewardError(f"register_reward_manager takes a name, not {name!r}.")
+
+    def add(factory: ManagerFactory) -> ManagerFactory:
+        FACTORIES[name] = factory
+        return factory
+
+    return add
+
+
+def known_reward_managers() -> list[str]:
+    return sorted(FACTORIES)
+
+
+def build_reward_manager(
+    reward_cfg: RewardConfig,
+    *,
+    max_response_length: int,
+    tokenizer: Any = None,
+    function: Any = None,
+    reward_model_factory: RewardModelFactory | None = None,
+) -> RewardManager:
+    """The manager the config names. `function`, a callable or a list of them, replaces the config's functions.
+    `reward_model_factory` starts a reward model on GPUs of its own; only where `reward.reward_model.n_gpus_per_node`
+    is set is it passed on and called."""
+    name = reward_cfg.reward_manager.name
+    if name not in FACTORIES:
+        raise RewardError(
+            f"reward.reward_manager.name is {name!r}; known: {', '.join(sorted(FACTORIES))}. "
+            f"Add your own with register_reward_manager({name!r})."
+        )
+    factory = FACTORIES[name]
+    arguments: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "function": function,
+        "max_response_length": max_response_length,
+    }
+    gpus = reward_cfg.reward_model.n_gpus_per_node
+    if reward_cfg.reward_model.enable and gpus:
+        parameters = inspect.signature(factory).parameters.values()
+        takes_it = any(p.kind is p.VAR_KEYWORD or p.name == "reward_model_factory" for p in parameters)
+        if reward_model_factory is None or not takes_it:
+            why = (
+                "here"
+                if reward_model_factory is None
+                else f"with reward.reward_manager.name={name}, which takes no argument for it"
+            )
+            raise ConfigError(
+                f"A reward model on GPUs of its own (reward.reward_model.n_gpus_per_node={gpus}) is not possible "
+                f"{why}; set it to 0 or use one of {', '.join(REWARD_MANAGERS)}."
+            )
+        arguments["reward_model_factory"] = reward_model_factory
+    return factory(reward_cfg, **arguments)
+
+
+@register_reward_manager("naive")
+def naive(reward_cfg: RewardConfig, **arguments: Any) -> FunctionRewardManager:
+    """One worker process, one sample after the other."""
+    if (reward_cfg.num_workers or 1) > 1:
+        _log.warning(
+            "reward.num_workers=%d has no effect with reward.reward_manager.name=naive; prime scores in parallel",
+            reward_cfg.num_workers,
+        )
+    return _build(reward_cfg, workers=1, **arguments)
+
+
+@register_reward_manager("prime")
+def prime(reward_cfg: RewardConfig, **arguments: Any) -> FunctionRewardManager:
+    """`reward.num_workers` processes; by default one per CPU core, at most 8."""
+    return _build(reward_cfg, workers=reward_cfg.num_workers or min(usable_cores(), 8), **arguments)
+
+
+@register_reward_manager("dapo")
+def dapo(reward_cfg: RewardConfig, **arguments: Any) -> RewardManager:
+    """As prime, with the overlong penalty."""
+    if not reward_cfg.overlong_buffer.enable:
+        _log.warning(
+            "reward.reward_manager.name=dapo without reward.overlong_buffer.enable=True: no length penalty is applied"
+        )
+    return prime(reward_cfg, **arguments)
+
+
+@register_reward_manager("batch")
+def batch(reward_cfg: RewardConfig, **arguments: Any) -> FunctionRewardManager:
+    """The function gets the whole batch in one call."""
+    manager = _build(reward_cfg, workers=1, **arguments)
+    for signature in manager.signatures:
+        if not signature.is_batch:
+            manager.close()
+            raise RewardError(
+                f"reward.reward_manager.name=batch calls the function once for all responses, but {signature.name} "
+                f"takes one sample. Give it a parameter 'completions' and return a list, or use naive or prime."
+            )
+    return manager
+
+
+def _build(
+    cfg: RewardConfig,
+    *,
+    workers: int,
+    function: Any,
+    max_response_length: int,
+    tokenizer: Any = None,
+    reward_model_factory: RewardModelFactory | None = None,
+) -> FunctionRewardManager:
+    sandbox.configure(cfg)
+    several = isinstance(function, Sequence) and not isinstance(function, str)
+    objects = list(function) if several else [] if function is None else [function]
+    specs = _specs_of_objects(objects, cfg) if objects else _specs_of_config(cfg)
+    terms: list[RewardTerm] = []
+    try:
+        terms += _function_terms(specs, objects, cfg, workers)
+        if cfg.judge.base_url:
+            from verl.reward.judge import JudgeBackend
+
+            terms.append(RewardTerm(JudgeBackend(cfg.judge), "judge", cfg.judge.weight))
+        if cfg.reward_model.enable:
+            from verl.reward.model import ModelBackend
+
+            model = reward_model_factory() if reward_model_factory else ModelBackend(cfg.reward_model)
+            terms.append(RewardTerm(model, "reward_model", cfg.reward_model.weight))
+        labels = [term.label for term in terms]
+        for number, term in enumerate(terms):
+            if earlier := labels[:number].count(term.label):
+                term.label += f"_{earlier + 1}"
+        overlong = cfg.overlong_buffer if cfg.overlong_buffer.enable else None
+        return FunctionRewardManager(terms, overlong, max_response_length)
+    except BaseException:
+        for term in terms:
+            term.backend.close()
+        raise
+
+
+def _specs_of_config(cfg: RewardConfig) -> list[FunctionSpec]:
+    """The functions the config names; the scorers of the data sources when nothing else gives a reward."""
+    custom = cfg.custom_reward_function
+    specs = [
+        FunctionSpec(
+            item.path, item.name, dict(item.reward_kwargs), item.weight, key=f"reward.functions[{number}]"
+        )
+        for number, item in enumerate(cfg.functions)
+    ]
+    if custom.path or not (specs or cfg.reward_model.enable or cfg.judge.base_url):
+        specs.append(FunctionSpec(custom.path or SCORERS, custom.name, dict(custom.reward_kwargs)))
+    for spec in specs:
+        if not spec.is_scorers:
+            check_file(spec)
+    return specs
+
+
+def _specs_of_objects(functions: list[Callable[..., Any]], cfg: RewardConfig) -> list[FunctionSpec]:
+    """Specs of functions given as objects; without a path where no other process can import them."""
+    if cfg.custom_reward_function.path or cfg.functions:
+        _log.warning(
+            "reward: the function given as an argument replaces reward.custom_reward_function.path and reward.functions"
+        )
+    kwargs = dict(cfg.custom_reward_function.reward_kwargs)
+    specs = []
+    for function in functions:
+        if not callable(function):
+            raise RewardError(f"The reward function given is a {type(function).__name__}; give a callable.")
+        name = getattr(function, "__qualname__", type(function).__name__)
+        specs.append(spec_of(function, kwargs=kwargs) or FunctionSpec("", name, kwargs, label=name))
+    return specs
+
+
+def _function_terms(
+    specs: list[FunctionSpec], objects: list[Callable[..., Any]], cfg: RewardConfig, workers: int
+) -> list[RewardTerm]:
+    """Start the functions in worker processes, or in this process where they can run nowhere else."""
+    scorers = {name: spec_of(function) for name, function in registered_scorers().items()}
+    local = {number: why for number, spec in enumerate(specs) if (why := _why_in_process(spec, cfg, scorers))}
+    backends: dict[int, tuple[Backend, int]] = {}
+    remote = [number for number in range(len(specs)) if number not in local]
+    if remote:
+        importable = {name: spec.path for name, spec in scorers.items() if spec}
+        try:
+            pool = WorkerPool(
+                [specs[number] for number in remote], cfg, num_workers=workers, scorers=importable
+            )
+            backends |= {number: (pool, position) for position, number in enumerate(remote)}
+        except RewardError as error:
+            if not objects:
+                raise
+            # Objects whose module another process cannot import after all (a test, a notebook): we have them here.
+            local |= dict.fromkeys(remote, str(error))
+    for number, reason in local.items():
+        name = "the scorers" if specs[number].is_scorers else specs[number].describe()
+        _log.warning("reward: %s runs in the trainer's process, without a deadline: %s", name, reason)
+    if local:
+        functions = [
+            RewardFunction(objects[number], specs[number].kwargs, specs[number].describe())
+            if objects
+            else load(specs[number])
+            for number in local
+        ]
+        in_process = InProcessBackend(functions, cfg.timeout_s, cfg.max_concurrency)
+        backends |= {number: (in_process, position) for position, number in enumerate(local)}
+    return [_term(spec, *backends[number]) for number, spec in enumerate(specs)]
+
+
+def _why_in_process(spec: FunctionSpec, cfg: RewardConfig, scorers: dict[str, FunctionSpec | None]) -> str:
+    if cfg.in_process:
+        return "reward.in_process=True"
+    if not spec.path:
+        return "no other process can import it (a closure, a lambda, or defined in the script itself)"
+    closures = [name for name, importable in scorers.items() if importable is None]
+    if spec.is_scorers and closures:
+        return f"the registered scorers of {', '.join(closures)} cannot be imported by another process"
+    return ""
+
+
+def _term(spec: FunctionSpec, backend: Backend, function: int) -> RewardTerm:
+    label = backend.signatures[function].name.split(" (")[0]
+    unnamed = not spec.is_scorers and spec.name == DEFAULT_NAMES[0] and ":" not in spec.path
+    if unnamed and label not in DEFAULT_NAMES:
+        wanted = " or ".join(DEFAULT_NAMES)
+        instead = f"its only one, {label}, is used (set {spec.key}.name={label})"
+        _log.info("reward: %s has no function %s; %s", spec.path, wanted, instead)
+    return RewardTerm(backend, label, spec.weight, function, spec)

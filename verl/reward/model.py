@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl.algorithms.balance import sequence_work
 from verl.config.sections.reward import RewardModelConfig
-from verl.errors import ConfigError, ModelError, TrainingHalted
+from verl.errors import ModelError, TrainingHalted
 from verl.models.dtypes import torch_dtype
 from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import Signature
@@ -49,33 +49,25 @@ class RewardModel:
         path, code = str(config.model_path), config.trust_remote_code
         path = str(Path(path).expanduser()) if path.startswith("~") else path
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        auto = "auto" if where.type == "cuda" else torch.float32
-        dtype = (
-            auto
-            if config.dtype == "auto"
-            else torch_dtype(config.dtype, "reward.reward_model.dtype", ("auto",))
-        )
+        dtype: Any = "auto" if where.type == "cuda" else torch.float32
+        if config.dtype != "auto":
+            dtype = torch_dtype(config.dtype, "reward.reward_model.dtype", ("auto",))
         try:
             model, found = AutoModelForSequenceClassification.from_pretrained(
                 path, dtype=dtype, trust_remote_code=code, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ModelError(
-                f"The reward model reward.reward_model.model_path={path!r} cannot be loaded: {error}. It needs a "
-                f"sequence-classification model and its tokenizer."
-            ) from error
-        if model.config.num_labels != 1:
-            raise ModelError(
-                f"The reward model reward.reward_model.model_path={path!r} has {model.config.num_labels} labels; it "
-                f"must have one."
+            problem = (
+                f"cannot be loaded: {error}. It needs a sequence-classification model and its tokenizer."
             )
+            raise ModelError(f"reward.reward_model.model_path={path!r} {problem}") from error
         missing = sorted(found.get("missing_keys") or ())
-        if missing:
-            raise ModelError(
-                f"The reward model reward.reward_model.model_path={path!r} lacks the weights "
-                f"{', '.join(missing[:3])}, so its rewards would be random."
-            )
+        if model.config.num_labels != 1 or missing:
+            problem = f"lacks the weights {', '.join(missing[:3])}, so its rewards would be random"
+            if model.config.num_labels != 1:
+                problem = f"has {model.config.num_labels} labels; it must have one"
+            raise ModelError(f"reward.reward_model.model_path={path!r} {problem}.")
         limit = config.max_length or _length_limit(model, tokenizer)
         return cls(model, tokenizer, where, limit, config.micro_batch_size_per_gpu or DEFAULT_BATCH)
 
@@ -92,7 +84,7 @@ class RewardModel:
 
     def score(self, samples: Sequence[RewardSample]) -> list[tuple[float, bool]]:
         """For each sample its reward and whether its beginning had to be cut off."""
-        encoded = [self._encode(sample) for sample in samples]
+        encoded = [self.encode(sample) for sample in samples]
         order = sorted(range(len(samples)), key=lambda i: len(encoded[i][0]))
         scores: list[tuple[float, bool]] = [(math.nan, False)] * len(samples)
         for start in range(0, len(order), self.batch_size):
@@ -110,7 +102,7 @@ class RewardModel:
             self.model.to("cpu")
             torch.cuda.empty_cache()
 
-    def _encode(self, sample: RewardSample) -> tuple[list[int], bool]:
+    def encode(self, sample: RewardSample) -> tuple[list[int], bool]:
         messages = sample.messages or [{"role": "user", "content": sample.prompt}]
         conversation = [*messages, {"role": "assistant", "content": sample.response}]
         if getattr(self.tokenizer, "chat_template", None):
@@ -138,7 +130,7 @@ class ModelBackend(Backend):
     def __init__(self, config: RewardModelConfig) -> None:
         check_path(config)
         self._config = config
-        self._model: RewardModel | None = None
+        self.model: RewardModel | None = None
         self._tasks: list[tuple[Hashable, Sequence[RewardSample]]] = []
 
     @property
@@ -152,9 +144,9 @@ class ModelBackend(Backend):
         tasks, self._tasks = self._tasks, []
         if not tasks:
             return {}
-        if self._model is None:
-            self._model = RewardModel.from_config(self._config)
-        model = self._model
+        if self.model is None:
+            self.model = RewardModel.from_config(self._config)
+        model = self.model
         model.onload()
         try:
             return {key: model.results(samples) for key, samples in tasks}
@@ -163,17 +155,13 @@ class ModelBackend(Backend):
                 model.offload()
 
     def close(self) -> None:
-        self._model = None
+        self.model = None
         self._tasks.clear()
 
 
 def check_path(config: RewardModelConfig) -> None:
     """Raise before anything is loaded or started if `model_path` cannot be a model."""
-    path = config.model_path
-    if not path:
-        raise ConfigError(
-            "reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or id."
-        )
+    path = str(config.model_path)
     folder = Path(path).expanduser()
     if (folder.exists() or path.startswith(("/", "~", "."))) and not (folder / "config.json").is_file():
         raise ModelError(f"reward.reward_model.model_path={path!r} has no config.json.")

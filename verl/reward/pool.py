@@ -1,8 +1,8 @@
 """A pool of worker processes that call reward functions.
 
-Every submitted task gets exactly one answer. A call that misses its deadline, crashes, exits or exceeds the memory or
-process limit costs only its own samples their score: the worker's whole process tree is killed before a new worker
-starts, and tasks that waited behind it run again.
+Every submitted task gets exactly one answer. A call that misses its deadline, crashes, exits or exceeds the memory
+limit costs only its own samples their score: the worker's whole process tree is killed before a new worker starts, and
+tasks that waited behind it run again.
 
 One thread runs an event loop that starts the workers and talks to them: the kernel ends a worker with the thread that
 started it.
@@ -21,25 +21,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl import processes
 from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
 from verl.reward.base import Backend, RewardResult, RewardSample
-from verl.reward.evaluate import rows_text
-from verl.reward.functions import Signature
-from verl.reward.loading import FunctionSpec
-from verl.reward.sandbox import Settings
+from verl.reward.functions import FunctionSpec, Signature
+from verl.reward.scoring import rows_text
 from verl.reward.worker import Task, WorkerProcess, WorkerSetup
 
 _log = logging.getLogger(__name__)
 
-MAX_PROCESSES = 64
-"""Processes one worker may have at the same time, itself included, besides those of a sandbox."""
 _START_LIMIT_S = 600.0
 _MAX_FAILED_STARTS = 3
-_GRACE_S = 2.0  # an async function's own deadline fires first; this is for one that blocks its event loop
+GRACE_S = 2.0  # an async function's own deadline fires first; this is for one that blocks its event loop
 _AHEAD_S = 0.05  # so much work is sent ahead, so that a worker need not wait for us between quick calls
 _MAX_AHEAD = 16
 _CHECK_S = 0.1
@@ -53,32 +50,31 @@ class WorkerPool(Backend):
     def __init__(
         self,
         specs: Sequence[FunctionSpec],
+        cfg: RewardConfig,
         *,
         num_workers: int = 1,
-        timeout_s: float = RewardConfig.timeout_s,
-        memory_limit_mb: int | None = None,
-        max_concurrency: int = RewardConfig.max_concurrency,
         scorers: Mapping[str, str] | None = None,
-        sandbox_settings: Settings | None = None,
         quiet: bool = False,
     ) -> None:
-        """`quiet`: killed calls are expected by the caller and logged at level DEBUG only."""
-        self.timeout_s = timeout_s
+        """`scorers` are those a user registered, as `module:function`; `quiet`: killed calls are expected by the caller
+        and logged at level DEBUG only."""
+        self.timeout_s = cfg.timeout_s
         self.num_workers = num_workers
         self.restarts = 0
         self.calls: int = 0
         self._names = ", ".join(spec.describe() for spec in specs)
         self._kill_level = logging.DEBUG if quiet else logging.WARNING
-        sandboxed = sandbox_settings or Settings()
-        self._setup = WorkerSetup(tuple(specs), timeout_s, memory_limit_mb, dict(scorers or {}), sandboxed)
-        # Programs in the sandbox are descendants too, and have limits of their own.
+        fusion = replace(
+            cfg.sandbox_fusion, max_concurrent=max(1, cfg.sandbox_fusion.max_concurrent // num_workers)
+        )
+        self._setup = WorkerSetup(tuple(specs), replace(cfg, sandbox_fusion=fusion), dict(scorers or {}))
+        # Programs in the sandbox are descendants too, and have a limit of their own.
         self._memory_limit = (
-            (memory_limit_mb + sandboxed.memory_limit_mb) << 20
-            if memory_limit_mb
+            (cfg.memory_limit_mb + cfg.sandbox.memory_limit_mb) << 20
+            if cfg.memory_limit_mb
             else processes.host_memory_limit() // 2
         )
-        self._process_limit = MAX_PROCESSES + sandboxed.max_processes
-        self._per_worker = max(1, max_concurrency // num_workers)
+        self._per_worker = max(1, cfg.max_concurrency // num_workers)
         self._signatures: list[Signature] = []
         self._ids = itertools.count()
         self._workers: list[WorkerProcess] = []
@@ -186,9 +182,9 @@ class WorkerPool(Backend):
             self._workers.append(worker)
             self._loop.add_reader(worker.output, worker.read_output)
             try:
-                problem = await self._talk(worker)
+                await self._talk(worker)
                 worker.ending = True
-                problem = await self._how_it_ended(worker, problem)
+                problem = await self._how_it_ended(worker)
             finally:
                 await worker.end()
             self._workers.remove(worker)
@@ -203,29 +199,23 @@ class WorkerPool(Backend):
                     f"The reward function {self._names}, imported in a worker process, {problem}."
                 )
 
-    async def _talk(self, worker: WorkerProcess) -> str:
-        """Pass replies on until the socket closes; what the worker did wrong, if it still runs then."""
+    async def _talk(self, worker: WorkerProcess) -> None:
+        """Pass replies on until the socket closes or something else than a reply comes out of it."""
         reader, worker.writer = await asyncio.open_unix_connection(sock=worker.socket, limit=_MAX_LINE)
         worker.send(pickle.dumps(self._setup))
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, ValueError, KeyError, TypeError):
             while (line := await reader.readline()).endswith(b"\n"):
                 worker.read_output()  # what a call printed is logged before its result arrives
-                try:
-                    self._handle(worker, json.loads(line))
-                except (ValueError, KeyError, TypeError):
-                    return "wrote into its result channel and was killed"
-        return ""
+                self._handle(worker, json.loads(line))
 
-    async def _how_it_ended(self, worker: WorkerProcess, problem: str) -> str:
-        if worker.kill_reason or problem:
-            return worker.kill_reason or problem
-        deadline = time.monotonic() + 3.0
-        while worker.process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.002)
+    async def _how_it_ended(self, worker: WorkerProcess) -> str:
+        if worker.kill_reason:
+            return worker.kill_reason
+        await worker.wait(3.0)
         if worker.cgroup is not None and worker.cgroup.ran_out_of_memory():
             return self._memory_problem("too much")
         if worker.process.returncode is None:
-            return "closed its result channel and was killed"
+            return "broke the connection to the trainer and was killed"
         return processes.describe_exit(worker.process.returncode)
 
     def _handle(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
@@ -235,17 +225,15 @@ class WorkerPool(Backend):
             worker.ready = True
             self._failed_starts = 0
             with self._changed:
-                self._signatures = [Signature.from_json(item) for item in message["ready"]]
+                self._signatures = [Signature(**item) for item in message["ready"]]
                 self._changed.notify_all()
         else:
-            task = worker.tasks[message["id"]]
-            results = [RewardResult(*row) for row in message["results"]]
-            del worker.tasks[task.id]
+            task = worker.tasks.pop(message["id"])
             now = time.monotonic()
             took = now - max(worker.last_reply_at, task.sent_at)
             worker.last_reply_at = now
             self._call_s = took if self._call_s == 0.0 else 0.9 * self._call_s + 0.1 * took
-            self._answer(task, results)
+            self._answer(task, [RewardResult(*row) for row in message["results"]])
         self._dispatch()
 
     def _answer(self, task: Task, results: list[RewardResult]) -> None:
@@ -299,8 +287,8 @@ class WorkerPool(Backend):
             for worker in self._workers:
                 if not worker.ending:
                     self._enforce_deadline(worker, start)
-                if not worker.ending and start >= next_scan and (worker.tasks or not worker.ready):
-                    self._enforce_sizes(worker)
+                if worker.cgroup is None and not worker.ending and start >= next_scan:
+                    self._enforce_memory(worker)
             if start >= next_scan:  # reading /proc may take long on a machine with very many processes
                 next_scan = time.monotonic() + 20 * (time.monotonic() - start)
 
@@ -311,17 +299,13 @@ class WorkerPool(Backend):
         # The deadline is of the call, not of the wait behind others.
         since = 0.0 if self._concurrent else worker.last_reply_at
         late = [now - max(task.sent_at, since) - self.timeout_s for task in running]
-        if late and max(late) >= (_GRACE_S if self._concurrent else 0.0):
+        if late and max(late) >= (GRACE_S if self._concurrent else 0.0):
             reason = f"took longer than reward.timeout_s={self.timeout_s:g} s and was killed"
             worker.kill(reason, [task for task, by in zip(running, late, strict=True) if by >= 0.0])
 
-    def _enforce_sizes(self, worker: WorkerProcess) -> None:
+    def _enforce_memory(self, worker: WorkerProcess) -> None:
         pids = [process.pid for process in processes.descendants(worker.process.pid)]
-        if (count := len(pids)) > self._process_limit:
-            limit = self._process_limit - 1
-            reason = f"started {count - 1} processes (at most {limit}) and was killed with them"
-            worker.kill(reason, self._running(worker))
-        elif worker.cgroup is None and (used := processes.resident_bytes(pids)) > self._memory_limit:
+        if (used := processes.resident_bytes(pids)) > self._memory_limit:
             worker.kill(self._memory_problem(f"{used >> 20} MB of"), self._running(worker))
 
     def _memory_problem(self, used: str) -> str:

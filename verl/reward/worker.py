@@ -21,21 +21,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
 from verl import processes
+from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
 from verl.reward import sandbox
 from verl.reward.base import RewardResult, RewardSample
-from verl.reward.evaluate import failed, score, score_async
-from verl.reward.functions import RewardFunction, load
-from verl.reward.loading import FunctionSpec, load_function
+from verl.reward.functions import FunctionSpec, RewardFunction, load, load_function
 from verl.reward.scorers import register_scorer
+from verl.reward.scoring import FunctionExited, score, score_async
 
 HEADER = struct.Struct(">I")
-MAX_REPLY_BYTES = 1 << 20
-MAX_REPLY_BYTES_PER_SAMPLE = 64 << 10
 _OUTPUT_TAIL = 2000
 _SHOWN_LINES = 50
 _MAIN = (
@@ -51,11 +49,9 @@ class WorkerSetup:
     """The first message: what to import and under which limits."""
 
     specs: tuple[FunctionSpec, ...]
-    timeout_s: float
-    memory_limit_mb: int | None = None
-    scorers: Mapping[str, str] = field(default_factory=dict)
+    config: RewardConfig
+    scorers: Mapping[str, str]
     """Scorers the user registered in the trainer, as `module:function`."""
-    sandbox_settings: sandbox.Settings = field(default_factory=sandbox.Settings)
 
 
 @dataclass(eq=False)
@@ -114,16 +110,20 @@ class WorkerProcess:
         if self.writer is not None:
             self.writer.transport.abort()
 
-    async def end(self, timeout_s: float = 5.0) -> None:
-        """Kill it with everything it started. Safe to call again after it was cancelled."""
-        self.ending = True
-        self.process.terminate()
+    async def wait(self, timeout_s: float) -> None:
+        """Until the process has ended, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.002)
+
+    async def end(self) -> None:
+        """Kill it with everything it started. Safe to call again after it was cancelled."""
+        self.ending = True
+        self.process.terminate()
+        await self.wait(5.0)
         if (
-            self.process.poll() is None
-        ):  # the supervisor was stopped, or something below it is stuck in the kernel
+            self.process.returncode is None
+        ):  # the supervisor was stopped, or something below it hangs in the kernel
             processes.kill_tree(self.process.pid)
             self.process.wait()
         if self.output.closed:
@@ -172,9 +172,10 @@ def main(socket_fd: int, cgroup_fd: int | None = None) -> None:
     channel = socket.socket(fileno=socket_fd)
     reader = channel.makefile("rb")
     setup: WorkerSetup = pickle.loads(_read_frame(reader) or b"")
-    sandbox.configure(setup.sandbox_settings)
-    if setup.memory_limit_mb is not None:
-        limit = setup.memory_limit_mb << 20
+    config = setup.config
+    sandbox.configure(config)
+    if config.memory_limit_mb is not None:
+        limit = config.memory_limit_mb << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         for data_source, target in setup.scorers.items():
@@ -183,44 +184,36 @@ def main(socket_fd: int, cgroup_fd: int | None = None) -> None:
     except RewardError as error:
         channel.sendall(_line({"load_error": str(error)}))
         return
-    channel.sendall(_line({"ready": [function.signature.to_json() for function in functions]}))
+    channel.sendall(_line({"ready": [asdict(function.signature) for function in functions]}))
     if any(function.signature.is_async for function in functions):
-        asyncio.run(_serve_async(channel, functions, setup.timeout_s))
+        asyncio.run(_serve_async(channel, functions, config.timeout_s))
     else:
-        _serve(channel, reader, functions, setup.timeout_s)
+        _serve(channel, reader, functions, config.timeout_s)
 
 
 def _serve(
     channel: socket.socket, reader: BinaryIO, functions: list[RewardFunction], timeout_s: float
 ) -> None:
-    own_pid = os.getpid()
     while (frame := _read_frame(reader)) is not None:
         task, number, samples = pickle.loads(frame)
         try:
             results = score(functions[number], samples, timeout_s)
-        except BaseException as error:  # also sys.exit must not end the worker
-            results = failed(functions[number], samples, error, None)
-        if os.getpid() != own_pid:
-            os._exit(0)  # the function forked and the child returned here
-        _flush()
+        except FunctionExited as error:
+            results = [RewardResult(None, error=str(error)) for _ in samples]
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm the function left must not hit the next sample
-        channel.sendall(_reply(task, functions[number].name, results))
+        channel.sendall(_reply(task, results))
 
 
 async def _serve_async(channel: socket.socket, functions: list[RewardFunction], timeout_s: float) -> None:
-    own_pid = os.getpid()
     running: set[asyncio.Task[None]] = set()
     reader, writer = await asyncio.open_unix_connection(sock=channel)
 
     async def one(task: int, number: int, samples: list[RewardSample]) -> None:
         try:
             results = await score_async(functions[number], samples, timeout_s)
-        except (RewardError, KeyboardInterrupt) as error:
-            results = failed(functions[number], samples, error, None)
-        if os.getpid() != own_pid:
-            os._exit(0)
-        _flush()
-        writer.write(_reply(task, functions[number].name, results))
+        except FunctionExited as error:
+            results = [RewardResult(None, error=str(error)) for _ in samples]
+        writer.write(_reply(task, results))
 
     with contextlib.suppress(asyncio.IncompleteReadError):
         while True:
@@ -228,12 +221,6 @@ async def _serve_async(channel: socket.socket, functions: list[RewardFunction], 
             call = asyncio.create_task(one(*pickle.loads(await reader.readexactly(length))))
             running.add(call)
             call.add_done_callback(running.discard)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the function may have replaced or closed it
-            stream.flush()
 
 
 def _read_frame(reader: BinaryIO) -> bytes | None:
@@ -245,10 +232,8 @@ def _line(message: Mapping[str, object]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _reply(task: int, name: str, results: list[RewardResult]) -> bytes:
-    line = _line({"id": task, "results": [[r.score, r.extra, r.error] for r in results]})
-    limit = MAX_REPLY_BYTES + len(results) * MAX_REPLY_BYTES_PER_SAMPLE
-    if len(line) <= limit:
-        return line
-    error = f"Reward function {name}: its extra values take {len(line)} bytes; the limit is {limit}"
-    return _line({"id": task, "results": [[None, {}, error] for _ in results]})
+def _reply(task: int, results: list[RewardResult]) -> bytes:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the function may have replaced or closed it
+            stream.flush()
+    return _line({"id": task, "results": [[result.score, result.extra, result.error] for result in results]})

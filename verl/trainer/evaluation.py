@@ -22,9 +22,8 @@ from verl.data.rl_dataset import as_mapping, truth_of
 from verl.errors import DataError, RewardError
 from verl.observe.console import counting, shared_console
 from verl.observe.jsonl import dumps, jsonable
-from verl.reward.base import RewardManager, RewardResult, RewardSample
-from verl.reward.build import build_reward_manager
-from verl.reward.failures import causes
+from verl.reward.base import RewardManager, RewardResult, RewardSample, causes
+from verl.reward.managers import build_reward_manager
 from verl.trainer.row_output import ExtendedRows, require_writable
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from verl.algorithms.sampling import constant_groups, dynamic_sampling_failed, g
 from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Timer
-from verl.reward.base import RewardManager, RewardResult, RewardSample
-from verl.reward.failures import FailureAccount
+from verl.reward.base import FailureAccount, RewardManager, RewardResult, RewardSample
 from verl.rollout.base import Response
 from verl.workers.group import WorkerGroup
 from verl.workers.rollout import GenerationSettings, greedy_settings, training_settings

@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
         from verl.config.schema import EvaluationConfig
 
         cfg = load_config(EvaluationConfig, arguments)
-        from verl.reward.failures import causes
+        from verl.reward.base import causes
         from verl.trainer.evaluation import evaluate_file, show
 
         result = evaluate_file(cfg)

@@ -5,35 +5,45 @@ from __future__ import annotations
 
 import logging
 
+from verl.config.sections.reward import RewardConfig, SandboxConfig
 from verl.errors import RewardError
 from verl.reward.sandbox.program import Outcome, Program
-from verl.reward.sandbox.settings import Settings, configure, settings
 
-__all__ = ["Outcome", "Program", "Settings", "configure", "require", "run", "settings"]
+__all__ = ["Outcome", "Program", "configure", "configured", "require", "run"]
 
 _log = logging.getLogger(__name__)
+_config = RewardConfig()
 
 
-def run(program: Program, using: Settings | None = None) -> Outcome:
-    """Run one program with the current settings, or with `using`."""
-    chosen = using or settings()
-    if chosen.url:
+def configure(config: RewardConfig) -> None:
+    """Use the sections `sandbox` and `sandbox_fusion` of `config` in this process from now on."""
+    global _config
+    _config = config
+
+
+def configured() -> RewardConfig:
+    return _config
+
+
+def run(program: Program, limits: SandboxConfig | None = None) -> Outcome:
+    """Run one program, by default with the configured limits."""
+    limits, url = limits or _config.sandbox, _config.sandbox_fusion.url
+    if url:
         from verl.reward.sandbox import remote
 
-        return remote.run(program, chosen)
+        return remote.run(program, limits, url)
     from verl.reward.sandbox import local
 
-    return local.run(program, chosen)
+    return local.run(program, limits)
 
 
 def require() -> None:
-    """Raise RewardError where programs could not be run as the settings demand."""
-    chosen = settings()
-    if chosen.url:
+    """Raise RewardError where programs could not be run as configured."""
+    if _config.sandbox_fusion.url:
         return
     from verl.reward.sandbox import local
 
-    found = local.availability()
-    if not found.isolated and not chosen.allow_unisolated:
-        raise RewardError(local.refusal(found.reason))
-    _log.info("model-written code: %s", found.describe())
+    problem = local.why_unavailable()
+    if problem and not _config.sandbox.allow_unisolated:
+        raise RewardError(local.refusal(problem))
+    _log.info("model-written code: %s", local.describe())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import json
 import math
 import os
 import re
@@ -22,14 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from verl import processes
+from verl.config.sections.reward import SandboxConfig
 from verl.errors import RewardError
-from verl.reward.sandbox import launch, seccomp
+from verl.reward.sandbox import seccomp
 from verl.reward.sandbox.program import End, Outcome, Program
-from verl.reward.sandbox.settings import Settings
 
 OUTPUT_LIMIT = 4 << 20
 _ERROR_LIMIT = 64 << 10
@@ -40,15 +40,38 @@ _SOURCE = "/solution.py"
 _SCRATCH = "/scratch"
 _WRITABLE = (_SCRATCH, "/dev/shm")
 _INODE_BYTES = 1024  # what the kernel keeps for one name in a tmpfs, at most
+# Runs first inside the sandbox, with nothing but the standard library: set limits that cannot be raised again, then
+# become the program.
+_LAUNCH = """
+import json, os, resource, sys
+job = json.loads(sys.argv[1])
+if job["cgroup"] is not None:
+    os.write(job["cgroup"], b"0")
+    os.close(job["cgroup"])
+for name, value in job["limits"].items():
+    number = getattr(resource, "RLIMIT_" + name)
+    hard = resource.getrlimit(number)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(number, (value, value))
+with open(job["source"], encoding="utf-8") as file:
+    source = file.read()
+os.write(job["started"], b"1")
+os.close(job["started"])
+sys.argv = ["solution.py"]
+space = {"__name__": "__main__", "__builtins__": __builtins__, "__file__": "solution.py"}
+code = compile(source, "solution.py", "exec")
+del job, name, value, number, hard, file, source
+exec(code, space)
+"""
 
 
-def run(program: Program, settings: Settings) -> Outcome:
+def run(program: Program, limits: SandboxConfig) -> Outcome:
     """Run in isolation; RewardError where the machine does not allow it."""
     problem = why_unavailable()
     if problem is None:
-        return _run(program, settings, isolated=True)
-    if settings.allow_unisolated:
-        return _run(program, settings, isolated=False)
+        return _run(program, limits, isolated=True)
+    if limits.allow_unisolated:
+        return _run(program, limits, isolated=False)
     raise RewardError(refusal(problem))
 
 
@@ -68,7 +91,7 @@ def why_unavailable() -> str | None:
         return "bubblewrap (the program bwrap) is not installed"
     if find_python() is None:
         return "no Python that an unprivileged user may run in sys.base_prefix or /usr/bin"
-    outcome = _run(Program("print('inside')"), Settings(timeout_s=20.0), isolated=True)
+    outcome = _run(Program("print('inside')"), SandboxConfig(timeout_s=20.0), isolated=True)
     if outcome.end == "ok" and outcome.stdout == "inside\n":
         return None
     return f"bubblewrap does not work on this machine: {outcome.stderr.strip()[-300:] or outcome.end}"
@@ -101,11 +124,11 @@ def _open_to_all(path: Path) -> bool:
     return all(folder.stat().st_mode & 0o001 for folder in path.parents) and bool(path.stat().st_mode & 0o001)
 
 
-def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
+def _run(program: Program, limits: SandboxConfig, isolated: bool) -> Outcome:
     with contextlib.ExitStack() as stack:
         started_here, started_there = _pipe(stack)
         info_here, info_there = _pipe(stack)
-        cgroup = processes.MemoryCgroup.create(settings.memory_limit_mb << 20, settings.max_processes)
+        cgroup = processes.MemoryCgroup.create(limits.memory_limit_mb << 20, limits.max_processes)
         cgroup_fd = None
         if cgroup is not None:
             stack.callback(cgroup.close)
@@ -114,16 +137,16 @@ def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
         environment, drop = {}, {}
         unprivileged = _NOBODY if os.geteuid() == 0 else None
         if isolated:
-            inner = launch.arguments(_SOURCE, started_there, cgroup_fd, settings)
+            inner = _python_arguments(_SOURCE, started_there, cgroup_fd, limits)
             source_fd = _sealed(stack, program.source)
             filter_fd = _sealed(stack, seccomp.program() or b"") if seccomp.program() else None
             descriptors += [info_there, source_fd, *([] if filter_fd is None else [filter_fd])]
-            command = _bubblewrap(settings, info_there, source_fd, filter_fd, inner)
+            command = _bubblewrap(limits, info_there, source_fd, filter_fd, inner)
             folder = "/"
             if unprivileged is not None:
                 drop = {"user": unprivileged, "group": unprivileged, "extra_groups": []}
         else:
-            inner = launch.arguments("solution.py", started_there, cgroup_fd, settings)
+            inner = _python_arguments("solution.py", started_there, cgroup_fd, limits)
             folder = _scratch(stack, program.source)
             command = processes.supervised_command([find_python() or sys.executable, *inner], unprivileged)
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
@@ -145,7 +168,7 @@ def _run(program: Program, settings: Settings, isolated: bool) -> Outcome:
         finally:
             os.close(started_there)
             os.close(info_there)
-        watch = _Watch(process, started_here, info_here, settings, check_memory=cgroup is None)
+        watch = _Watch(process, started_here, info_here, limits, check_memory=cgroup is None)
         try:
             end = watch.until_end()
         finally:
@@ -171,7 +194,7 @@ class _Watch:
         process: subprocess.Popen[bytes],
         started_fd: int,
         info_fd: int,
-        settings: Settings,
+        limits: SandboxConfig,
         check_memory: bool,
     ) -> None:
         """`check_memory`: no cgroup limits the program's memory."""
@@ -179,7 +202,7 @@ class _Watch:
         self.started = False
         self.out, self.err = bytearray(), bytearray()
         self._started_fd, self._info_fd = started_fd, info_fd
-        self._settings = settings
+        self._limits = limits
         self._namespace: _Namespace | None = None
         self._deadline = time.monotonic() + _START_LIMIT_S
         self._next_check = time.monotonic() + _WATCH_S if check_memory else math.inf
@@ -227,7 +250,7 @@ class _Watch:
 
     def _start(self, data: bytes) -> None:
         self.started = True
-        self._deadline = time.monotonic() + self._settings.timeout_s
+        self._deadline = time.monotonic() + self._limits.timeout_s
 
     def _find_namespace(self, data: bytes) -> None:
         found = re.search(rb'"child-pid": *(\d+)', data)
@@ -240,12 +263,12 @@ class _Watch:
         if (
             self._namespace is not None and self.started
         ):  # before that its first process sees the host's files
-            files = self._namespace.file_bytes(self._settings)
+            files = self._namespace.file_bytes(self._limits)
         pids = [process.pid for process in processes.descendants(self.process.pid)]
         used = processes.resident_bytes(pids, files)
         done = time.monotonic()
         self._next_check = done + max(_WATCH_S, 20 * (done - now))
-        return used > (self._settings.memory_limit_mb << 20)
+        return used > (self._limits.memory_limit_mb << 20)
 
 
 class _Namespace:
@@ -263,14 +286,14 @@ class _Namespace:
         gone.poll()  # until the last process of the namespace has ended
         os.close(self._pidfd)
 
-    def file_bytes(self, settings: Settings) -> int:
+    def file_bytes(self, limits: SandboxConfig) -> int:
         """Bytes of the program's files: all folders it can write to are in memory."""
         total = 0
         for folder in _WRITABLE:
             try:
                 usage = os.statvfs(f"/proc/{self._first}/root{folder}")
             except PermissionError:
-                total += _scratch_limit(settings)
+                total += _scratch_limit(limits)
                 continue
             except OSError:  # not there yet, or ended
                 continue
@@ -279,12 +302,30 @@ class _Namespace:
         return total
 
 
-def _scratch_limit(settings: Settings) -> int:
-    return 4 * settings.max_file_mb << 20
+def _scratch_limit(limits: SandboxConfig) -> int:
+    return 4 * limits.max_file_mb << 20
+
+
+def _python_arguments(
+    source: str, started_fd: int, cgroup_fd: int | None, limits: SandboxConfig
+) -> list[str]:
+    """Python's arguments for launching the file `source` (a path as the sandbox sees it); `cgroup_fd` is the `join_fd`
+    of its cgroup."""
+    resources = {
+        "AS": limits.memory_limit_mb << 20,
+        "CPU": int(limits.timeout_s) + 1,
+        "NPROC": limits.max_processes,
+        "FSIZE": limits.max_file_mb << 20,
+        "NOFILE": 256,
+        "MEMLOCK": 0,  # also what zero-copy sends may pin
+        "CORE": 0,
+    }
+    job = {"limits": resources, "source": source, "started": started_fd, "cgroup": cgroup_fd}
+    return ["-s", "-B", "-X", "utf8", "-c", _LAUNCH, json.dumps(job)]
 
 
 def _bubblewrap(
-    settings: Settings, info_fd: int, source_fd: int, filter_fd: int | None, inner: list[str]
+    limits: SandboxConfig, info_fd: int, source_fd: int, filter_fd: int | None, inner: list[str]
 ) -> list[str]:
     python, bwrap = find_python(), find_bwrap()
     if python is None or bwrap is None:
@@ -294,11 +335,11 @@ def _bubblewrap(
     command += ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"]
     command += ["--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", _SCRATCH]
     command += ["--setenv", "LANG", "C.UTF-8"]
-    command += [argument for mount in _mounts(python) for argument in mount]
+    command += [argument for mount in host_mounts(python) for argument in mount]
     # /dev/zero can be mapped as shared memory that no limit counts; /dev/full reads as zeros too and cannot.
     command += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"]
     for folder in _WRITABLE:
-        command += ["--size", str(_scratch_limit(settings)), "--tmpfs", folder]
+        command += ["--size", str(_scratch_limit(limits)), "--tmpfs", folder]
     command += ["--remount-ro", "/dev", "--symlink", _SCRATCH, "/tmp"]
     command += ["--ro-bind-data", str(source_fd), _SOURCE, "--remount-ro", "/", "--chdir", _SCRATCH]
     if filter_fd is not None:
@@ -306,7 +347,7 @@ def _bubblewrap(
     return [*command, "--", python, *inner]
 
 
-def _mounts(python: str) -> Iterator[list[str]]:
+def host_mounts(python: str) -> Iterator[list[str]]:
     """What of the host is visible: programs and libraries of the system, and the interpreter if it is elsewhere."""
     yield ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
@@ -351,21 +392,13 @@ def _scratch(stack: contextlib.ExitStack, source: str) -> str:
     return folder
 
 
-@dataclass(frozen=True)
-class Availability:
-    """Whether and how programs can be isolated on this machine; `reason` says why not."""
-
-    isolated: bool
-    reason: str
-
-    def describe(self) -> str:
-        isolation = f"no isolation ({self.reason})"
-        if self.isolated:
-            isolation = f"bubblewrap works, {'with' if seccomp.program() else 'without'} a system call filter"
-        limit = "a watch every 0.1 s (no cgroup v2 to create groups in)"
-        return f"{isolation}; memory is limited by {'a cgroup' if processes.cgroup_parent() else limit}"
-
-
-def availability() -> Availability:
+def describe() -> str:
+    """How programs are isolated and limited on this machine."""
     problem = why_unavailable()
-    return Availability(problem is None, problem or "")
+    isolation = f"no isolation ({problem})"
+    if problem is None:
+        isolation = f"bubblewrap works, {'with' if seccomp.program() else 'without'} a system call filter"
+    limit = (
+        "a cgroup" if processes.cgroup_parent() else "a check every 0.1 s (no cgroup v2 to create groups in)"
+    )
+    return f"{isolation}; memory is limited by {limit}"

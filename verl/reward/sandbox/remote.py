@@ -7,36 +7,36 @@ from typing import Any
 
 import httpx
 
+from verl.config.sections.reward import SandboxConfig
 from verl.reward.sandbox.program import End, Outcome, Program
-from verl.reward.sandbox.settings import Settings
 
 _ATTEMPTS = 3
-_BACKOFF_S = 0.5
+BACKOFF_S = 0.5
 _ENDS: dict[str, End] = {"Finished": "ok", "TimeLimitExceeded": "timeout", "Error": "error"}
 
 
-def run(program: Program, settings: Settings) -> Outcome:
+def run(program: Program, limits: SandboxConfig, url: str) -> Outcome:
     """Run remotely. A service that cannot be reached or answers nonsense gives the end `sandbox`."""
     began = time.monotonic()
     request = {
         "code": program.source,
         "stdin": program.stdin,
         "language": "python",
-        "compile_timeout": settings.timeout_s,
-        "run_timeout": settings.timeout_s,
-        "memory_limit_MB": settings.memory_limit_mb,
+        "compile_timeout": limits.timeout_s,
+        "run_timeout": limits.timeout_s,
+        "memory_limit_MB": limits.memory_limit_mb,
         "files": {},
         "fetch_files": [],
     }
     problem = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
-            time.sleep(_BACKOFF_S * 2 ** (attempt - 1))
+            time.sleep(BACKOFF_S * 2 ** (attempt - 1))
         try:
             answer = httpx.post(
-                address(settings.url or ""),
+                address(url),
                 json=request,
-                timeout=settings.timeout_s + 30.0,
+                timeout=limits.timeout_s + 30.0,
                 follow_redirects=True,
             )
             answer.raise_for_status()
@@ -47,7 +47,7 @@ def run(program: Program, settings: Settings) -> Outcome:
                 break
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-    text = f"the sandbox service at {settings.url} (reward.sandbox_fusion.url) failed: {problem}"
+    text = f"the sandbox service at {url} (reward.sandbox_fusion.url) failed: {problem}"
     return Outcome("sandbox", stderr=text, seconds=time.monotonic() - began)
 
 

@@ -46,7 +46,7 @@ _AARCH64 = {
     "memfd_secret": 447, "vmsplice": 75,
 }  # fmt: skip
 # machine -> AUDIT_ARCH, denied calls, numbers of clone, clone3, socket, socketpair, mmap
-_MACHINES = {
+MACHINES = {
     "x86_64": (0xC000003E, _X86_64, (56, 435, 41, 53, 9)),
     "aarch64": (0xC00000B7, _AARCH64, (220, 435, 198, 199, 222)),
 }
@@ -55,7 +55,7 @@ _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 def program(machine: str | None = None) -> bytes | None:
     """The filter for this machine; None where we have no table for it."""
-    known = _MACHINES.get(machine or platform.machine())
+    known = MACHINES.get(machine or platform.machine())
     if known is None:
         return None
     arch, denied, (clone, clone3, socket_call, socketpair, mmap) = known

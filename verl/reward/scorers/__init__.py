@@ -24,8 +24,8 @@ _BUILTIN: dict[str, str] = {
     "DigitalLearningGmbH/MATH-lighteval": ".math:compute_score",
     "HuggingFaceH4/MATH-500": ".math:compute_score",
     "numina*": ".math:compute_score",
-    "math_dapo": ".math_dapo:compute_score",
-    "aime*": ".math_dapo:compute_score",
+    "math_dapo": ".math:compute_dapo_score",
+    "aime*": ".math:compute_dapo_score",
     "multiple_choice": ".choice:compute_score",
     "mmlu*": ".choice:compute_score",
     "gpqa*": ".choice:compute_score",
@@ -42,7 +42,7 @@ _BUILTIN: dict[str, str] = {
     "humaneval": ".code:compute_score",
     "tasks/*": "verl.data.tasks:compute_score",
 }
-_REGISTERED: dict[str, Scorer] = {}
+REGISTERED: dict[str, Scorer] = {}
 
 
 def register_scorer(*data_sources: str) -> Callable[[Scorer], Scorer]:
@@ -52,7 +52,7 @@ def register_scorer(*data_sources: str) -> Callable[[Scorer], Scorer]:
 
     def add(function: Scorer) -> Scorer:
         for name in data_sources:
-            _REGISTERED[name] = function
+            REGISTERED[name] = function
         return function
 
     return add
@@ -60,10 +60,10 @@ def register_scorer(*data_sources: str) -> Callable[[Scorer], Scorer]:
 
 def find_scorer(data_source: str) -> str | None:
     """The registered name or pattern that serves `data_source`."""
-    for table in (_REGISTERED, _BUILTIN):
+    for table in (REGISTERED, _BUILTIN):
         if data_source in table:
             return data_source
-    for table in (_REGISTERED, _BUILTIN):
+    for table in (REGISTERED, _BUILTIN):
         for name in table:
             if name.endswith("*") and fnmatchcase(data_source, name):
                 return name
@@ -75,8 +75,8 @@ def get_scorer(data_source: str) -> Scorer:
     name = find_scorer(data_source)
     if name is None:
         raise unknown_sources([data_source])
-    if name in _REGISTERED:
-        return _REGISTERED[name]
+    if name in REGISTERED:
+        return REGISTERED[name]
     module, _, function = _BUILTIN[name].partition(":")
     return getattr(importlib.import_module(module, __name__), function)
 
@@ -84,16 +84,16 @@ def get_scorer(data_source: str) -> Scorer:
 def uses_sandbox(data_source: str) -> bool:
     """Whether scoring this source runs code a model wrote."""
     name = find_scorer(data_source)
-    return name is not None and name not in _REGISTERED and _BUILTIN[name].startswith(".code:")
+    return name is not None and name not in REGISTERED and _BUILTIN[name].startswith(".code:")
 
 
 def known_scorers() -> list[str]:
-    return sorted({*_BUILTIN, *_REGISTERED})
+    return sorted({*_BUILTIN, *REGISTERED})
 
 
 def registered_scorers() -> dict[str, Scorer]:
     """Those a user added in this process."""
-    return dict(_REGISTERED)
+    return dict(REGISTERED)
 
 
 def check_data_sources(data_sources: Iterable[str]) -> None:

@@ -14,9 +14,10 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from verl.config.sections.reward import RewardConfig
 from verl.requirements import install_command
 from verl.reward.base import RewardSample
-from verl.reward.loading import FunctionSpec
+from verl.reward.functions import FunctionSpec
 from verl.reward.scorers.latex import last_boxed, normalise, split_top_level
 from verl.reward.scorers.numbers import to_decimal
 
@@ -26,6 +27,8 @@ SYMBOLIC_TIMEOUT_S = 3.0
 _MAX_SYMBOLIC = 400  # characters; longer answers are compared as text only
 _MAX_DIGITS = 2000
 
+_TAIL = 300  # characters in which DAPO's answer is looked for
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _FRACTION = re.compile(r"^([-+]?)\\frac\{([-+]?[\d.]+)\}\{([-+]?[\d.]+)\}$")
 _SLASH = re.compile(r"^([-+]?[\d.]+)/([-+]?[\d.]+)$")
 _MIXED = re.compile(r"^([-+]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}$")
@@ -44,6 +47,20 @@ def compute_score(
         return {"score": 0.0, "acc": 0.0, "pred": ""}
     right = any(equal(answer, truth, symbolic) for truth in references(ground_truth))
     return {"score": score if right else format_score, "acc": float(right), "pred": answer[:128]}
+
+
+def compute_dapo_score(
+    solution_str: str, ground_truth: Any, boxed: bool = False, symbolic: bool = True
+) -> dict[str, Any]:
+    """As the DAPO data has it: 1 where the response ends in the right `Answer: ...` (or box), else -1. Only its end is
+    read, so that an early guess does not count."""
+    tail = solution_str[-_TAIL:]
+    stated = _ANSWER.findall(tail)
+    answer = last_boxed(tail) if boxed else stated[-1].strip().strip("*").strip() if stated else None
+    if answer is not None and (inner := last_boxed(answer)) is not None:
+        answer = inner
+    right = answer is not None and any(equal(answer, truth, symbolic) for truth in references(ground_truth))
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": (answer or "")[:128]}
 
 
 def references(ground_truth: Any) -> list[str]:
@@ -137,23 +154,24 @@ def _elements(text: str) -> tuple[str, list[str]] | None:
 # ---- algebra, in a process that can be killed
 
 _lock = threading.Lock()
-_verifier: Any = None
+verifier: Any = None
 _warned = False
 
 
 def symbolically_equal(left: str, right: str) -> bool:
     """math-verify's verdict; False when it does not come in time."""
-    global _verifier
+    global verifier
     if max(len(left), len(right)) > _MAX_SYMBOLIC or not _available():
         return False
     with _lock:
-        if _verifier is None:
+        if verifier is None:
             from verl.reward.pool import WorkerPool  # the pool's own worker imports this module
 
             spec = FunctionSpec("verl.reward.scorers.algebra:verify", label="math-verify")
-            _verifier = WorkerPool([spec], timeout_s=SYMBOLIC_TIMEOUT_S, memory_limit_mb=2048, quiet=True)
-        _verifier.submit(0, 0, [RewardSample(0, "", left, ground_truth=right)])
-        result = _verifier.drain()[0][0]
+            limits = RewardConfig(timeout_s=SYMBOLIC_TIMEOUT_S, memory_limit_mb=2048)
+            verifier = WorkerPool([spec], limits, quiet=True)
+        verifier.submit(0, 0, [RewardSample(0, "", left, ground_truth=right)])
+        result = verifier.drain()[0][0]
     return result.score == 1.0
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from verl.errors import RewardError
 from verl.reward.base import RewardSample
 from verl.reward.functions import RewardFunction
-from verl.reward.results import interpret
+from verl.reward.scoring import interpret
 
 Component = Callable[..., Any]
 
