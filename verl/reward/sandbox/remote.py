@@ -58,20 +58,14 @@ def address(url: str) -> str:
 
 def _outcome(response: httpx.Response, began: float) -> Outcome:
     seconds = time.monotonic() - began
-    answer: dict[str, Any] = response.json()
-    if not isinstance(answer, dict):
-        raise ValueError("its answer is not a JSON object")
-    if answer.get("status") == "SandboxError":
-        return Outcome(
-            "sandbox", stderr=f"the sandbox service says: {answer.get('message')}", seconds=seconds
-        )
-    result = answer.get("run_result") or answer.get("compile_result")
-    if not isinstance(result, dict):
-        raise ValueError("its answer has no run_result")
-    end = _ENDS.get(str(result.get("status")))
-    if end is None:
-        raise ValueError(f"its run_result has the unknown status {result.get('status')!r}")
-    code = result.get("return_code")
+    answer: Any = response.json()
+    try:
+        if answer.get("status") == "SandboxError":
+            return Outcome("sandbox", stderr=f"the sandbox service: {answer.get('message')}", seconds=seconds)
+        result = answer.get("run_result") or answer.get("compile_result")
+        end, code = _ENDS[result["status"]], result.get("return_code")
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"its answer has no run_result with a known status: {str(answer)[:200]}") from None
     if end == "ok" and code not in (0, None):
         end = "error"
     return Outcome(end, str(result.get("stdout") or ""), str(result.get("stderr") or ""), code, seconds)

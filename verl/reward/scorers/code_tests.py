@@ -222,26 +222,21 @@ def _wire(value: Any) -> Any:
 
 def call_passes(test: CallTest, returned: Any) -> bool:
     """Whether what a call returned is what was expected."""
-    value = returned
     expected = test.expected
     if test.view == "truth":
-        return bool(value) is expected
-    if test.view in ("set", "sorted", "len"):
-        members = value.get("__set__") if isinstance(value, dict) and "__set__" in value else value
-        if not isinstance(members, list | str | dict):
-            return False
-        if test.view == "len":
-            return len(members) == expected
-        order = sorted(map(_key, members))
-        wanted = sorted(map(_key, expected)) if isinstance(expected, list | tuple | set) else None
-        return (
-            (order == wanted) if test.view == "sorted" else (wanted is not None and set(order) == set(wanted))
-        )
-    if same_value(value, expected):
-        return True
-    return (
-        test.unwrap and isinstance(expected, list) and len(expected) == 1 and same_value(value, expected[0])
-    )
+        return bool(returned) is expected
+    if not test.view:
+        unwrapped = test.unwrap and isinstance(expected, list) and len(expected) == 1
+        return same_value(returned, expected) or (unwrapped and same_value(returned, expected[0]))
+    members = returned.get("__set__", returned) if isinstance(returned, dict) else returned
+    if not isinstance(members, list | str | dict):
+        return False
+    if test.view == "len":
+        return len(members) == expected
+    if not isinstance(expected, list | tuple | set):
+        return False
+    left, right = sorted(map(_key, members)), sorted(map(_key, expected))
+    return left == right if test.view == "sorted" else set(left) == set(right)
 
 
 def _key(item: Any) -> str:
@@ -275,14 +270,12 @@ def same_output(printed: str, expected: str) -> bool:
     """Equal line by line without space at the ends; numbers with a decimal point have a tolerance."""
     left = [line.split() for line in printed.strip().splitlines()]
     right = [line.split() for line in expected.strip().splitlines()]
-    if left == right:
-        return True
-    return len(left) == len(right) and all(
-        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(left, right, strict=True)
+    return list(map(len, left)) == list(map(len, right)) and all(
+        all(map(_same_token, *lines)) for lines in zip(left, right, strict=True)
     )
 
 
-def _same_word(left: str, right: str) -> bool:
+def _same_token(left: str, right: str) -> bool:
     if left == right:
         return True
     if "." not in left and "." not in right:

@@ -21,6 +21,7 @@ from referencing.jsonschema import specification_with
 from verl.errors import RewardError
 
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_OPENING = re.compile(r"[{\[]")
 _MAX_ATTEMPTS = 500  # opening brackets tried; without a bound "[[[[..." would take quadratic time
 # Keywords that jsonschema handles with another one or that only annotate.
 _NOT_CHECKED = {
@@ -60,22 +61,19 @@ def extract_json(text: str) -> Any:
         except (ValueError, RecursionError):
             continue
     found: list[Any] = []
-    opening = re.compile(r"[{\[]")
-    start = opening.search(text)
+    end = 0
     for _ in range(_MAX_ATTEMPTS):
-        if start is None:
+        opening = _OPENING.search(text, end)
+        if opening is None:
             break
-        position = start.start()
         try:
-            value, end = decoder.raw_decode(text, position)
+            value, end = decoder.raw_decode(text, opening.start())
+            found.append(value)
         except (ValueError, RecursionError):
-            end = position + 1
-        else:
-            found = [value]
-        start = opening.search(text, end)
+            end = opening.end()
     if not found:
         raise ValueError("no JSON in the response")
-    return found[0]
+    return found[-1]
 
 
 def _refuse(constant: str) -> Any:

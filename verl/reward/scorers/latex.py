@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from verl.reward.scorers.numbers import clean
 
-_BOXES = ("\\boxed", "\\fbox")
-_MAX_BOXES = 50  # looked at, from the end: more is not an answer but an attack
+_BOX = re.compile(r"\\(?:boxed|fbox)")
+_MAX_BOXES = 50  # from the end; more would take quadratic time
 _WRAPPERS = re.compile(
     r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|mathsf|bf|rm|operatorname)\b\s*"
 )
@@ -38,18 +38,21 @@ _PREFIX = re.compile(r"^[a-zA-Z](?:\([a-zA-Z]\))?\s*(?:=|\\in|∈)\s*")
 
 def last_boxed(text: str) -> str | None:
     """What stands in the last complete \\boxed{...} of a text; boxes inside it are opened."""
-    found = None
-    starts = [match.start() for match in re.finditer(r"\\boxed|\\fbox", text)][-_MAX_BOXES:]
-    end = -1
-    for start in starts:
-        if start < end:  # inside the box found last
-            continue
-        content = _content(
-            text, start + len("\\boxed") if text.startswith("\\boxed", start) else start + len("\\fbox")
-        )
-        if content is not None:
+    found, end = None, -1
+    for box in list(_BOX.finditer(text))[-_MAX_BOXES:]:
+        if (
+            box.start() >= end and (content := _content(text, box.end())) is not None
+        ):  # not inside the last one
             found, end = content
-    return None if found is None else _open_boxes(found).strip()
+    if found is None:
+        return None
+    for _ in range(5):
+        inner = _BOX.search(found)
+        content = _content(found, inner.end()) if inner else None
+        if inner is None or content is None:
+            break
+        found = found[: inner.start()] + content[0] + found[content[1] :]
+    return found.strip()
 
 
 def _content(text: str, at: int) -> tuple[str, int] | None:
@@ -82,19 +85,6 @@ def matching_brace(text: str, at: int) -> int | None:
     return None
 
 
-def _open_boxes(text: str) -> str:
-    for _ in range(5):
-        start = max(text.find(box) for box in _BOXES)
-        if start < 0:
-            break
-        length = len("\\boxed") if text.startswith("\\boxed", start) else len("\\fbox")
-        content = _content(text, start + length)
-        if content is None:
-            break
-        text = text[:start] + content[0] + text[content[1] :]
-    return text
-
-
 def normalise(answer: str) -> str:
     """A canonical form: equal forms mean equal answers; unequal forms may still be equal."""
     text = clean(answer).strip().strip("$").strip()
@@ -119,7 +109,7 @@ _DECIMAL_POINT = re.compile(r"(?<![\d.])\.(\d)")
 
 
 def _unwrap(text: str) -> str:
-    """\\text{...} and its kin: a unit behind a number goes, anything else stays as its words."""
+    """Open \\text{...} and similar commands; a unit behind a number is dropped."""
     for _ in range(10):
         match = _WRAPPERS.search(text)
         if match is None:
