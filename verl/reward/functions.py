@@ -210,7 +210,9 @@ def _find_function(module: ModuleType, name: str | None, spec: FunctionSpec) -> 
     defined = [
         key
         for key, value in vars(module).items()
-        if inspect.isroutine(value) and not key.startswith("_") and value.__module__ == module.__name__
+        if inspect.isroutine(value)
+        and not key.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
     ]
     if name is None or (name == DEFAULT_NAMES[0] and not hasattr(module, name)):  # the schema's default name
         names = [key for key in DEFAULT_NAMES if callable(getattr(module, key, None))]
