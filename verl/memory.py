@@ -1,7 +1,8 @@
-"""Free memory of the host and of GPUs: the one reader for every budget. Imports torch only when asked about a GPU."""
+"""Memory of the host and of GPUs: the one reader for every budget. Imports torch only when asked about a GPU."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,15 @@ def free_host_bytes() -> int:
             inside = [each for each in (group, *group.parents) if each.is_relative_to(_CGROUPS)]
             free = min([free, *(free_in_cgroup(each, free) for each in inside)])
     return free
+
+
+def host_memory_limit() -> int:
+    """Bytes this process could have at most: the machine's memory, or less in a container."""
+    total = int(psutil.virtual_memory().total)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # v2, v1
+        with suppress(OSError, ValueError):
+            total = min(total, int((_CGROUPS / name).read_text()))
+    return total
 
 
 def free_in_cgroup(group: Path, otherwise: int) -> int:

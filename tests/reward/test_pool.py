@@ -198,7 +198,7 @@ def test_memory_is_limited_by_the_key(faults, make_sample):
 
 
 def test_memory_is_limited_without_the_key(faults, make_sample, monkeypatch):
-    monkeypatch.setattr("verl.processes.host_memory_limit", lambda: 600 << 20)
+    monkeypatch.setattr("verl.reward.pool.host_memory_limit", lambda: 600 << 20)
     results = run(faults(), make_sample, ["ok", "memory", "ok"])
     assert [result.score for result in results] == [1.0, None, 1.0]
     assert "limit 300 MB, reward.memory_limit_mb" in (results[1].error or "")
@@ -208,7 +208,7 @@ def test_memory_is_limited_without_the_key(faults, make_sample, monkeypatch):
     processes.cgroup_parent() is None, reason="no cgroup v2 with a memory controller to create groups in"
 )
 def test_a_cgroup_ends_a_worker_at_its_limit_and_is_removed(faults, make_sample, monkeypatch):
-    monkeypatch.setattr("verl.processes.host_memory_limit", lambda: 400 << 20)
+    monkeypatch.setattr("verl.reward.pool.host_memory_limit", lambda: 400 << 20)
     pool = faults(timeout_s=600.0)
     results = run(pool, make_sample, ["ok", "memory", "memfd", "ok"])
     assert [result.score for result in results] == [1.0, None, None, 1.0]

@@ -327,7 +327,7 @@ print(*(process.pid for process in ancestors_up_to(host)), flush=True)
 def test_who_stands_between_a_worker_and_its_host(tmp_path: Path) -> None:
     script = tmp_path / "line.py"
     script.write_text(LINE)
-    environment = {**os.environ, "PYTHONPATH": str(Path(processes.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(processes.__file__).parents[1])}
 
     def line(host: int) -> tuple[int, list[int]]:
         command = [sys.executable, str(script), str(host), "2"]

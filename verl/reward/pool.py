@@ -27,6 +27,7 @@ from typing import Any
 from verl import processes
 from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
+from verl.memory import host_memory_limit
 from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import FunctionSpec, Signature
 from verl.reward.scoring import rows_text
@@ -72,7 +73,7 @@ class WorkerPool(Backend):
         self._memory_limit = (
             (cfg.memory_limit_mb + cfg.sandbox.memory_limit_mb) << 20
             if cfg.memory_limit_mb
-            else processes.host_memory_limit() // 2
+            else host_memory_limit() // 2
         )
         self._per_worker = max(1, cfg.max_concurrency // num_workers)
         self._signatures: list[Signature] = []

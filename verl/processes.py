@@ -1,33 +1,36 @@
 """Processes: find, watch, limit and kill them, with everything they started.
 
-A child started with `supervised_command` runs below `supervisor`, which adopts its orphans: killing the supervisor
-ends them all, and so does the death of the process that started it.
+A child started with `supervised_command` runs below a supervisor, which adopts its orphans: killing the supervisor ends
+them all, and so does the death of the process that started it. The supervisor is this file, executed by a bare
+interpreter: its part uses the standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-import json
 import os
-import re
-import secrets
-import select
+import resource
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
-import psutil
+if __name__ != "__main__":  # the supervisor has no site-packages, and should start quickly
+    import re
+    import select
+    import subprocess
+    from collections.abc import Iterable
+    from pathlib import Path
+    from typing import Any
 
-from verl.processes import supervisor
+    import psutil
 
-_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _NOBODY = 65534
 _CGROUP_PROBE_BYTES = 64 << 20
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # now: a forked child must not load libraries
 
 
 # ---- finding
@@ -104,7 +107,7 @@ def mapped_shared_memory(pids: Iterable[int], pattern: re.Pattern[str]) -> list[
 
 def _running(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() not in _ENDED
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False
 
 
@@ -118,12 +121,16 @@ def kill_tree(pid: int, timeout_s: float = 5.0) -> None:
     deadline = time.monotonic() + timeout_s
     while (below := descendants(pid)) and time.monotonic() < deadline:
         for process in below:
-            for send in (os.killpg, os.kill):  # a group ends at once, also while it forks
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    send(process.pid, signal.SIGKILL)
+            _kill(process.pid)
         time.sleep(0.002)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
+
+
+def _kill(pid: int) -> None:
+    for send in (os.killpg, os.kill):  # a group ends at once, also while it forks
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(pid, signal.SIGKILL)
 
 
 def wait_gone(pid: int, started: int, timeout_s: float | None = None) -> bool:
@@ -140,9 +147,14 @@ def wait_gone(pid: int, started: int, timeout_s: float | None = None) -> bool:
         os.close(descriptor)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends. Linux only."""
-    supervisor.prctl(supervisor.PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when the thread that started it ends. Linux only."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC is not None:
+        _LIBC.prctl(option, value, 0, 0, 0)
 
 
 def prefer_as_oom_victim() -> None:
@@ -167,8 +179,8 @@ def describe_exit(status: int) -> str:
 
 def supervised_command(command: Iterable[str], user: int | None = None) -> list[str]:
     """The command line that runs `command` under a supervisor; `user` is the id to run it as, where we are root."""
-    job = json.dumps({"parent": os.getpid(), "user": user})
-    return [sys.executable, "-I", "-S", supervisor.__file__, job, *command]
+    bare = [sys.executable, "-I", "-S", __file__]
+    return [*bare, str(os.getpid()), "" if user is None else str(user), *command]
 
 
 def kill_supervised(process: subprocess.Popen[bytes], timeout_s: float = 5.0) -> None:
@@ -176,11 +188,98 @@ def kill_supervised(process: subprocess.Popen[bytes], timeout_s: float = 5.0) ->
     process.terminate()
     try:
         process.wait(timeout_s)
-    except (
-        subprocess.TimeoutExpired
-    ):  # the supervisor was stopped, or something below it is stuck in the kernel
+    except subprocess.TimeoutExpired:  # it was stopped, or something below it is stuck in the kernel
         kill_tree(process.pid, timeout_s)
         process.wait()
+
+
+def _supervise(parent: int, user: int | None, command: list[str]) -> int:
+    """Run one command until every process it started has ended; its wait status.
+
+    A child subreaper adopts whatever loses its parent, however it detached: no process is left when it has no children
+    left."""
+    awaited = {signal.SIGCHLD, signal.SIGTERM}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, children would leave no status
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent(signal.SIGTERM)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if os.getppid() != parent:  # the parent died before PDEATHSIG was set
+        return 0
+    child = os.fork()
+    if child == 0:
+        _exec(command, user)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):  # readers of the command's pipes must see their end when the command ends
+        os.dup2(null, standard)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    status = None
+    while status is None and signal.sigwait(awaited) != signal.SIGTERM:
+        status = _reap()[0].get(child)
+    return _kill_children(child, status)
+
+
+def _exec(command: list[str], user: int | None) -> None:
+    try:
+        os.setsid()  # signals to the command's group do not reach the supervisor
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if user is not None:
+            os.setgroups(())
+            os.setgid(user)
+            os.setuid(user)
+        os.execv(command[0], command)
+    except OSError as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _reap() -> tuple[dict[int, int], bool]:
+    """Wait statuses of the children that have ended, and whether any child is left."""
+    ended: dict[int, int] = {}
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    except ChildProcessError:
+        return ended, False
+    return ended, True
+
+
+def _kill_children(child: int, status: int | None) -> int:
+    """Kill until none is left: what loses its parent in one round is a child of ours in the next."""
+    left = True
+    while left:
+        for pid in _child_pids() if os.path.isdir("/proc") else [child]:
+            _kill(pid)
+        ended, left = _reap()
+        status = ended.get(child) if status is None else status
+        time.sleep(0.002)
+    return signal.SIGKILL if status is None else status
+
+
+def _child_pids() -> list[int]:
+    """As `descendants` of this process, without psutil."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it may end meanwhile
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    found, stack = [], [os.getpid()]
+    while stack:
+        below = children.get(stack.pop(), [])
+        found += below
+        stack += below
+    return found
+
+
+def _exit_as(status: int) -> None:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
 # ---- resources
@@ -189,15 +288,6 @@ def kill_supervised(process: subprocess.Popen[bytes], timeout_s: float = 5.0) ->
 def usable_cores() -> int:
     """CPU cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def host_memory_limit() -> int:
-    """Bytes this process could have at most: the machine's memory, or less in a container."""
-    total = psutil.virtual_memory().total
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            total = min(total, int(Path(name).read_text()))
-    return total
 
 
 def resident_bytes(pids: Iterable[int], tmpfs_bytes: int = 0) -> int:
@@ -219,7 +309,7 @@ class MemoryCgroup:
     """A cgroup (v2) with a memory limit: the kernel counts everything its processes hold and kills them together."""
 
     def __init__(self, parent: Path, memory_bytes: int, max_processes: int | None = None) -> None:
-        self.path = parent / f"verl-{os.getpid()}-{secrets.token_hex(8)}"
+        self.path = parent / f"verl-{os.getpid()}-{os.urandom(8).hex()}"
         self.path.mkdir()
         try:
             self._write("memory.max", memory_bytes)
@@ -312,3 +402,7 @@ def _own_cgroup() -> Path | None:
                 root, point = mount.split()[3:5]
                 return Path(point, Path(inside).relative_to(root))
     return None
+
+
+if __name__ == "__main__":
+    _exit_as(_supervise(int(sys.argv[1]), int(sys.argv[2]) if sys.argv[2] else None, sys.argv[3:]))
