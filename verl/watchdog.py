@@ -1,7 +1,8 @@
-"""Notices ranks that died or hang, and says what each was doing.
+"""Notices ranks and engines in other processes that died or hang, and says what each was doing.
 
 A rank counts as moving while its stack changes or while processes it waits for do something (`beat`). Observing needs
-no cooperation of the observed thread, so that it works while that thread hangs.
+no cooperation of the observed thread, so that it works while that thread hangs. An engine counts as moving while it
+answers, sends tokens or takes weights; whoever waits for one that does not is released, and it is killed.
 """
 
 from __future__ import annotations
@@ -9,25 +10,31 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import queue
 import re
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from verl.errors import RESUME, TrainingHalted
+from verl.errors import RESUME, EngineLost, RolloutError, TrainingHalted
 
 SAMPLE_S = 0.25
 BEAT_S = 0.5
 MISSING_S = 6.0
 """How long a rank's heartbeat may stand still before it counts as dead, once a connection to it broke."""
 CLOSE_S = 5.0
+POLL_S = 0.25
+"""How often an engine's processes are checked while somebody waits for them."""
+DYING_S = 10.0
+"""How long an engine may take to end after it failed."""
 _PREFIX = "verl/heartbeat"
 _SHOWN_FRAMES = 12
 _COLLECTIVE_FILES = (
@@ -41,6 +48,10 @@ _TRANSPORT = re.compile(
     r"connection (closed|reset|refused)|broken pipe|gloo|nccl|socket|timed out|timeout|recv|store",
     re.IGNORECASE,
 )
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 _beats = 0
 
@@ -295,3 +306,113 @@ class Heartbeat:
             f"rank {self.rank} stops because {names} died or stopped answering; look at its log for the reason, "
             f"then resume from the last checkpoint (trainer.resume_mode=auto). First error: {cause}"
         )
+
+
+class EngineProcesses(Protocol):
+    """The processes of a rollout engine."""
+
+    name: str
+
+    def check(self) -> None:
+        """EngineLost when one of them has ended."""
+
+    def describe(self) -> str:
+        """What each of them does now."""
+
+    def log_tail(self) -> str:
+        """The end of their log after a heading; empty without a log."""
+
+    def kill(self) -> None:
+        """Kill all of them."""
+
+
+class EngineWatchdog:
+    """Waits for an engine's processes for as long as they make progress."""
+
+    def __init__(
+        self, processes: EngineProcesses, watchdog_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.processes, self.watchdog_s, self._clock = processes, watchdog_s, clock
+        self.lost: EngineLost | None = None
+        """Why it is of no use any more."""
+        self._last_beat = clock()
+        self._busy_here = 0
+        self._lock = threading.Lock()
+        self._calls: Calls = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._calls,), name="verl-engine", daemon=True).start()
+
+    def beat(self) -> None:
+        """The engine made progress."""
+        self._last_beat = self._clock()
+        beat()
+
+    def while_taken(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Items the engine waits for: producing one is our time, asking for the next is its progress."""
+        iterator = iter(items)
+        while True:
+            self._busy_here += 1
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._busy_here -= 1
+                self.beat()
+            yield item
+
+    def check(self, what: str) -> None:
+        """EngineLost when the engine has died, or made no progress for too long in `what`."""
+        with self._lock:
+            if self.lost is not None:
+                raise self.lost
+            try:
+                self.processes.check()
+            except EngineLost as error:
+                self.lost = error
+                raise
+            if self._busy_here or self._clock() - self._last_beat <= self.watchdog_s:
+                return
+            beat()  # whoever watches this process hears of it now
+            self._give_up(
+                f"made no progress for {self.watchdog_s:g} s (trainer.watchdog_s) while the trainer (process "
+                f"{os.getpid()}) waited for it in {what}: {self.processes.describe()}. It was killed; {RESUME}. If "
+                "the work takes longer, raise trainer.watchdog_s."
+            )
+
+    def _give_up(self, reason: str) -> None:
+        self.lost = EngineLost(f"{self.processes.name} {reason}{self.processes.log_tail()}")
+        self.processes.kill()
+        raise self.lost
+
+    def call(self, what: str, function: Callable[..., Result], *args: Any) -> Result:
+        """`function(*args)` in a thread, which may never return; one at a time."""
+        answer: Future[Result] = Future()
+        self._last_beat = self._clock()
+        self._calls.put((answer, lambda: function(*args)))
+        while not wait([answer], POLL_S).done:
+            self.check(what)
+        self.beat()
+        return answer.result()
+
+    def explain(self, error: RolloutError, is_well: Callable[[], bool]) -> None:
+        """After an error: raise EngineLost if the engine is dying, which may take it a moment."""
+        deadline = time.monotonic() + DYING_S
+        while not is_well():
+            self.check("its last answer")
+            if time.monotonic() > deadline:
+                self._give_up(f"does not work any more: {error}; {RESUME}.")
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._calls.put(None)
+
+
+def _serve(calls: Calls) -> None:
+    while (call := calls.get()) is not None:
+        answer, function = call
+        try:
+            answer.set_result(function())
+        except BaseException as error:  # for whoever asked
+            answer.set_exception(error)
+        del call, answer, function

@@ -207,7 +207,7 @@ def test_new_weights_are_the_ones_generated_from(
 
 
 def test_a_value_changed_on_the_way_is_caught(engine: Any, model: Any, monkeypatch: Any) -> None:
-    deliver = engine._deliver
+    deliver = engine.deliver
 
     def corrupted(pairs: Any) -> Any:
         for name, tensor in pairs:
@@ -216,7 +216,7 @@ def test_a_value_changed_on_the_way_is_caught(engine: Any, model: Any, monkeypat
                 tensor[3, 5] += 1e-3
             yield name, tensor
 
-    monkeypatch.setattr(engine, "_deliver", lambda pairs: deliver(corrupted(pairs)))
+    monkeypatch.setattr(engine, "deliver", lambda pairs: deliver(corrupted(pairs)))
     with pytest.raises(
         TrainingHalted, match=r"1 of \d+ tensors differ.*\n  model.layers.1.mlp.up_proj.weight: sent"
     ):
@@ -226,9 +226,9 @@ def test_a_value_changed_on_the_way_is_caught(engine: Any, model: Any, monkeypat
 
 
 def test_a_weight_left_out_is_caught(engine: Any, model: Any, monkeypatch: Any) -> None:
-    deliver = engine._deliver
+    deliver = engine.deliver
     part = "model.layers.0.self_attn.o_proj.weight"
-    monkeypatch.setattr(engine, "_deliver", lambda pairs: deliver((n, t) for n, t in pairs if n != part))
+    monkeypatch.setattr(engine, "deliver", lambda pairs: deliver((n, t) for n, t in pairs if n != part))
     with pytest.raises(TrainingHalted, match="received nothing"):
         engine.update_weights(ModuleWeights(model), 8)
     monkeypatch.undo()

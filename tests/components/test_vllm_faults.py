@@ -19,11 +19,10 @@ import pytest
 from verl import processes
 from verl.errors import EngineLost
 from verl.models.weight_source import NamedTensors, Names
-from verl.rollout import build_rollout
+from verl.rollout import build_rollout, stale_files
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.external_engine import Sample
 from verl.rollout.source import ModuleWeights
-from verl.rollout.weight_sync import stale_files
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=25), pytest.mark.timeout(900)]
@@ -196,7 +195,7 @@ from pathlib import Path
 from verl.rollout.vllm.server import VLLMServerRollout as Engine
 
 saved, killed = Path({saved!r}), Path({killed!r})
-stream, deliver = Engine._stream, Engine._deliver
+stream, deliver = Engine.stream, Engine.deliver
 
 def killed_while_generating(self, sample):
     if saved.exists() and not killed.exists():
@@ -210,7 +209,7 @@ def stopped_while_taking_weights(self, pairs):
         self.watchdog.watchdog_s = 2.0
     return deliver(self, pairs)
 
-Engine._stream, Engine._deliver = killed_while_generating, stopped_while_taking_weights
+Engine.stream, Engine.deliver = killed_while_generating, stopped_while_taking_weights
 """
 
 

@@ -62,7 +62,7 @@ def test_every_tensor_is_compared_where_it_is_held(
     engine: Any, model: Any, reference: Callable[..., list[float]]
 ) -> None:
     """But the output matrix, of which the CPU build computes with a copy."""
-    forms = worker_of(engine).verl_held.forms
+    forms = worker_of(engine).verl_load_check.forms
     assert set(forms) == {name for name, _ in model.state_dict().items()}
     assert {name for name, form in forms.items() if form != "exact"} == {"lm_head.weight"}
     for version in (1, 2, 3):
@@ -159,7 +159,7 @@ def test_every_worker_finds_its_own_part_of_a_tensor(size: int) -> None:
     """Eight heads of queries and two of keys and values, which four workers hold twice; 100 tokens, padded."""
     from types import SimpleNamespace
 
-    from verl.rollout.vllm.loaded_weights import HeldPlaces
+    from verl.rollout.vllm.worker import ShardIndex
 
     def whole(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
@@ -205,12 +205,12 @@ def test_every_worker_finds_its_own_part_of_a_tensor(size: int) -> None:
         )
         model.model.embed_tokens = Part(padded, shard_indices=indices)
         model.model.norm = Part(sent["model.norm.weight"].clone())
-        places = HeldPlaces(model, rank, size)
+        places = ShardIndex(model, rank, size)
         found = {name: places.find(name, tensor) for name, tensor in sent.items()}
         assert [name for name, place in found.items() if place is None] == ["lm_head.other"]
         for name, place in found.items():
             if place is not None:
-                assert torch.equal(place.part_of(sent[name]), place.held()), (name, rank)
+                assert torch.equal(place.cut(sent[name]), place.loaded()), (name, rank)
 
 
 def by_name(self: Any, weights: Any) -> set[str]:
@@ -250,7 +250,7 @@ def test_weights_under_lora_layers_are_found_by_the_names_of_the_files(
         inner = worker_of(engine).model_runner.get_model()
         wrapped = [name for name, part in inner.named_modules() if isinstance(part, BaseLayerWithLoRA)]
         assert any(name.endswith("qkv_proj") for name in wrapped), "the wrappers are back"
-        forms = worker_of(engine).verl_held.forms
+        forms = worker_of(engine).verl_load_check.forms
         assert forms["model.embed_tokens.weight"] == forms["model.norm.weight"] == "exact"
         generator = torch.Generator().manual_seed(0)
         for version in (1, 2, 3):

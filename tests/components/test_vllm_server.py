@@ -100,7 +100,7 @@ def test_stops_and_seeds_through_the_server(server: Any) -> None:
 
 def test_abort_through_the_server(server: Any, monkeypatch: Any) -> None:
     """What is running when the abort comes ends with the tokens it has; the server answers on."""
-    stream, aborted = server._stream, threading.Event()
+    stream, aborted = server.stream, threading.Event()
 
     def wait_for_the_abort(sample: Any) -> Iterator[Any]:
         chunks = stream(sample)
@@ -112,7 +112,7 @@ def test_abort_through_the_server(server: Any, monkeypatch: Any) -> None:
         finally:
             chunks.close()
 
-    monkeypatch.setattr(server, "_stream", wait_for_the_abort)
+    monkeypatch.setattr(server, "stream", wait_for_the_abort)
     short = Request("short", [4], SamplingParams(max_tokens=2, ignore_eos=True))
     long = [
         Request(f"long{i}", [9, i + 3], SamplingParams(max_tokens=8000, ignore_eos=True)) for i in range(3)

@@ -14,7 +14,6 @@ from verl.doctor.cli import machine_probes
 from verl.doctor.finding import Finding
 from verl.doctor.runner import run_groups
 from verl.requirements import Wanted, install_command, wanted_packages
-from verl.rollout.vllm import version as vllm_version
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,13 +81,6 @@ def test_no_text_tells_to_install_this_project_from_a_registry() -> None:
     ]
     found = [page for page in pages if re.search(r"pip install '?verl\b", page.read_text(encoding="utf-8"))]
     assert not found
-
-
-def test_the_range_of_vllm_is_the_one_its_adapter_checks() -> None:
-    (wanted,) = [each for each in wanted_packages() if each.name == "vllm"]
-    for major, minor in ((0, 23), vllm_version.OLDEST, (0, 32), vllm_version.BEFORE):
-        text = f"{major}.{minor}.0"
-        assert wanted.accepts(text) == vllm_version.supported(text)
 
 
 def test_metadata_gives_the_same_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,10 @@ from verl import processes
 from verl import watchdog as process_watchdog
 from verl.config.schema import RolloutConfig
 from verl.errors import EngineLost, RolloutError
-from verl.rollout import build_rollout, register_rollout
+from verl.rollout import build_rollout, register_rollout, stale_files
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.weight_sync import stale_files
-from verl.rollout.weight_sync.receive import ReceivedWeights
-from verl.rollout.weight_sync.server_watchdog import ServerWatchdog
+from verl.rollout.weight_sync.broadcast import ReceivedWeights
+from verl.watchdog import EngineWatchdog
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 
@@ -74,7 +73,7 @@ def looked_at(child: Child) -> None:
 
 
 def test_silence_ends_the_wait_and_the_engine_and_every_later_wait(child: Child) -> None:
-    watchdog = ServerWatchdog(child, 0.5)
+    watchdog = EngineWatchdog(child, 0.5)
     with pytest.raises(
         EngineLost, match=r"(?s)0.5 s \(trainer.watchdog_s\).*waited for it in the weight sync.*last line"
     ):
@@ -85,7 +84,7 @@ def test_silence_ends_the_wait_and_the_engine_and_every_later_wait(child: Child)
 
 
 def test_an_engine_that_dies_releases_whoever_waits(child: Child) -> None:
-    watchdog = ServerWatchdog(child, 1000)
+    watchdog = EngineWatchdog(child, 1000)
     threading.Thread(target=child.process.kill).start()
     with pytest.raises(EngineLost, match="ended with -9"):
         watchdog.call("generate", threading.Event().wait)
@@ -94,7 +93,7 @@ def test_an_engine_that_dies_releases_whoever_waits(child: Child) -> None:
 def test_a_slow_engine_that_gives_signs_is_waited_for(child: Child) -> None:
     """Four times the limit, with a sign in every part of it and a look between them."""
     now = 0.0
-    watchdog, beats = ServerWatchdog(child, 600, lambda: now), process_watchdog.beats()
+    watchdog, beats = EngineWatchdog(child, 600, lambda: now), process_watchdog.beats()
 
     def slowly() -> str:
         nonlocal now
@@ -113,7 +112,7 @@ def test_a_slow_engine_that_gives_signs_is_waited_for(child: Child) -> None:
 def test_time_spent_on_this_side_is_not_the_engines_silence(child: Child) -> None:
     now, made = 0.0, threading.Event()
     taken: list[int] = []
-    watchdog = ServerWatchdog(child, 600, lambda: now)
+    watchdog = EngineWatchdog(child, 600, lambda: now)
 
     def make() -> Iterator[int]:
         nonlocal now
@@ -136,7 +135,7 @@ def test_an_answer_that_is_an_error_is_given_on(child: Child) -> None:
     def fail() -> None:
         raise ValueError("the reason")
 
-    watchdog = ServerWatchdog(child, 100)
+    watchdog = EngineWatchdog(child, 100)
     with pytest.raises(ValueError, match="the reason"):
         watchdog.call("generate", fail)
     assert watchdog.call("generate", lambda: 5) == 5
@@ -203,14 +202,14 @@ def test_a_stopped_server_is_noticed_killed_and_said(
         assert "waited for it in /update_weights_from_disk" in str(caught.value)
     else:
         # Whoever loses interest does not wait for a server that does not notice it either.
-        stream, stopped = server._stream, threading.Event()
+        stream, stopped = server.stream, threading.Event()
 
         def ask_when_stopped(sample: Any) -> Iterator[Any]:
             if sample.request.request_id != "short":
                 stopped.wait()
             yield from stream(sample)
 
-        monkeypatch.setattr(server, "_stream", ask_when_stopped)
+        monkeypatch.setattr(server, "stream", ask_when_stopped)
         short = Request("short", [5], SamplingParams(max_tokens=1, ignore_eos=True))
         answers = server.generate([short, *requests])
         next(answers)
@@ -246,8 +245,8 @@ def test_a_refusal_is_no_loss_and_a_kill_is_one_in_every_call(server: Any) -> No
 OWNER = """
 import sys, time
 from pathlib import Path
-from verl.rollout.weight_sync import stale_files
-for kind in ("rollout", "weights", "adapter"):
+from verl.rollout import stale_files
+for kind in ("rollout", "weights", "rollout"):
     folder = stale_files.new_path(kind, Path(sys.argv[1]))
     folder.mkdir(mode=0o700)
     (folder / "file").write_text("a")

@@ -17,7 +17,7 @@ from verl.errors import RolloutError, TrainingHalted
 from verl.models.weight_source import WeightSource
 from verl.rollout.source import ModuleWeights
 from verl.rollout.vllm.base import check_report
-from verl.rollout.vllm.loaded_weights import HeldCheck
+from verl.rollout.vllm.worker import LoadCheck
 from verl.rollout.weight_sync.buckets import split_buckets
 from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
 from verl.rollout.weight_sync.probe import ProbeCheck, measure, probe_request
@@ -264,13 +264,13 @@ def test_a_model_that_refuses_float32_is_probed_without_noise(
 
 def test_a_parameter_that_the_first_load_moved_away_from_captured_graphs_stops_the_run() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    held = HeldCheck()
+    held = LoadCheck()
     for _ in range(2):
         held.remember_addresses(model)
         with torch.no_grad():
             model[0].weight.copy_(torch.ones(2, 2))
         assert held.moved(model) == []
-    held = HeldCheck()
+    held = LoadCheck()
     held.remember_addresses(model)
     old = model[1].weight
     model[1].weight = torch.nn.Parameter(old.detach().clone())

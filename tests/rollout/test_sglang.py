@@ -18,12 +18,12 @@ from verl.errors import ConfigError, MissingPackage, RolloutError, TrainingHalte
 from verl.models.weight_source import NamedTensors, Names, SourceLogProbs
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
+from verl.rollout.external_engine import TPFollower, require_engine
 from verl.rollout.model_info import model_info
-from verl.rollout.sglang import require_sglang, server_arguments
+from verl.rollout.sglang import server_arguments
 from verl.rollout.source import ModuleWeights
+from verl.rollout.weight_sync.broadcast import ReceivedWeights
 from verl.rollout.weight_sync.fingerprint import Manifest
-from verl.rollout.weight_sync.receive import ReceivedWeights
-from verl.rollout.weight_sync.tp_followers import TPFollower
 
 FAKE = Path(__file__).parent / "fake_sglang"
 PROMPTS = [[5, 9, 33], [7], [60, 3, 44, 20]]
@@ -152,7 +152,7 @@ def test_sampling_keys_are_passed_in_sglangs_names(engine: Any) -> None:
 
 
 def test_abort_keeps_what_is_there(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, aborted = engine._stream, threading.Event()
+    stream, aborted = engine.stream, threading.Event()
 
     def wait_for_the_abort(sample: Any) -> Iterator[Any]:
         chunks = stream(sample)
@@ -164,7 +164,7 @@ def test_abort_keeps_what_is_there(engine: Any, monkeypatch: pytest.MonkeyPatch)
         finally:
             chunks.close()
 
-    monkeypatch.setattr(engine, "_stream", wait_for_the_abort)
+    monkeypatch.setattr(engine, "stream", wait_for_the_abort)
     long = SamplingParams(max_tokens=100, ignore_eos=True)
     requests = [Request("short", [5], SamplingParams(max_tokens=2, ignore_eos=True))]
     requests += [Request(f"long{i}", [6], long) for i in range(3)]
@@ -182,7 +182,7 @@ def test_the_server_wants_its_key_and_listens_on_loopback(engine: Any) -> None:
 
     assert engine.client.call("GET", "/seen")["arguments"]["host"] == "127.0.0.1"
     with pytest.raises(RolloutError, match="401"):
-        Client(engine.client.address, "sglang").call("GET", "/health")
+        Client(engine.client.address, "sglang", engine.watchdog).call("GET", "/health")
     assert (engine.folder / "server.yaml").stat().st_mode & 0o077 == 0
 
 
@@ -217,7 +217,7 @@ def test_a_server_that_cannot_start_says_why(model: Any, beside: pytest.MonkeyPa
 
 
 def test_versions_and_arguments(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import verl.rollout.vllm.version as adapter
+    import verl.requirements as adapter
 
     info = replace(model_info(ModuleWeights(model), None), device="cuda", dtype="bfloat16")
     given = server_arguments(
@@ -238,12 +238,12 @@ def test_versions_and_arguments(model: Any, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.port is set by verl"):
         server_arguments(bad, info, Path("/model"))
     monkeypatch.setattr(adapter.metadata, "version", lambda name: "0.4.9")
-    with pytest.raises(ConfigError, match=r"SGLang 0.4.9 is installed, .* works with >=0.5,<0.6"):
-        require_sglang()
+    with pytest.raises(ConfigError, match=r"sglang 0.4.9 is installed, .* works with >=0.5,<0.6"):
+        require_engine("sglang")
 
     def missing(name: str) -> str:
         raise adapter.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(adapter.metadata, "version", missing)
     with pytest.raises(MissingPackage, match="pip install .sglang>="):
-        require_sglang()
+        require_engine("sglang")

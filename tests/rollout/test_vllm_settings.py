@@ -12,16 +12,16 @@ import pytest
 
 from verl.config.schema import RolloutConfig
 from verl.errors import ConfigError, MissingPackage
+from verl.rollout import external_engine
 from verl.rollout.base import SamplingParams
+from verl.rollout.http_server import server_devices
 from verl.rollout.model_info import ModelInfo, model_info
 from verl.rollout.source import ModuleWeights
-from verl.rollout.vllm import version
-from verl.rollout.vllm.process import environment
+from verl.rollout.vllm.engine import environment
 from verl.rollout.vllm.settings import (
     engine_arguments,
     log_probs_mode,
     sampling_arguments,
-    server_devices,
     set_environment,
 )
 
@@ -40,19 +40,18 @@ def section(**changes: Any) -> RolloutConfig:
 
 
 def test_versions_outside_the_range_get_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def require(version: str | None) -> str:
+        monkeypatch.setattr(external_engine, "installed_version", lambda name: version)
+        return external_engine.require_engine("vllm")
+
+    monkeypatch.setattr(external_engine.util, "find_spec", lambda name: object())
     for good in ("0.24.0", "0.32.0", "0.32.1+cpu", "0.25.0rc1"):
-        assert version.supported(good)
-    for bad in ("0.23.9", "0.33.0", "1.0", "unknown", "0.3.2"):
-        assert not version.supported(bad)
-    monkeypatch.setattr(version, "installed_version", lambda packages: "0.11.0")
-    monkeypatch.setattr(version.util, "find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match=r"vLLM 0.11.0 is installed, .* works with >=0.24,<0.33"):
-        version.require_vllm()
-    monkeypatch.setattr(version, "installed_version", lambda packages: "0.30.0")
-    assert version.require_vllm() == "0.30.0"
-    monkeypatch.setattr(version, "installed_version", lambda packages: None)
+        assert require(good) == good
+    for bad in ("0.23.9", "0.33.0", "1.0", "0.3.2"):
+        with pytest.raises(ConfigError, match=rf"vllm {bad} is installed, .* works with >=0.24,<0.33"):
+            require(bad)
     with pytest.raises(MissingPackage, match=r"pip install 'vllm>="):
-        version.require_vllm()
+        require(None)
 
 
 def test_the_model_is_described_without_its_weights(tiny: Callable[..., Any]) -> None:

@@ -24,13 +24,13 @@ from verl.models.weight_source import Adapter
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.model_info import model_info
 from verl.rollout.source import ModuleWeights
-from verl.rollout.vllm.adapter import AdapterFolder, read_adapter, write_adapter
+from verl.rollout.vllm import base as vllm_base
+from verl.rollout.vllm.base import read_adapter, write_adapter
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.weight_sync import broadcast
-from verl.rollout.weight_sync.broadcast import Broadcast
+from verl.rollout.weight_sync.broadcast import Broadcast, ReceivedWeights
 from verl.rollout.weight_sync.fingerprint import Manifest, compare
 from verl.rollout.weight_sync.probe import ProbeCheck
-from verl.rollout.weight_sync.receive import ReceivedWeights
 from verl.workers.rank import RankSetup, TrainRank
 from verl.workers.rollout_rank import RolloutRank
 
@@ -230,13 +230,13 @@ def test_eight_bits_and_sglang_get_whole_weights(overrides: Any, monkeypatch: py
 class WithoutVLLM(VLLMRollout):
     """vLLM's adapter as it is, without vLLM behind it: notes what reaches it."""
 
-    def _launch(self) -> Any:
+    def create_llm(self) -> Any:
         assert self.arguments["enable_lora"] and self.arguments["max_lora_rank"] == 8
         self.base: list[list[str]] = []
         self.loaded: list[Manifest] = []
         return MagicMock()
 
-    def _deliver(self, tensors: Any) -> list[str]:
+    def deliver(self, tensors: Any) -> list[str]:
         self.base.append([name for name, _ in tensors])
         return []
 
@@ -254,52 +254,56 @@ def adapted(tiny_model_dir: Path) -> Any:
     return model
 
 
-def test_vllm_gets_the_weights_once_and_every_adapter_as_an_adapter(
-    adapted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def without_vllm(adapted: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr("verl.rollout.vllm.engine.set_environment", lambda **more: None)
     monkeypatch.setattr("verl.rollout.vllm.engine.destroy_process_groups", lambda: None)
-    section = RolloutConfig(name="vllm", max_model_len=64)
-    weights = ModuleWeights(adapted)
-    source = ReceivedWeights(model_info(weights, None), adapted.verl_lora_config)
-    engine: Any = WithoutVLLM(source, None, section, watchdog_s=600)
+    source = ReceivedWeights(model_info(ModuleWeights(adapted), None), adapted.verl_lora_config)
+    engine = WithoutVLLM(source, None, RolloutConfig(name="vllm", max_model_len=64), watchdog_s=600)
+    yield engine
+    engine.close()
+    assert not engine.folder.exists()
+
+
+def send_to(engine: Any, version: int, parts: list[dict[str, torch.Tensor]]) -> None:
+    engine.source.broadcast = MagicMock()
+    engine.source.broadcast.receive = MagicMock(side_effect=[iter(part.items()) for part in parts])
+    engine.source.expect(version)
+    engine.update_weights(engine.source, version)
+
+
+def test_vllm_gets_the_weights_once_and_every_adapter_as_an_adapter(adapted: Any, without_vllm: Any) -> None:
+    weights, engine = ModuleWeights(adapted), without_vllm
     assert engine.base == [] and engine.loaded == [], "nothing has arrived"
     found = weights.adapter()
     assert found is not None
     base, adapter = dict(weights.base_tensors()), dict(found.named_tensors)
-    source.broadcast = MagicMock()
     for version, parts in ((0, [base, adapter]), (1, [adapter]), (2, [adapter])):
-        source.broadcast.receive = MagicMock(side_effect=[iter(part.items()) for part in parts])
-        source.expect(version)
-        engine.update_weights(source, version)
+        send_to(engine, version, parts)
         expected = Manifest()
         for part in parts:
             list(expected.watch(part.items()))
-        assert source.received == expected
+        assert engine.source.received == expected
     assert engine.base == [list(base)]
     assert len(engine.loaded) == 3 and len(engine.loaded[0]) == len(adapter)
-    engine.close()
 
 
 def test_what_vllm_would_read_is_compared_with_what_was_taken(
-    adapted: Any, monkeypatch: pytest.MonkeyPatch
+    adapted: Any, without_vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl.rollout.vllm import adapter as module
-
     def damaged(adapter: Adapter, folder: Path) -> None:
         tensors = [(name, tensor + (".layers.0." in name)) for name, tensor in adapter.named_tensors]
         write_adapter(Adapter(adapter.config, tensors), folder)
 
-    folder, weights = AdapterFolder(), ModuleWeights(adapted)
-    found = weights.adapter()
-    assert found is not None and folder.write(found, 6).name == "1" and folder.number == 1
-    monkeypatch.setattr(module, "write_adapter", damaged)
+    weights = ModuleWeights(adapted)
     found = weights.adapter()
     assert found is not None
+    adapter = dict(found.named_tensors)
+    send_to(without_vllm, 6, [dict(weights.base_tensors()), adapter])
+    monkeypatch.setattr(vllm_base, "write_adapter", damaged)
     with pytest.raises(TrainingHalted, match="vllm received for policy version 7 .* 14 of 28 tensors differ"):
-        folder.write(found, 7)
-    assert folder.number == 1, "it was not loaded"
-    folder.close()
+        send_to(without_vllm, 7, [adapter])
+    assert len(without_vllm.loaded) == 1, "it was not loaded"
 
 
 def test_a_written_adapter_is_one_that_peft_opens(adapted: Any, tiny_model_dir: Path, tmp_path: Path) -> None:

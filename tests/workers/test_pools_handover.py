@@ -20,13 +20,12 @@ from verl.models.lora import add_lora
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, Response, SamplingParams
+from verl.rollout.external_engine import RemoteEngine, TPFollower
 from verl.rollout.source import ModuleWeights
 from verl.rollout.vllm.engine import VLLMRollout
-from verl.rollout.weight_sync.broadcast import Broadcast
+from verl.rollout.weight_sync.broadcast import Broadcast, load_into, report
 from verl.rollout.weight_sync.fingerprint import Manifest, compare
 from verl.rollout.weight_sync.probe import ProbeCheck
-from verl.rollout.weight_sync.receive import load_into, report
-from verl.rollout.weight_sync.tp_followers import RemoteEngine, TPFollower
 from verl.workers.rank_group import _visible
 
 CPU = torch.device("cpu")
@@ -191,12 +190,12 @@ class Recorded(ModuleWeights):
 class Host(VLLMRollout):
     """vLLM's adapter as it is, without vLLM behind it."""
 
-    def _launch(self) -> Any:
+    def create_llm(self) -> Any:
         llm = MagicMock()
         llm.collective_rpc.return_value = []
         return llm
 
-    def _deliver(self, tensors: NamedTensors) -> list[str]:
+    def deliver(self, tensors: NamedTensors) -> list[str]:
         list(tensors)
         return []
 

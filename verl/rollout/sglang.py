@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.errors import RolloutError, TrainingHalted
-from verl.models.weight_source import NamedTensors, WeightSource
-from verl.rollout.external_engine import Sample
-from verl.rollout.http_server import Chunk, Client, ServerRollout, free_port
+from verl.models.weight_source import NamedTensors
+from verl.rollout.external_engine import Sample, engine_kwargs
+from verl.rollout.http_server import Chunk, ServerRollout, free_port
 from verl.rollout.model_info import ModelInfo
-from verl.rollout.vllm.settings import engine_kwargs, server_devices
-from verl.rollout.vllm.version import require_engine
+from verl.rollout.stale_files import remove
 from verl.rollout.weight_sync.buckets import split_buckets
 from verl.rollout.weight_sync.shared_memory import shared_folder
-from verl.rollout.weight_sync.stale_files import remove
 
 if TYPE_CHECKING:
     from verl.config.schema import RolloutConfig
@@ -36,10 +34,6 @@ FILE_BYTES = 1 << 30
 _READ_BACK = 4
 _READ_NUMBERS = 64
 _OURS = ("model_path", "load_format", "skip_tokenizer_init", "host", "port", "api_key")
-
-
-def require_sglang() -> str:
-    return require_engine("sglang", "SGLang", ("sglang",), (0, 5), (0, 6))
 
 
 def server_arguments(config: RolloutConfig, info: ModelInfo, folder: Path) -> dict[str, Any]:
@@ -100,28 +94,16 @@ class SGLangRollout(ServerRollout):
 
     name = "sglang"
 
-    def __init__(
-        self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig, *, watchdog_s: float
-    ) -> None:
-        require_sglang()
-        super().__init__(source, tokenizer, config)
-        arguments = server_arguments(config, self.info, self.folder)
-        self.can_sleep = bool(arguments.get("enable_memory_saver"))
-        env = {"HF_HUB_OFFLINE": "1", **server_devices(config, self.info)}
-        if config.raw_log_probs:
+    def _launch(self) -> None:
+        arguments = server_arguments(self.config, self.info, self.folder)
+        env = {"HF_HUB_OFFLINE": "1"}
+        if self.config.raw_log_probs:
             env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
         key, port = secrets.token_hex(16), free_port()
         self._create_folder()
         settings = self._write_settings({**arguments, "host": "127.0.0.1", "port": port, "api_key": key})
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(settings)]
-        client = Client(f"127.0.0.1:{port}", self.name, key)
-        try:
-            self.launch(command, env, client, config.max_num_seqs, watchdog_s)
-            if not source.remote:
-                self.update_weights(source, 0)
-        except BaseException:
-            self.close()
-            raise
+        self.start_server(command, env, f"127.0.0.1:{port}", key)
 
     def _write_settings(self, arguments: dict[str, Any]) -> Path:
         """Arguments in a file: every user of the machine could read a key on the command line."""
@@ -131,7 +113,7 @@ class SGLangRollout(ServerRollout):
         path.write_text(json.dumps(values, indent=1))
         return path
 
-    def _stream(self, sample: Sample) -> Generator[Chunk, None, None]:
+    def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
         seen = 0
         for event in self.client.events("/generate", generate_body(sample, self.info.eos_ids)):
             if "error" in event:

@@ -20,8 +20,8 @@ import torch
 from verl.config.parallelism import EXTERNAL_ENGINES, engine_size, rollout_pool
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.rollout import build_rollout
+from verl.rollout.external_engine import RemoteEngine, TPFollower
 from verl.rollout.model_info import ModelInfo, model_info
-from verl.rollout.weight_sync.tp_followers import RemoteEngine, TPFollower
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from verl.workers.ray_cluster import Cluster
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
-    from verl.rollout.weight_sync.receive import SyncReport
+    from verl.rollout.weight_sync.broadcast import SyncReport
     from verl.workers.rank import RankSetup
 
 logger = logging.getLogger(__name__)

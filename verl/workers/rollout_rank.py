@@ -19,9 +19,8 @@ from verl.models.weight_source import WeightSource
 from verl.rollout import build_rollout
 from verl.rollout.base import RolloutEngine
 from verl.rollout.source import as_source
-from verl.rollout.weight_sync.broadcast import Broadcast
+from verl.rollout.weight_sync.broadcast import Broadcast, ReceivedWeights, SyncReport, load_into, report
 from verl.rollout.weight_sync.fingerprint import Manifest
-from verl.rollout.weight_sync.receive import ReceivedWeights, SyncReport, load_into, report
 from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import choose_device
 from verl.workers.rank import RankSetup, collective_timeout_s, prepare_process

@@ -1,47 +1,51 @@
-"""What the in-process engine and the server share: weights to vLLM's workers, and the check of their reports."""
+"""What the in-process engine and the server share: weights and adapters to vLLM's workers, and the check of their
+reports."""
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 from abc import abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from verl.errors import TrainingHalted
-from verl.models.weight_source import Adapter, NamedTensors, WeightSource
+from verl.errors import RolloutError, TrainingHalted
+from verl.models.lora import ADAPTER
+from verl.models.weight_source import Adapter, NamedTensors
 from verl.rollout.external_engine import ExternalRollout
-from verl.rollout.vllm.adapter import AdapterFolder
 from verl.rollout.vllm.settings import engine_arguments
-from verl.rollout.weight_sync.fingerprint import Manifest, compare
-from verl.rollout.weight_sync.server_watchdog import ServerWatchdog
+from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
 from verl.rollout.weight_sync.shared_memory import SharedMemorySender
-from verl.rollout.weight_sync.stale_files import remove
-
-if TYPE_CHECKING:
-    from verl.config.schema import RolloutConfig
+from verl.watchdog import EngineWatchdog
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 3
+_ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class VLLMBase(ExternalRollout):
     """vLLM with a copy of the trainer's weights."""
 
     name = "vllm"
-    watchdog: ServerWatchdog
+    watchdog: EngineWatchdog
+    adapter: Any = None
+    """What requests carry to use the newest LoRA adapter."""
+    _adapters = 0
 
-    def __init__(self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig) -> None:
-        super().__init__(source, tokenizer, config)
-        self.arguments = engine_arguments(config, self.info, self.folder)
+    def _launch(self) -> None:
+        self.arguments = engine_arguments(self.config, self.info, self.folder)
         self.workers = int(self.arguments["tensor_parallel_size"])
-        self.can_sleep = bool(self.arguments.get("enable_sleep_mode"))
         self.lora_apart = self.info.lora_rank > 0
-        self.adapters = AdapterFolder() if self.lora_apart else None
-        self.adapter: Any = None
-        """What requests carry to use the newest adapter."""
+        self._create_folder()
+        self._start_vllm()
+
+    @abstractmethod
+    def _start_vllm(self) -> None:
+        """With `self.arguments`."""
 
     @abstractmethod
     def _call_workers(self, method: str, *args: str) -> list[str]:
@@ -54,20 +58,24 @@ class VLLMBase(ExternalRollout):
     @abstractmethod
     def _unload_adapter(self, adapter: Any) -> None: ...
 
+    @abstractmethod
+    def _try_reset_prefix_cache(self, preempt: bool) -> bool:
+        """False where vLLM refuses, which it does while blocks are in use; with `preempt` they are freed first."""
+
     def _send_weights(self, tensors: NamedTensors) -> None:
         """TrainingHalted unless every worker received all tensors and holds them where it computes."""
         sent = Manifest()
-        reports = [json.loads(answer) for answer in self._deliver(sent.watch(tensors))]
+        reports = [json.loads(answer) for answer in self.deliver(sent.watch(tensors))]
         for report in reports:
             compare(sent, report["received"], self.version, "vllm")
             check_report(report, self.version)
         if reports and reports[0]["first"]:
             log.info("%s", _described(sent, reports[0]["inexact"]))
 
-    def _deliver(self, tensors: NamedTensors) -> list[str]:
+    def deliver(self, tensors: NamedTensors) -> list[str]:
         """Through shared memory to workers in other processes; their reports."""
         # Longer than the watchdog that looks after this process: a hang here is noticed there first.
-        timeout_s = 2 * self.watchdog.watchdog_s + 60
+        timeout_s = 2 * self.watchdog_s + 60
         with ThreadPoolExecutor(1) as pool:
 
             def check() -> None:
@@ -81,21 +89,49 @@ class VLLMBase(ExternalRollout):
             return call.result()
 
     def _send_adapter(self, adapter: Adapter) -> None:
-        assert self.adapters is not None
         # Running samples carry the old adapter, which vLLM would load again from its folder.
         self._require_idle("take a new LoRA adapter")
-        folder = self.adapters.write(adapter, self.version)
+        self._adapters += 1  # vLLM does not reload a number it knows
+        folder, sent = self.folder / f"adapter{self._adapters}", Manifest()
+        write_adapter(Adapter(adapter.config, sent.watch(adapter.named_tensors)), folder)
+        compare(sent, read_adapter(folder, sent), self.version, "vllm")
         if self.adapter is not None:
             self._unload_adapter(self.adapter)
-        number = self.adapters.number
-        self.adapter = self._load_adapter(f"policy-{number}", number, str(folder))
-        self.adapters.remove_old()
+        self.adapter = self._load_adapter(f"policy-{self._adapters}", self._adapters, str(folder))
+        shutil.rmtree(self.folder / f"adapter{self._adapters - 1}", ignore_errors=True)
 
-    def close(self) -> None:
-        super().close()
-        if self.adapters is not None:
-            self.adapters.close()
-        remove(self.folder)
+    def _reset_prefix_cache(self) -> None:
+        # Preempted requests are computed anew with the new weights.
+        if not any(self._try_reset_prefix_cache(preempt) for preempt in (bool(self._outstanding), True)):
+            raise RolloutError(
+                f"vLLM did not empty its prefix cache for policy version {self.version}. Set "
+                "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_prefix_caching=False"
+            )
+
+
+def write_adapter(adapter: Adapter, folder: Path) -> None:
+    """As `peft.PeftModel.from_pretrained` and vLLM open it."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        _name_in_file(name): t.detach().cpu().contiguous().clone() for name, t in adapter.named_tensors
+    }
+    save_file(weights, folder / _ADAPTER_FILE, metadata={"format": "pt"})
+    adapter.config.save_pretrained(folder)
+
+
+def read_adapter(folder: Path, sent: Manifest) -> Manifest:
+    """Fingerprints of a written adapter, under the names it was `sent` with."""
+    from safetensors.torch import load_file
+
+    names = {_name_in_file(name): name for name in sent}
+    tensors = load_file(folder / _ADAPTER_FILE)
+    return Manifest({names.get(key, key): fingerprint(tensor) for key, tensor in tensors.items()})
+
+
+def _name_in_file(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def check_report(report: dict[str, Any], version: int) -> None:

@@ -7,32 +7,28 @@ call to those goes through the watchdog.
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from verl.errors import RESUME, EngineLost, RolloutError
-from verl.models.weight_source import NamedTensors, WeightSource
+from verl.models.weight_source import NamedTensors
+from verl.processes import describe, is_alive, start_time
 from verl.rollout.base import FinishReason, Response
 from verl.rollout.external_engine import Sample
+from verl.rollout.stale_files import remember_segments
 from verl.rollout.vllm.base import VLLMBase
-from verl.rollout.vllm.process import (
-    SOCKET_FOLDER,
-    EngineProcesses,
-    destroy_process_groups,
-    environment,
-    host_environment,
-    kept_random_state,
-)
-from verl.rollout.vllm.settings import sampling_arguments, set_environment
-from verl.rollout.weight_sync.server_watchdog import ServerWatchdog
-from verl.rollout.weight_sync.stale_files import remember_segments, remove
-
-if TYPE_CHECKING:
-    from verl.config.schema import RolloutConfig
+from verl.rollout.vllm.settings import SOCKET_FOLDER, host_environment, sampling_arguments, set_environment
+from verl.watchdog import EngineWatchdog
 
 _HIDDEN = ("model", "load_format", "worker_extension_cls", "skip_tokenizer_init", "generation_config")
 _SYNC = "the weight sync"
@@ -41,27 +37,24 @@ _SYNC = "the weight sync"
 class VLLMRollout(VLLMBase):
     """Generates with vLLM's LLMEngine."""
 
-    def __init__(
-        self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig, *, watchdog_s: float
-    ) -> None:
-        super().__init__(source, tokenizer, config)
+    llm: Any = None
+
+    def _start_vllm(self) -> None:
         self._new: deque[Sample] = deque()
         self._vllm_ids: dict[str, str] = {}
         """vLLM's names of the running samples."""
         self._had_group = dist.is_initialized()
         self.by_reference = self.workers == 1 and (not self._had_group or dist.get_world_size() == 1)
         set_environment(in_this_process=self.by_reference)
-        self._create_folder()
-        self.llm: Any = self._launch()
+        self.llm = self.create_llm()
         self._watched = not self.by_reference
         if self._watched:
             pids = [pid for pids in self.llm.collective_rpc("verl_processes") for pid in pids]
             remember_segments(self.folder, pids)
-            self.watchdog = ServerWatchdog(EngineProcesses(pids), watchdog_s)
-        if not source.remote:
-            self.update_weights(source, 0)
+            self.watchdog = EngineWatchdog(VLLMProcesses(pids), self.watchdog_s)
 
-    def _launch(self) -> Any:
+    def create_llm(self) -> Any:
+        """vLLM's engine with `self.arguments`."""
         import vllm
 
         # In the folder sockets are removed with it; vLLM itself never removes them.
@@ -70,7 +63,6 @@ class VLLMRollout(VLLMBase):
             try:
                 return vllm.LLM(**self.arguments)
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:
-                remove(self.folder)
                 shown = ", ".join(f"{k}={v}" for k, v in self.arguments.items() if k not in _HIDDEN)
                 raise RolloutError(
                     f"vLLM could not start with {shown}: {error}\nThe keys are actor_rollout_ref.rollout.* and "
@@ -179,17 +171,11 @@ class VLLMRollout(VLLMBase):
     def _call_workers(self, method: str, *args: Any) -> list[str]:
         return list(self._call(_SYNC, self.llm.collective_rpc, method, args=args))
 
-    def _deliver(self, tensors: NamedTensors) -> list[str]:
-        return self._call_workers("verl_receive", tensors) if self.by_reference else super()._deliver(tensors)
+    def deliver(self, tensors: NamedTensors) -> list[str]:
+        return self._call_workers("verl_receive", tensors) if self.by_reference else super().deliver(tensors)
 
-    def _reset_prefix_cache(self) -> None:
-        reset = partial(self._call, "reset_prefix_cache", self.llm.reset_prefix_cache)
-        # Refused while blocks are in use: then running requests are preempted and computed anew.
-        if not reset() and not reset(True):
-            raise RolloutError(
-                f"vLLM did not empty its prefix cache for policy version {self.version}. Set "
-                "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_prefix_caching=False"
-            )
+    def _try_reset_prefix_cache(self, preempt: bool) -> bool:
+        return bool(self._call("reset_prefix_cache", self.llm.reset_prefix_cache, preempt))
 
     def _load_adapter(self, name: str, number: int, folder: str) -> Any:
         from vllm.lora.request import LoRARequest
@@ -211,15 +197,85 @@ class VLLMRollout(VLLMBase):
         self._call("wake", self.llm.wake_up, tags=tags)
 
     def close(self) -> None:
-        if self.llm is None:
-            return
         llm, self.llm = self.llm, None
-        if self._watched and self.watchdog.lost:
-            self.watchdog.processes.kill()  # they would not answer
-        llm.llm_engine.engine_core.shutdown()
-        if self._watched:
-            self.watchdog.processes.kill()
-            self.watchdog.close()
-        if self.by_reference and not self._had_group:
-            destroy_process_groups()
+        if llm is not None:
+            if self._watched and self.watchdog.lost:
+                self.watchdog.processes.kill()  # they would not answer
+            llm.llm_engine.engine_core.shutdown()
+            if self._watched:
+                self.watchdog.processes.kill()
+                self.watchdog.close()
+            if self.by_reference and not self._had_group:
+                destroy_process_groups()
         super().close()
+
+
+class VLLMProcesses:
+    """vLLM's engine core and workers, started by this process. Their output goes to this process's output."""
+
+    name = "vLLM's engine"
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._started = {pid: start_time(pid) for pid in sorted(set(pids) - {os.getpid()})}
+
+    @property
+    def pids(self) -> list[int]:
+        return list(self._started)
+
+    def check(self) -> None:
+        ended = [str(pid) for pid, started in self._started.items() if not is_alive(pid, started)]
+        if ended:
+            raise EngineLost(
+                f"{self.name} died: of its processes {', '.join(map(str, self.pids))} these have ended: "
+                f"{', '.join(ended)}. Their log is above in this process's output; {RESUME}."
+            )
+
+    def describe(self) -> str:
+        return ", ".join(map(describe, self.pids))
+
+    def log_tail(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        for pid, started in self._started.items():
+            if is_alive(pid, started):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables while the context lasts; the old values are restored."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """vLLM seeds the process's generators while it starts; the trainer's are restored."""
+    python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+def destroy_process_groups() -> None:
+    """End the process groups vLLM created here, so that another engine can start."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()

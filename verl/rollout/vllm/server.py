@@ -9,20 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from verl.errors import RolloutError
-from verl.models.weight_source import WeightSource
 from verl.processes import group_members
 from verl.rollout.external_engine import Sample
-from verl.rollout.http_server import Chunk, Client, ServerRollout
+from verl.rollout.http_server import Chunk, ServerRollout
+from verl.rollout.stale_files import remember_segments
 from verl.rollout.vllm.base import VLLMBase
-from verl.rollout.vllm.process import SOCKET_FOLDER, host_environment
-from verl.rollout.vllm.settings import SERVER_ENVIRONMENT, sampling_arguments, server_devices
-from verl.rollout.weight_sync.stale_files import remember_segments
-
-if TYPE_CHECKING:
-    from verl.config.schema import RolloutConfig
+from verl.rollout.vllm.settings import SERVER_ENVIRONMENT, SOCKET_FOLDER, host_environment, sampling_arguments
 
 _MODEL = "policy"
 
@@ -30,32 +24,17 @@ _MODEL = "policy"
 class VLLMServerRollout(VLLMBase, ServerRollout):
     """Generates with vLLM's OpenAI-compatible server."""
 
-    def __init__(
-        self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig, *, watchdog_s: float
-    ) -> None:
-        super().__init__(source, tokenizer, config)
+    def _start_vllm(self) -> None:
         address = str(self.folder / "socket")
         # The module and not the `vllm` command, which looks up a package name that the CPU builds do not have.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(self.arguments)]
         # The end of the log should hold errors, not a line for every sample.
         command += ["--served-model-name", _MODEL, "--uds", address, "--disable-uvicorn-access-log"]
-        env = {
-            **SERVER_ENVIRONMENT,
-            SOCKET_FOLDER: str(self.folder),
-            **host_environment(),
-            **server_devices(config, self.info),
-        }
-        self._create_folder()
-        try:
-            self.launch(command, env, Client(address, self.name), config.max_num_seqs, watchdog_s)
-            remember_segments(self.folder, [process.pid for process in group_members(self.process.pid)])
-            if not source.remote:
-                self.update_weights(source, 0)
-        except BaseException:
-            self.close()
-            raise
+        env = {**SERVER_ENVIRONMENT, SOCKET_FOLDER: str(self.folder), **host_environment()}
+        self.start_server(command, env, address)
+        remember_segments(self.folder, [process.pid for process in group_members(self.process.pid)])
 
-    def _stream(self, sample: Sample) -> Generator[Chunk, None, None]:
+    def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
         seed = sample.seed if self.config.per_request_seed else None
         body = sampling_arguments(sample.request.sampling, self.info.eos_ids, seed, len(sample.resumed))
         body.update(
@@ -75,17 +54,10 @@ class VLLMServerRollout(VLLMBase, ServerRollout):
         body = {"method": method, "args": list(args)}
         return list(self.client.call("POST", "/collective_rpc", body)["results"])
 
-    def _reset_prefix_cache(self) -> None:
-        # Refused while blocks are in use: then running requests are preempted and computed anew.
-        preempt = "/reset_prefix_cache?reset_running_requests=true"
-        for path in [preempt] if self._outstanding else ["/reset_prefix_cache", preempt]:
-            answer = self.client.call("POST", path)
-            if not isinstance(answer, dict) or answer.get("success", True):
-                return
-        raise RolloutError(
-            f"vLLM's server did not empty its prefix cache for policy version {self.version}. Set "
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_prefix_caching=False"
-        )
+    def _try_reset_prefix_cache(self, preempt: bool) -> bool:
+        query = "?reset_running_requests=true" if preempt else ""
+        answer = self.client.call("POST", f"/reset_prefix_cache{query}")
+        return not isinstance(answer, dict) or bool(answer.get("success", True))
 
     def _load_adapter(self, name: str, number: int, folder: str) -> str:
         self.client.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})

@@ -9,15 +9,17 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from verl.errors import ConfigError
+from verl.processes import start_time
 from verl.rollout.base import SamplingParams
+from verl.rollout.external_engine import engine_kwargs
 from verl.rollout.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from verl.config.schema import RolloutConfig
 
+HOST = "VERL_ENGINE_HOST"
+SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 WORKER_EXTENSION = "verl.rollout.vllm.worker.WeightReceiver"
 _OURS = ("model", "load_format", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode")
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -44,19 +46,9 @@ def set_environment(*, in_this_process: bool) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_this_process else "1"
 
 
-def server_devices(config: RolloutConfig, info: ModelInfo) -> dict[str, str]:
-    """The environment of a server with its own GPUs (`rollout.n_gpus_per_node`): those after the trainer's."""
-    count = config.n_gpus_per_node
-    if info.device != "cuda" or count == 0:
-        return {}
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    visible = named or [str(number) for number in range(torch.cuda.device_count())]
-    if len(visible) < count + 1:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.n_gpus_per_node is {count}, beside the trainer's one; torch sees "
-            f"{len(visible)} GPUs. Lower it together with actor_rollout_ref.rollout.tensor_model_parallel_size"
-        )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[1 : count + 1])}
+def host_environment() -> dict[str, str]:
+    """The environment by which an engine's processes know this one as their host."""
+    return {HOST: f"{os.getpid()}:{start_time(os.getpid())}"}
 
 
 def log_probs_mode(config: RolloutConfig) -> str:
@@ -128,16 +120,6 @@ def _lora_rank(rank: int) -> int:
             "it, or use actor_rollout_ref.rollout.name=native"
         )
     return fitting[0]
-
-
-def engine_kwargs(engine: str, extra: dict[str, Any], ours: tuple[str, ...]) -> dict[str, Any]:
-    """The user's `engine_kwargs`, checked against what verl sets itself."""
-    taken = sorted(set(extra) & set(ours))
-    if taken:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{taken[0]} is set by verl; leave it out"
-        )
-    return dict(extra)
 
 
 def sampling_arguments(

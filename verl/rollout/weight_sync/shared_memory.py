@@ -22,6 +22,7 @@ import torch
 
 from verl.errors import RolloutError
 from verl.models.weight_source import NamedTensors
+from verl.rollout.stale_files import MEMORY, new_path, remove
 from verl.rollout.weight_sync.buckets import (
     BUCKET_BYTES,
     bucket_header,
@@ -30,7 +31,6 @@ from verl.rollout.weight_sync.buckets import (
     split_buckets,
     unpack,
 )
-from verl.rollout.weight_sync.stale_files import MEMORY, new_path, remove
 
 _POLL_S = 0.25
 _ACKNOWLEDGED = b"."

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
 SEGMENT = re.compile(r"psm_[0-9a-f]+|vllm_dist_[^/ ]+")
 """Shared memory created by Python or by vLLM."""
-_NAME = re.compile(r"verl-(?:rollout|weights|adapter)-(\w+)-([0-9a-f]+)-([0-9a-f]+)-[0-9a-f]+")
+_NAME = re.compile(r"verl-(?:rollout|weights)-(\w+)-([0-9a-f]+)-([0-9a-f]+)-[0-9a-f]+")
 _SHORT = Path("/tmp")
 _MAX_SOCKET_PATH = 107  # Linux
 _SOCKET_NAME = 1 + 36  # vLLM's are the longest
