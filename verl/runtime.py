@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import random
 import signal
 import sys
@@ -78,6 +79,21 @@ class quiet_transformers:
         logging.set_verbosity(self._level)
         if self._bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables while the context lasts; the old values are restored."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class Terminated(KeyboardInterrupt):

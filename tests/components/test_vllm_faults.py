@@ -11,11 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.tiny_run import tiny_run
 from verl import processes
 from verl.errors import EngineLost
 from verl.models.weight_source import NamedTensors, Names
@@ -37,33 +40,17 @@ SIZES = {"max_model_len": 8192, "max_num_batched_tokens": 256}
 
 def descendants(pid: int) -> dict[int, str]:
     """Living descendants of a process and their titles."""
-    parents, titles = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                titles[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
-            except OSError:
-                continue
-            if fields[0] != "Z":
-                parents[int(entry.name)] = int(fields[1])
-    found: set[int] = set()
-    while more := {child for child, parent in parents.items() if parent in found | {pid}} - found:
-        found |= more
-    return {child: titles[child] for child in found}
+    found = {}
+    for process in processes.descendants(pid):
+        with suppress(psutil.Error):
+            found[process.pid] = " ".join(process.cmdline())
+    return found
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def left_of(processes: dict[int, str]) -> dict[int, str]:
+def left_of(running: dict[int, str]) -> dict[int, str]:
     """Those that are still there after a while."""
-    wait_until(lambda: all(map(is_gone, processes)))
-    return {pid: title.rstrip("\0") for pid, title in processes.items() if not is_gone(pid)}
+    wait_until(lambda: not any(map(processes.is_alive, running)))
+    return {pid: title for pid, title in running.items() if processes.is_alive(pid)}
 
 
 def wait_until(reached: Callable[[], bool], seconds: float = 120) -> bool:
@@ -84,8 +71,8 @@ def started() -> Iterator[Callable[[], dict[int, str]]]:
     }
 
 
-def named(processes: dict[int, str], title: str) -> list[int]:
-    return sorted(pid for pid, own in processes.items() if title in own)
+def named(running: dict[int, str], title: str) -> list[int]:
+    return sorted(pid for pid, own in running.items() if title in own)
 
 
 @pytest.fixture
@@ -221,26 +208,20 @@ def test_a_run_goes_on_after_its_server_is_killed_and_ends_when_it_hangs(
     (tmp_path / "lost_twice.py").write_text(
         PLUGIN.format(saved=str(tracker), killed=str(tmp_path / "killed"))
     )
-    arguments = [
-        f"data.train_files={digits_data}/train.jsonl",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=16",
-        "data.max_response_length=4",
-        f"actor_rollout_ref.model.path={small_model_dir}",
+    arguments = tiny_run(
+        small_model_dir,
+        digits_data,
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.mode=server",
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.max_num_seqs=16",
-        "algorithm.adv_estimator=grpo",
-        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
-        "trainer.device=cpu",
-        "trainer.logger=[]",
+        "reward.in_process=False",
         "trainer.save_freq=1",
         "trainer.total_training_steps=100000",
         "trainer.max_restarts=1",
         "trainer.plugins=[lost_twice]",
-        f"trainer.default_local_dir={tmp_path}/run",
-    ]
+        folder=tmp_path / "run",
+    )
     search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (tmp_path / "log.txt").open("wb") as output:
         run = subprocess.Popen(

@@ -10,10 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from tests.tiny_run import tiny_run
+from verl import processes
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-components)")
 pytest.importorskip("ray", reason="needs ray (make test-components)")
@@ -36,29 +41,19 @@ def model_dir(
 
 
 def command(model: Path, task: Path, folder: Path, *placement: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "verl.trainer.main_ppo",
-        f"data.train_files={task}/train.jsonl",
+    run = tiny_run(
+        model,
+        task,
         "data.train_batch_size=4",
-        "data.max_prompt_length=16",
-        "data.max_response_length=4",
-        f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.temperature=0.8",
         "actor_rollout_ref.rollout.max_num_seqs=16",
-        "algorithm.adv_estimator=grpo",
-        f"reward.custom_reward_function.path={task}/digits_reward.py",
-        "reward.in_process=True",
-        "trainer.device=cpu",
-        "trainer.logger=[]",
         "trainer.save_freq=-1",
-        f"trainer.default_local_dir={folder}",
         *placement,
-    ]
+        folder=folder,
+    )
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *run]
 
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
@@ -147,29 +142,14 @@ def test_an_adapter_to_vllm_in_a_process_of_its_own(
 def living(pids: set[int]) -> dict[int, str]:
     """Those that still run, by what they call themselves."""
     found = {}
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-            title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if state != "Z":
-            found[pid] = title.replace("\0", " ")[:400]
+    for pid in filter(processes.is_alive, pids):
+        with suppress(psutil.Error):
+            found[pid] = " ".join(psutil.Process(pid).cmdline())[:400]
     return found
 
 
 def family(pid: int) -> set[int]:
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
+    return {process.pid for process in processes.descendants(pid)}
 
 
 def until(reached: Callable[[], bool], seconds: float = 600) -> bool:
@@ -202,7 +182,7 @@ def test_two_ranks_share_one_engine_and_it_goes_with_its_host(
         names.update(living(family(process.pid)))
         engines.clear()
         for rank in [pid for pid, title in names.items() if "RankProcess" in title]:
-            below = family(rank) - {rank}
+            below = family(rank)
             engines[rank] = {
                 pid for pid in below if "VLLM::" in names.get(pid, "") or "spawn_main" in names.get(pid, "")
             }

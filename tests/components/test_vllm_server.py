@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl import watchdog
+from verl import processes, watchdog
 from verl.errors import RolloutError, TrainingHalted
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
@@ -42,19 +42,6 @@ def server(model: Any, word_tokenizer: Any, rollout_section: Callable[..., Any])
     )
     yield engine
     engine.close()
-
-
-def processes_of(group: int) -> list[int]:
-    """Processes of a group that still run."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except (OSError, NotADirectoryError):
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            found.append(int(folder.name))
-    return found
 
 
 def agree(engine: Any, model: Any, reference: Callable[..., list[float]], temperature: float = 0.7) -> None:
@@ -182,7 +169,7 @@ def test_a_dead_server_is_said_with_its_log_and_leaves_nothing(server: Any, mode
     with pytest.raises(RolloutError):
         server.update_weights(ModuleWeights(model), 1)
     server.close()
-    assert not processes_of(server.process.pid), "closing waits for all of them"
+    assert not processes.group_members(server.process.pid), "closing waits for all of them"
 
 
 ORPHAN = """
@@ -203,13 +190,13 @@ def test_the_server_does_not_outlive_a_killed_trainer(model: Any, tmp_path: Path
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     group = int(trainer.stdout.readline())
-    assert processes_of(group)
+    assert processes.group_members(group)
     trainer.kill()
     trainer.wait()
     deadline = time.monotonic() + 120
-    while processes_of(group) and time.monotonic() < deadline:
+    while processes.group_members(group) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not processes_of(group)
+    assert not processes.group_members(group)
 
 
 def test_two_tensor_parallel_workers(

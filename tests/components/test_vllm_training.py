@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny_run import read_metrics, tiny_run
 from verl.rollout import build_rollout
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.source import ModuleWeights
@@ -44,50 +45,44 @@ def words_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_command(folder: Path, task: Path, model: Path, *extra: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "verl.trainer.main_ppo",
-        f"data.train_files={task}/train.jsonl",
+    run = tiny_run(
+        model,
+        task,
         "data.train_batch_size=4",
-        "data.max_prompt_length=64",
-        "data.max_response_length=16",
-        f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.actor.optim.lr=1e-5",
         "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.temperature=0.8",
         "actor_rollout_ref.rollout.max_num_seqs=16",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
-        "algorithm.adv_estimator=grpo",
-        f"reward.custom_reward_function.path={task}/reward.py",
-        "reward.in_process=True",
-        "trainer.device=cpu",
-        "trainer.logger=[]",
         f"trainer.total_training_steps={STEPS}",
         "trainer.total_epochs=10",
-        f"trainer.default_local_dir={folder}",
         *extra,
-    ]
+        folder=folder,
+    )
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *run]
     # A cluster of its own: whoever else runs one on this machine may end it at any time.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=850)
 
 
+def assert_both_sides_agree(folder: Path) -> None:
+    rows = read_metrics(folder)
+    differences = [row["training/rollout_probs_diff_mean"] for row in rows]
+    assert len(differences) == STEPS and max(differences) < 0.005, differences
+    assert min(row["actor/grad_norm"] for row in rows) > 0, "the weights moved"
+
+
 def test_grpo_on_smollm2_keeps_both_sides_together(
     smollm2_dir: Path, words_task: Path, tmp_path: Path
 ) -> None:
-    done = run_command(tmp_path / "run", words_task, smollm2_dir)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    differences = [
-        row["training/rollout_probs_diff_mean"] for row in rows if "training/rollout_probs_diff_mean" in row
+    task = [
+        "data.max_prompt_length=64",
+        "data.max_response_length=16",
+        "actor_rollout_ref.actor.optim.lr=1e-5",
+        f"reward.custom_reward_function.path={words_task}/reward.py",
     ]
-    norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]
-    assert len(differences) == STEPS and max(differences) < 0.005, differences
-    assert len(norms) == STEPS and min(norms) > 0, (
-        "the weights moved, and the next step's log-probs still agree"
-    )
+    done = run_command(tmp_path / "run", words_task, smollm2_dir, *task)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert_both_sides_agree(tmp_path / "run")
 
 
 class Adapted:
@@ -140,16 +135,7 @@ def test_runs_with_vllm_in_other_processes(
 ) -> None:
     if "trainer.n_gpus_per_node=2" in placement:
         pytest.importorskip("ray", reason="needs ray")
-    task = [
-        "data.max_prompt_length=16",
-        "data.max_response_length=4",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        f"reward.custom_reward_function.path={digits_data}/digits_reward.py",
-    ]
-    done = run_command(tmp_path / "run", digits_data, small_model_dir, *task, *placement)
+    lr = "actor_rollout_ref.actor.optim.lr=1e-3"
+    done = run_command(tmp_path / "run", digits_data, small_model_dir, lr, *placement)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    differences = [
-        row["training/rollout_probs_diff_mean"] for row in rows if "training/rollout_probs_diff_mean" in row
-    ]
-    assert len(differences) == STEPS and max(differences) < 0.005, differences
+    assert_both_sides_agree(tmp_path / "run")

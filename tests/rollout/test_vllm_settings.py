@@ -17,13 +17,13 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.http_server import server_devices
 from verl.rollout.model_info import ModelInfo, model_info
 from verl.rollout.source import ModuleWeights
-from verl.rollout.vllm.engine import environment
 from verl.rollout.vllm.settings import (
     engine_arguments,
     log_probs_mode,
     sampling_arguments,
     set_environment,
 )
+from verl.runtime import environment
 
 FOLDER = Path("/model")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,6 @@ from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.weight_sync.broadcast import Broadcast, load_into, report
 from verl.rollout.weight_sync.fingerprint import Manifest, compare
 from verl.rollout.weight_sync.probe import ProbeCheck
-from verl.workers.rank_group import _visible
 
 CPU = torch.device("cpu")
 PAIRS = {
@@ -243,18 +241,3 @@ def test_a_follower_asks_the_trainer_for_what_the_host_asks(
 def test_a_rank_that_only_trains_says_where_to_ask() -> None:
     with pytest.raises(RolloutError, match="processes of its own"):
         RemoteEngine().generate([])
-
-
-@pytest.mark.parametrize("before", [None, "3"])
-def test_the_gpus_of_a_group_are_seen_by_what_is_started_for_it(
-    before: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "CUDA_VISIBLE_DEVICES"
-    monkeypatch.delenv(name, raising=False)
-    if before:
-        monkeypatch.setenv(name, before)
-    with _visible(("3", "5")):
-        assert os.environ[name] == "3,5"
-    assert os.environ.get(name) == before
-    with _visible(()):
-        assert os.environ.get(name) == before

@@ -9,7 +9,6 @@ Every rank makes the same collective calls in the same order, with or without an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,6 +21,7 @@ from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogPro
 from verl.rollout import build_rollout
 from verl.rollout.external_engine import RemoteEngine, TPFollower
 from verl.rollout.model_info import ModelInfo, model_info
+from verl.runtime import environment
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class RankGroup(LocalGroup):
         if self._rank % size:
             return TPFollower(rollout.name, self.held, tokenizer, rollout)
         shared = self._devices[self._rank : self._rank + size]
-        with _visible(shared if size > 1 and self.device.type == "cuda" else ()):
+        visible = {_DEVICES: ",".join(shared)} if shared and size > 1 and self.device.type == "cuda" else {}
+        with environment(visible):  # for the processes of the engine; this one has its own GPU already
             watchdog_s = self.cfg.trainer.watchdog_s
             return build_rollout(rollout.name, self.held, tokenizer, rollout, watchdog_s=watchdog_s)
 
@@ -174,18 +175,3 @@ class RankGroup(LocalGroup):
         """The trainer's own log-probs of what engines elsewhere drew after `prompt`."""
         with self._resident("actor", optimizer=False):
             return [self.actor_engine.weights().log_probs(prompt, rows) for rows in answers]
-
-
-@contextmanager
-def _visible(devices: tuple[str, ...]) -> Iterator[None]:
-    """Processes started inside see these GPUs; this one has its own already."""
-    before = os.environ.get(_DEVICES)
-    if devices:
-        os.environ[_DEVICES] = ",".join(devices)
-    try:
-        yield
-    finally:
-        if devices and before is None:
-            del os.environ[_DEVICES]
-        elif before is not None:
-            os.environ[_DEVICES] = before

@@ -28,6 +28,7 @@ from verl.rollout.external_engine import Sample
 from verl.rollout.stale_files import remember_segments
 from verl.rollout.vllm.base import VLLMBase
 from verl.rollout.vllm.settings import SOCKET_FOLDER, host_environment, sampling_arguments, set_environment
+from verl.runtime import environment
 from verl.watchdog import EngineWatchdog
 
 _HIDDEN = ("model", "load_format", "worker_extension_cls", "skip_tokenizer_init", "generation_config")
@@ -244,33 +245,15 @@ class VLLMProcesses:
 
 
 @contextmanager
-def environment(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables while the context lasts; the old values are restored."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
 def kept_random_state() -> Iterator[None]:
     """vLLM seeds the process's generators while it starts; the trainer's are restored."""
-    python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
-        torch.set_rng_state(cpu)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
 
 
 def destroy_process_groups() -> None:

@@ -1,7 +1,7 @@
 """Fingerprints of tensors: integer arithmetic over their bits, equal on every device and in every process.
 
 Taken of what is sent, of what arrived, and of what the engine then holds, where it holds it in the form it came in
-(`verl.rollout.vllm.loaded_weights`). Other forms (repacked, quantised) are checked by log-probs.
+(`verl.rollout.vllm.worker`). Other forms (repacked, quantised) are checked by log-probs.
 """
 
 from __future__ import annotations
