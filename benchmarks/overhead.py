@@ -136,18 +136,18 @@ def _step(group: Any, cfg: PPOConfig, prompts: DataProto, step: int) -> tuple[di
     """One step's seconds by phase, and the gradient norm, which both sides must share."""
     import torch
 
-    from verl.workers.rollout import training_settings
+    from verl.workers.roles import training_settings
 
     times = [time.perf_counter()]
     settings = training_settings(cfg.actor_rollout_ref.rollout, cfg.data.max_response_length, step)
     batch = group.generate(prompts, settings)
     times.append(time.perf_counter())
     batch.meta_info["temperature"] = 1.0
-    batch.batch |= group.log_probs(batch, with_entropy=False).batch
+    batch.batch |= group.log_probs(batch).batch
     times.append(time.perf_counter())
     signs = torch.arange(len(batch)).remainder(2).mul(2).sub(1).float()
     batch.batch["advantages"] = signs.unsqueeze(-1).expand_as(batch.batch["response_mask"]).contiguous()
-    metrics = group.update_actor(batch)
+    metrics = group.update("actor", batch)
     times.append(time.perf_counter())
     took = {phase: times[i + 1] - times[i] for i, phase in enumerate(PHASES)}
     return took | {"step": times[-1] - times[0]}, metrics["actor/grad_norm"]

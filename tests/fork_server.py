@@ -36,7 +36,7 @@ PRELOADED = (
     "verl.rollout.native",
     "verl.trainer.main_ppo",
     "verl.trainer.sft_trainer",
-    "verl.workers.rank",
+    "verl.workers.train_rank",
 )
 """Not Ray: it reads the environment of its process when it is imported."""
 

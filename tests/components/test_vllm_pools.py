@@ -86,7 +86,7 @@ def test_vllm_in_a_process_of_its_own(model_dir: Path, digits_data: Path, tmp_pa
 COUNTING = """
 from pathlib import Path
 from verl.models.lora import plain_name
-from verl.workers.rank import TrainRank
+from verl.workers.train_rank import TrainRank
 from verl.rollout.weight_sync import broadcast
 
 _pack, _sync_weights, crossed = broadcast.pack, TrainRank.do_sync_weights, 0

@@ -340,7 +340,7 @@ def rank_main(rank: int, meeting: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     if DEVICE.type == "cuda":
         stage_collectives()
-    from verl.workers.rank_group import GatheredWeights
+    from verl.workers.train_rank import GatheredWeights
 
     engine = make_engine(make_model(), sharded=True)
     held = GatheredWeights(engine.weights())

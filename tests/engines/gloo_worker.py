@@ -198,7 +198,7 @@ def idle_rank(rank: int, world: int, folder: Path, without_copy: bool = False) -
     """Only the first rank gets prompts; then all train. Twice, so that the second time meets what the first left."""
     from verl.rollout.base import Request, SamplingParams
     from verl.rollout.native import Limits, NativeRollout
-    from verl.workers.rank_group import GatheredWeights
+    from verl.workers.train_rank import GatheredWeights
 
     engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=ROLE)
     if world > 1:  # ranks whose collectives do not match wait for one another: not for long

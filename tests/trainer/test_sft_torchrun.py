@@ -50,8 +50,8 @@ SFTRole.train = planned
 WATCH = """
 from verl.workers.torchrun import RankMonitor
 
-check = RankMonitor._check_others
-RankMonitor._check_others = lambda self: check(self) if Path({once!r}).exists() else None
+check = RankMonitor.check_others
+RankMonitor.check_others = lambda self: check(self) if Path({once!r}).exists() else None
 """
 """On a busy machine the start alone may take longer than a short limit: the watch begins with the fault."""
 ACTIONS = {

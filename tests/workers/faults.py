@@ -50,7 +50,7 @@ def due():
 """
 
 ON_A_RANK = """
-from verl.workers.rank import TrainRank
+from verl.workers.train_rank import TrainRank
 
 def _install(call, rank, nth):
     original = getattr(TrainRank, "do_" + call)

@@ -12,7 +12,7 @@ from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
 from verl.errors import EngineLost, RolloutError
 from verl.watchdog import StackWatchdog, beat
-from verl.workers.restarts import with_restarts
+from verl.workers.placement import with_restarts
 from verl.workers.rpc_server import Failure
 
 

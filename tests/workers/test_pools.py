@@ -175,11 +175,9 @@ def test_a_killed_rollout_rank_is_named_and_the_run_goes_on_after_it(call, nth, 
 def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, faulty, happened, monkeypatch):
     from verl.workers.ray_calls import RankCalls
 
-    look, hang = RankCalls._check_progress, faulty(call, "hang", rank=0, nth=2)
+    look, hang = RankCalls.check_progress, faulty(call, "hang", rank=0, nth=2)
     # On a busy machine the start alone may take longer than this short limit: the watch begins with the fault.
-    monkeypatch.setattr(
-        RankCalls, "_check_progress", lambda *args: look(*args) if happened.exists() else None
-    )
+    monkeypatch.setattr(RankCalls, "check_progress", lambda *args: look(*args) if happened.exists() else None)
     with pytest.raises(WorkersLost) as caught:
         train(*FEW, *placed(2, 1), "trainer.watchdog_s=6", hang)
     message = str(caught.value)
@@ -194,7 +192,7 @@ def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, f
 TRAINER_RANK_GONE = """
 import os, signal, time
 from pathlib import Path
-from verl.workers.rank import TrainRank
+from verl.workers.train_rank import TrainRank
 from verl.workers.rollout_rank import RolloutRank
 
 note = Path({note!r})

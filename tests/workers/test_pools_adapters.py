@@ -31,8 +31,9 @@ from verl.rollout.weight_sync import broadcast
 from verl.rollout.weight_sync.broadcast import Broadcast, ReceivedWeights
 from verl.rollout.weight_sync.fingerprint import Manifest, compare
 from verl.rollout.weight_sync.probe import ProbeCheck
-from verl.workers.rank import RankSetup, TrainRank
+from verl.workers.rank import RankSetup
 from verl.workers.rollout_rank import RolloutRank
+from verl.workers.train_rank import TrainRank
 
 pytest.importorskip("peft", reason="needs the package peft")
 
@@ -204,7 +205,7 @@ def test_an_adapter_that_arrives_but_is_not_used_is_caught(pair: Any) -> None:
 
 
 def test_eight_bits_and_sglang_get_whole_weights(overrides: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.workers.rank_group import RankGroup
+    from verl.workers.train_rank import RankGroup
 
     def apart(name: str, dtype: str, rank: int) -> bool:
         cfg = load_ppo_config(overrides())
@@ -212,7 +213,7 @@ def test_eight_bits_and_sglang_get_whole_weights(overrides: Any, monkeypatch: py
         cfg.actor_rollout_ref.model.lora_rank = rank
         group = RankGroup.__new__(RankGroup)
         group.cfg = cfg
-        return group._adapters_apart
+        return group.separate_adapter
 
     assert [apart(name, "auto", 4) for name in ("native", "hf", "vllm", "sglang")] == [
         True,

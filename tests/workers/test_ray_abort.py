@@ -57,7 +57,7 @@ def engine(
     sizes = ["actor_rollout_ref.rollout.max_num_seqs=4", f"data.max_response_length={TOKENS}"]
     settings = overrides(*sizes, "trainer.plugins=[gated]", *placed)
     group = RayGroup(load_ppo_config(settings), tiny_tokenizer, training_steps=1, run_folder=tmp_path)
-    yield group.rollout.engine, group, gate
+    yield group.rollout, group, gate
     gate.touch()
     group.close()
 
@@ -138,7 +138,7 @@ def test_called_off_left_early_and_gone_on_with(engine: tuple[Any, Any, Path]) -
     closing.join()
     assert (spread.stats().running, spread.stats().waiting) == (0, 0)
     from verl.data.proto import DataProto
-    from verl.workers.rollout import GenerationSettings
+    from verl.workers.roles import GenerationSettings
 
     ids = {"uid": ["a", "b", "c"], "prompt_ids": [[3, 4], [4, 5], [5, 6]]}
     prompts = DataProto.from_dict(non_tensors=ids)

@@ -77,9 +77,9 @@ def test_a_hang_is_noticed_and_says_who_waits_for_whom(
 ):
     from verl.workers.ray_calls import RankCalls
 
-    hung, look = tmp_path / "hung", RankCalls._check_progress
+    hung, look = tmp_path / "hung", RankCalls.check_progress
     # On a busy machine the start alone may take longer than this short limit: the watch begins with the fault.
-    monkeypatch.setattr(RankCalls, "_check_progress", lambda *args: look(*args) if hung.exists() else None)
+    monkeypatch.setattr(RankCalls, "check_progress", lambda *args: look(*args) if hung.exists() else None)
     with pytest.raises(WorkersLost) as caught:
         train(*PPO, *SMALL, "trainer.watchdog_s=4", *faulty(phase, "hang", once=hung))
     message = str(caught.value)

@@ -63,8 +63,8 @@ class Dying(BatchEngine):
             time.sleep(0.2)
 
     def kept(self):
-        journal = self.place / "dying.jsonl.unfinished" / "rows.jsonl"
-        return journal.exists() and journal.stat().st_size > 0
+        journal = self.place / "dying.jsonl.unfinished"
+        return journal.exists() and len(journal.read_text().splitlines()) > 1
 
     def die(self):
         try:

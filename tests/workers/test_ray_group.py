@@ -18,7 +18,7 @@ import threading, time
 from pathlib import Path
 from verl.rollout.native import engine
 from verl.rollout.native.scheduler import Scheduler
-from verl.workers.rank import TrainRank
+from verl.workers.train_rank import TrainRank
 
 _generate, _schedule, late = TrainRank.do_generate, Scheduler.schedule, threading.Event()
 engine.verify = lambda *args: None  # whose steps would stand still as well
@@ -68,7 +68,7 @@ def prompts() -> DataProto:
 
 
 def test_same_tokens_and_log_probs_and_early_ranks_take_more(groups, tmp_path):
-    from verl.workers.rollout import training_settings
+    from verl.workers.roles import training_settings
 
     local, spread = groups
     settings = training_settings(local.cfg.actor_rollout_ref.rollout, 4, step=3)
@@ -89,13 +89,13 @@ def test_same_tokens_and_log_probs_and_early_ranks_take_more(groups, tmp_path):
     )
     # The first rank took all but what the second had, and was not held back by it.
     assert {row // N for row in heard[-len(LATE) * N :]} == LATE
-    assert spread.engine.answered == {0: (PROMPTS - len(LATE)) * N, 1: len(LATE) * N}
+    assert spread.rollout.answered == {0: (PROMPTS - len(LATE)) * N, 1: len(LATE) * N}
 
     for batch in (found, expected):
         batch.meta_info["temperature"] = 1.0
-    ours = spread.log_probs(found, with_entropy=True).batch
+    ours = spread.log_probs(found).batch
     parts = spread._shards
-    theirs = local.log_probs(expected, with_entropy=True).batch
+    theirs = local.log_probs(expected).batch
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)

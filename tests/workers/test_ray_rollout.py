@@ -48,7 +48,7 @@ def test_a_request_sent_into_a_stream_that_has_ended_is_sent_again(joined: Any) 
         engine = RayRollout(Rank(), 8, hosts=[0], colocated=False)  # type: ignore[arg-type]
         engine.submit([Request("first", [1]), Request("second", [1])])
         # The stream is opened, and before it is read a third request goes into it.
-        engine._dispatch()
+        engine.dispatch()
         engine.submit([Request("third", [1])])
         found = []
         while responses := engine.poll():

@@ -142,9 +142,9 @@ def test_hung_rank_is_named(words, joined, tmp_path, plugin, monkeypatch):
     from verl.trainer.sft_trainer import run
     from verl.workers.ray_calls import RankCalls
 
-    hung, look = tmp_path / "hang", RankCalls._check_progress
+    hung, look = tmp_path / "hang", RankCalls.check_progress
     # On a busy machine the start alone may take longer than this short limit: the watch begins with the fault.
-    monkeypatch.setattr(RankCalls, "_check_progress", lambda *args: look(*args) if hung.exists() else None)
+    monkeypatch.setattr(RankCalls, "check_progress", lambda *args: look(*args) if hung.exists() else None)
     with pytest.raises(WorkersLost) as caught:
         run(load_sft_config(words("trainer.n_gpus_per_node=2", "trainer.watchdog_s=12", plugin("hang"))))
     message = str(caught.value)

@@ -15,8 +15,6 @@ from verl.engines.base import ModelOutput
 from verl.errors import RolloutError
 from verl.observe.metrics import Metric
 from verl.rollout.base import Response
-from verl.workers.actor import ActorRole, RolloutGap
-from verl.workers.critic import CriticRole
 from verl.workers.group import (
     WorkerGroup,
     corrects_rollout,
@@ -25,8 +23,11 @@ from verl.workers.group import (
     needs_old_log_probs,
     needs_reference,
 )
-from verl.workers.rollout import (
-    RolloutRole,
+from verl.workers.roles import (
+    ActorRole,
+    CriticRole,
+    RolloutGap,
+    generate_batch,
     greedy_settings,
     training_settings,
     validation_settings,
@@ -56,7 +57,7 @@ def test_the_actors_loss_is_policy_loss_less_entropy_plus_kl():
     advantages, ref = numbers(2, -1, 1), numbers(3)
     role = actor(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7, kl_loss_type="k3")
     out = ModelOutput(log_probs=log_prob, entropy=entropy)
-    loss, metrics = role._micro_batch_loss(out, micro(advantages=advantages, ref_log_prob=ref))
+    loss, metrics = role.loss(out, micro(advantages=advantages, ref_log_prob=ref))
     d = ref - log_prob
     kl = d.exp() - d - 1
 
@@ -83,7 +84,7 @@ def test_the_ratio_is_to_the_policy_that_sampled():
     weights = numbers(5, 0.1, 2.0)
     role = actor(clip_ratio=100.0, clip_ratio_low=0.9, clip_ratio_c=1e6, entropy_coeff=0.0)
     batch = micro(advantages=advantages, old_log_probs=old, rollout_is_weights=weights)
-    loss, metrics = role._micro_batch_loss(ModelOutput(log_probs=log_prob), batch)
+    loss, metrics = role.loss(ModelOutput(log_probs=log_prob), batch)
     ratio = (log_prob - old).exp()
     worst = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.1, 101.0))
     torch.testing.assert_close(loss, 2 * (worst * weights * MASK).sum() / 20)
@@ -96,7 +97,7 @@ def test_the_ratio_is_to_the_policy_that_sampled():
 def test_the_divisor_of_summed_tokens_is_the_longest_response_unless_given(given, factor):
     advantages = numbers(2, -1, 1)
     role = actor(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=given)
-    loss, _ = role._micro_batch_loss(ModelOutput(log_probs=numbers(0)), micro(advantages=advantages))
+    loss, _ = role.loss(ModelOutput(log_probs=numbers(0)), micro(advantages=advantages))
     torch.testing.assert_close(loss, 2 * (-advantages * MASK).sum() / factor / 7)
 
 
@@ -104,9 +105,7 @@ def test_the_critics_loss_is_the_clipped_squared_error():
     predicted, values, returns = numbers(0, -1, 1), numbers(1, -1, 1), numbers(2, -1, 1)
     engine: Any = None
     role = CriticRole(engine, CriticConfig(cliprange_value=0.2), loss_scale_factor=9)
-    loss, metrics = role._micro_batch_loss(
-        ModelOutput(values=predicted), micro(values=values, returns=returns)
-    )
+    loss, metrics = role.loss(ModelOutput(values=predicted), micro(values=values, returns=returns))
     near = torch.minimum(torch.maximum(predicted, values - 0.2), values + 0.2)
     worst = 0.5 * torch.maximum((predicted - returns) ** 2, (near - returns) ** 2)
     torch.testing.assert_close(loss, 2 * (worst * MASK).sum() / 20)
@@ -223,8 +222,12 @@ def settings(n: int) -> Any:
 def test_rows_stand_prompt_by_prompt_whatever_finished_first():
     engine: Any = Backwards()
     heard: list[tuple[int, int]] = []
-    batch = RolloutRole(engine, 0).generate(
-        prompts("2", "1"), settings(3), lambda row, response: heard.append((row, response.token_ids[0]))
+    batch = generate_batch(
+        engine,
+        prompts("2", "1"),
+        settings(3),
+        0,
+        lambda row, response: heard.append((row, response.token_ids[0])),
     )
     assert batch.batch["responses"].flatten().tolist() == [20, 21, 22, 10, 11, 12]
     assert list(batch.non_tensor_batch["uid"]) == ["2"] * 3 + ["1"] * 3
@@ -237,9 +240,9 @@ def test_rows_stand_prompt_by_prompt_whatever_finished_first():
 def test_unanswered_and_doubled_prompts_are_refused():
     engine: Any = Backwards(leave_out=1)
     with pytest.raises(RolloutError, match="1 of 4 samples unanswered"):
-        RolloutRole(engine, 0).generate(prompts("1", "2"), settings(2))
+        generate_batch(engine, prompts("1", "2"), settings(2), 0)
     with pytest.raises(RolloutError, match="share a uid"):
-        RolloutRole(engine, 0).generate(prompts("1", "1"), settings(2))
+        generate_batch(engine, prompts("1", "1"), settings(2), 0)
 
 
 class Counting(WorkerGroup):
@@ -256,8 +259,9 @@ class Counting(WorkerGroup):
         tokens = mini.meta_info["batch_num_tokens"]
         return {"mean": Metric(float(len(self.done)), "mean", tokens), "sum": Metric(float(tokens), "sum")}
 
-    def sync_weights(self) -> None:
+    def sync_weights(self) -> dict[str, float]:
         self.published.append(self.policy_version)
+        return {}
 
     def generate(self, *arguments: Any) -> Any: ...
     def log_probs(self, *arguments: Any, **more: Any) -> Any: ...
@@ -275,7 +279,7 @@ def rows_of(count: int, masked: tuple[int, ...] = ()) -> DataProto:
 
 def test_an_update_leaves_out_what_has_no_tokens_and_weighs_the_rest_by_them():
     group = Counting(config(**{"actor_rollout_ref.actor.ppo_mini_batch_size": 1}))
-    metrics = group.update_actor(rows_of(6, masked=(1, 2, 3)))
+    metrics = group.update("actor", rows_of(6, masked=(1, 2, 3)))
     assert [rows for _, rows, _ in group.done] == [[0, 1], [4, 5]], "rows 2 and 3 are a mini-batch of nothing"
     assert metrics == {"mean": pytest.approx((1 * 3 + 2 * 6) / 9), "sum": pytest.approx(4.5)}
     assert (group.policy_version, group.published) == (1, [1])
@@ -292,18 +296,18 @@ def test_the_version_counts_updates_of_the_actor_and_the_rollout_hears_of_each()
         )
     )
     batch = rows_of(16)
-    group.update_critic(batch)
+    group.update("critic", batch)
     assert [len(rows) for _, rows, _ in group.done] == [8] * 6 and group.published == []
     group.done.clear()
     for version in (1, 2):
-        group.update_actor(batch)
+        group.update("actor", batch)
         assert (group.policy_version, group.published[-1]) == (version, version)
     orders = [rows for _, rows, _ in group.done]
     assert [len(rows) for rows in orders] == [16] * 4
     assert orders[0] == orders[2] == list(range(16)) and orders[1] != orders[3]
     again = Counting(group.cfg)
     again.policy_version = 1
-    again.update_actor(batch)
+    again.update("actor", batch)
     assert again.done[1][1] == orders[3], "a resumed run shuffles as the first one did"
 
 
@@ -312,9 +316,9 @@ def test_a_loss_of_ones_own_sees_a_behaviour_policy_without_gradient():
         return -(advantages * (log_prob - old_log_prob).exp() * response_mask).sum(), {}
 
     role = actor()
-    role._loss = plain
+    role.policy_loss = plain
     log_prob, advantages = numbers(0).requires_grad_(), numbers(2, -1, 1)
-    loss, _ = role._micro_batch_loss(ModelOutput(log_probs=log_prob), micro(advantages=advantages))
+    loss, _ = role.loss(ModelOutput(log_probs=log_prob), micro(advantages=advantages))
     loss.backward()
     torch.testing.assert_close(log_prob.grad, -advantages * MASK)
 
@@ -354,8 +358,8 @@ def test_draws_of_a_loss_are_keyed_by_update_and_mini_batch(monkeypatch):
     for first in (0, 1):
         group = Counting(config(**{"actor_rollout_ref.actor.ppo_mini_batch_size": 2}))
         group.policy_version = first
-        group.update_actor(batch)
-        group.update_actor(batch)
+        group.update("actor", batch)
+        group.update("actor", batch)
     assert len(set(drawn[:4])) == 4
     assert drawn[4:6] == drawn[2:4], "a resumed run draws as the first one did"
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from verl.errors import RolloutError, TrainingHalted
 from verl.rollout.base import Request
 from verl.watchdog import StackWatchdog
-from verl.workers.rank import TrainRank, interface_of
+from verl.workers.rank import interface_of
 from verl.workers.rpc_server import Failure
 from verl.workers.shard_batch import from_arrays, join, pad_rows, shard_rows, to_arrays
+from verl.workers.train_rank import TrainRank
 
 
 def make(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -11,23 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
-from verl.config.load import to_dict
 from verl.config.model_path import vocabulary_size
 from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
 from verl.observe.run_folder import RunFolder, likely_fix
-from verl.observe.trackers import FanOut, build_trackers
 from verl.reward import RewardManager, RewardSample, build_reward_manager
 from verl.runtime import exits_as_errors, quiet_transformers, seed_everything
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
-from verl.trainer.setup import (
-    fit_to,
-    open_run_folder,
-    prometheus_address,
-    record_config,
-)
+from verl.trainer.setup import fit_to, open_run_folder, open_tracker, record_config
 from verl.workers.placement import build_checkpoints, build_group, build_reward_model
 
 if TYPE_CHECKING:
@@ -103,17 +96,7 @@ def build_loop(
     cfg: PPOConfig, parts: RunParts, *, model: nn.Module | None = None, live: bool = False
 ) -> RLLoop:
     """Load the models and hand everything to the loop."""
-    tracker: FanOut = build_trackers(
-        cfg.trainer.logger,
-        cfg.trainer.project_name,
-        cfg.trainer.experiment_name,
-        to_dict(cfg),
-        parts.folder,
-        cfg.trainer.wandb_proxy,
-        total_steps=parts.total_steps,
-        live=live,
-        prometheus=prometheus_address(cfg.trainer),
-    )
+    tracker = open_tracker(cfg, parts.folder, total_steps=parts.total_steps, live=live)
     workers = build_group(
         cfg,
         parts.tokenizer,

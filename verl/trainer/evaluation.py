@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALL = "all"
-_OWN_FIELDS = ("ground_truth", "extra_info")
-_BESIDE = ("", "_finish_reason", "_length", "_token_ids", "_log_probs")
+_SAMPLE_FIELDS = ("ground_truth", "extra_info")
+_GENERATION_SUFFIXES = ("", "_finish_reason", "_length", "_token_ids", "_log_probs")
 """Suffixes of the columns a generation writes."""
 
 
@@ -45,25 +45,36 @@ _ORDER = ("mean", "pass", "best", "maj")
 class ScoredRow:
     """The responses of one prompt."""
 
-    number: int
     data_source: str
     results: list[RewardResult] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """One data source."""
+    """Statistics of one data source."""
 
     rows: int
     responses: int
     failed: int
     """Responses without a score."""
     core: dict[str, float]
-    """`acc/mean@4` (or `reward/...`, where the reward gives no acc) and the like: what to look at first."""
+    """`acc/mean@4` (or `reward/...`, where the reward gives no acc) and the like."""
     aux: dict[str, float]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @classmethod
+    def of(cls, name: str, rows: Sequence[ScoredRow]) -> SourceReport:
+        results = [(uid, result) for uid, row in enumerate(rows) for result in row.results]
+        keys = dict.fromkeys(key for _, result in results for key in result.extra if key != "reward")
+        columns: dict[str, list[Any]] = {"reward": [result.score for _, result in results]}
+        columns |= {key: [r.extra.get(key) for _, r in results] for key in keys}
+        metrics = validation_metrics([name] * len(results), [uid for uid, _ in results], columns)
+        return cls(
+            rows=len(rows),
+            responses=len(results),
+            failed=sum(result.score is None for _, result in results),
+            core=_below(f"val-core/{name}/", metrics),
+            aux=_below(f"val-aux/{name}/", metrics),
+        )
 
     @property
     def measure(self) -> str:
@@ -72,15 +83,9 @@ class SourceReport:
 
     def shown(self) -> dict[str, float]:
         """Statistics of that measure by name: mean@n, pass@k (or best@k, where values are not only 0 and 1), maj@k."""
-        both = {**self.core, **self.aux}
-        own = {
-            name.split("/", 1)[1]: value
-            for name, value in both.items()
-            if name.startswith(f"{self.measure}/")
-        }
-        hidden = {"best"} if any(name.startswith("pass@") for name in own) else set()
-        kept = [name for name in own if _kind(name) in _ORDER and _kind(name) not in hidden]
-        return {name: own[name] for name in sorted(kept, key=_place)}
+        found = _below(f"{self.measure}/", {**self.core, **self.aux})
+        kinds = set(_ORDER) - ({"best"} if any(name.startswith("pass@") for name in found) else set())
+        return {name: value for name, value in found.items() if name.split("@")[0] in kinds}
 
 
 @dataclass(frozen=True)
@@ -136,17 +141,13 @@ def _open_output(data: EvaluationDataConfig, rows: Rows, count: int) -> Extended
 
 def _check(manager: RewardManager, data: EvaluationDataConfig, rows: Rows, count: int) -> None:
     """Refuse before scoring what would fail for every response."""
-    sources = {
-        _source(value) for value, _ in zip(rows.column(data.data_source_key), range(count), strict=False)
-    }
+    sources = {_source(value) for value in islice(rows.column(data.data_source_key), count)}
     columns = _data_columns(rows.column_names, data)
-    if data.reward_model_key in columns:
-        columns.append("ground_truth")
-    manager.check(sources, columns)
+    manager.check(sources, [*columns, "ground_truth"] if data.reward_model_key in columns else columns)
 
 
 def _data_columns(names: Sequence[str], data: EvaluationDataConfig) -> list[str]:
-    written = [f"{data.response_key}{ending}" for ending in _BESIDE]
+    written = [f"{data.response_key}{ending}" for ending in _GENERATION_SUFFIXES]
     return [name for name in names if name not in written]
 
 
@@ -155,16 +156,16 @@ def _score(manager: RewardManager, data: EvaluationDataConfig, rows: Rows, count
     with counting("rows", count) as counter:
         for start in range(0, count, data.batch_size):
             numbers = range(start, min(start + data.batch_size, count))
-            places: list[ScoredRow] = []
+            owners: list[ScoredRow] = []
             for number in numbers:
                 row = rows[number]
-                entry = ScoredRow(number, _source(row.get(data.data_source_key)))
+                entry = ScoredRow(_source(row.get(data.data_source_key)))
                 scored.append(entry)
-                for sample in _samples(row, rows.origin(number), data, len(places)):
-                    places.append(entry)
+                for sample in _samples(row, rows.origin(number), data, len(owners)):
+                    owners.append(entry)
                     manager.submit(sample)
             results = manager.collect()
-            for index, entry in enumerate(places):
+            for index, entry in enumerate(owners):
                 entry.results.append(results[index])
             counter.advance(len(numbers))
     return scored
@@ -181,10 +182,10 @@ def _samples(
     responses = _responses(row.get(data.response_key), origin, data.response_key)
     prompt = row.get(data.prompt_key)
     messages = as_messages(prompt)
-    named = (data.prompt_key, data.data_source_key, *_OWN_FIELDS)
+    named = (data.prompt_key, data.data_source_key, *_SAMPLE_FIELDS)
     columns = {name: row[name] for name in _data_columns(list(row), data) if name not in named}
-    lengths = _beside(row.get(f"{data.response_key}_length"), len(responses), 0)
-    reasons = _beside(row.get(f"{data.response_key}_finish_reason"), len(responses), "")
+    lengths = _per_response(row.get(f"{data.response_key}_length"), len(responses), 0)
+    reasons = _per_response(row.get(f"{data.response_key}_finish_reason"), len(responses), "")
     for number, response in enumerate(responses):
         yield RewardSample(
             index=first + number,
@@ -210,7 +211,7 @@ def _responses(value: Any, origin: str, key: str) -> list[str]:
     return list(found)
 
 
-def _beside(value: Any, count: int, otherwise: Any) -> list[Any]:
+def _per_response(value: Any, count: int, otherwise: Any) -> list[Any]:
     """Per-response values written by a generation; `otherwise` where there are none."""
     return list(value) if isinstance(value, (list, tuple)) and len(value) == count else [otherwise] * count
 
@@ -228,15 +229,11 @@ def _result(data: EvaluationDataConfig, scored: Sequence[ScoredRow]) -> Evaluati
     by_source: dict[str, list[ScoredRow]] = {}
     for row in scored:
         by_source.setdefault(row.data_source or "unknown", []).append(row)
-    sources = {name: _report(name, rows) for name, rows in sorted(by_source.items())}
+    sources = {name: SourceReport.of(name, rows) for name, rows in sorted(by_source.items())}
     if len(sources) > 1:
-        sources[ALL] = _report(ALL, scored)
+        sources[ALL] = SourceReport.of(ALL, scored)
     failures = [result.error or "" for row in scored for result in row.results if result.score is None]
     return EvaluationResult(sources, metrics_path(data), failures)
-
-
-def _report(name: str, rows: Sequence[ScoredRow]) -> SourceReport:
-    return source_report(name, [row.results for row in rows])
 
 
 def metrics_path(data: EvaluationDataConfig) -> Path:
@@ -253,7 +250,7 @@ def _write_metrics(data: EvaluationDataConfig, result: EvaluationResult) -> None
     content = {
         "data": data.path,
         "response_key": data.response_key,
-        "data_sources": {name: report.as_json() for name, report in result.sources.items()},
+        "data_sources": {name: asdict(report) for name, report in result.sources.items()},
         "failures": causes(result.failures) if result.failures else None,
     }
     try:
@@ -274,33 +271,13 @@ def _columns(scored: Sequence[ScoredRow], key: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def _kind(name: str) -> str:
-    return name.split("@")[0]
-
-
-def _place(name: str) -> tuple[int, int]:
-    number = re.search(r"\d+$", name)
-    return _ORDER.index(_kind(name)), int(number.group()) if number else 0
-
-
-def source_report(name: str, rows: Sequence[Sequence[RewardResult]]) -> SourceReport:
-    """`rows` holds the results of each prompt's responses."""
-    results = [(uid, result) for uid, row in enumerate(rows) for result in row]
-    keys = dict.fromkeys(key for _, result in results for key in result.extra)
-    columns: dict[str, list[Any]] = {"reward": [result.score for _, result in results]}
-    columns |= {key: [r.extra.get(key) for _, r in results] for key in keys if key != "reward"}
-    metrics = validation_metrics([name] * len(results), [uid for uid, _ in results], columns)
-    return SourceReport(
-        rows=len(rows),
-        responses=len(results),
-        failed=sum(result.score is None for _, result in results),
-        core=_under(f"val-core/{name}/", metrics),
-        aux=_under(f"val-aux/{name}/", metrics),
-    )
-
-
-def _under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+def _below(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+def _order(statistic: str) -> tuple[int, int]:
+    kind, _, number = statistic.partition("@")
+    return _ORDER.index(kind), int(number or 0)
 
 
 def show(sources: Mapping[str, SourceReport]) -> None:
@@ -308,7 +285,7 @@ def show(sources: Mapping[str, SourceReport]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    names = sorted({name for report in sources.values() for name in report.shown()}, key=_place)
+    names = sorted({name for report in sources.values() for name in report.shown()}, key=_order)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("data source", "of"):
         table.add_column(heading)

@@ -1,4 +1,4 @@
-"""From prompts to scored responses: generate, score while generating, and with dynamic sampling filter and refill.
+"""From prompts to scored responses: generate, score while generating; dynamic sampling; validation.
 
 A response without a score (its reward function failed) has an empty response mask and a group of its own: it adds
 nothing to the loss and does not change the baseline of the others.
@@ -7,20 +7,21 @@ nothing to the loss and does not change the baseline of the others.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from verl.algorithms.sampling import constant_groups, dynamic_sampling_failed, group_filter_values
+from verl.algorithms.validation import validation_metrics
 from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Timer
 from verl.reward.base import FailureAccount, RewardManager, RewardResult, RewardSample
 from verl.rollout.base import Response
 from verl.workers.group import WorkerGroup
-from verl.workers.rollout import GenerationSettings, greedy_settings, training_settings
+from verl.workers.roles import GenerationSettings, greedy_settings, training_settings, validation_settings
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _COUNTS = ("reward/failed", "reward/calls")
 """Metrics that add up over the rounds of dynamic sampling."""
+VALIDATION_CHUNK = 8192
+"""Responses generated at a time: enough to keep engines busy, bounded for large validation sets."""
 
 
 class Experience(ABC):
@@ -213,3 +216,58 @@ def extra_columns(batch: DataProto) -> dict[str, list[Any]]:
     scored = [extra for extra, error in zip(extras, errors, strict=True) if error is None]
     shared = set.intersection(*(set(extra) for extra in scored)) if scored else set()
     return {name: [extra.get(name, 0.0) for extra in extras] for name in sorted(shared)}
+
+
+def validate(
+    cfg: PPOConfig, experience: Experience, batches: Iterable[DataProto], tokenizer: Any
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics (`val-core/...`, `val-aux/...`) over all of `batches`, and one row per response for people."""
+    settings = validation_settings(cfg.actor_rollout_ref.rollout, cfg.data.max_response_length)
+    timer = Timer()
+    sources: list[str] = []
+    uids: list[str] = []
+    columns: dict[str, list[Any]] = {"reward": []}
+    rows: list[dict[str, Any]] = []
+    size = max(1, VALIDATION_CHUNK // settings.n)
+    for prompts in (part for batch in batches for part in batch.split(size)):
+        # Training gives a response without a score its own uid; here it still belongs to its prompt.
+        asked = [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
+        batch = experience.score(prompts, settings, timer)
+        found = sample_rows(batch, tokenizer)
+        for uid, row, extra in zip(asked, found, batch.non_tensor_batch["reward_extra"], strict=True):
+            for name in extra:
+                columns.setdefault(name, [None] * len(uids))
+            for name, values in columns.items():
+                values.append(row["score"] if name == "reward" else extra.get(name))
+            uids.append(uid)
+            sources.append(row["data_source"] or "unknown")
+            rows.append(row)
+    return validation_metrics(sources, uids, columns), rows
+
+
+def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
+    """One readable row per response: texts, ground truth, score."""
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    lengths = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1).tolist()
+    extras = batch.non_tensor_batch
+    rows = []
+    for row, response in enumerate(batch.batch["responses"].tolist()):
+        rows.append(
+            {
+                "uid": extras["uid"][row],
+                "data_source": extras["data_source"][row],
+                "prompt": extras["prompt_text"][row],
+                "response": tokenizer.decode(response[: int(lengths[row])], skip_special_tokens=True),
+                "ground_truth": extras["ground_truth"][row],
+                "score": scores[row] if extras["reward_error"][row] is None else None,
+                "length": int(lengths[row]),
+                "finish_reason": extras["finish_reason"][row],
+                "error": extras["reward_error"][row],
+                **{f"reward_{k}": _plain(v) for k, v in extras["reward_extra"][row].items()},
+            }
+        )
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,44 +1,50 @@
 """`python -m verl.trainer.main_generation`: a file of prompts in, a file of responses out; resumes after a kill.
 
 Responses do not depend on batch sizes, the number of processes or interruptions: each is keyed by its row number and
-the seed. The output appears complete or not at all.
+the seed. The output appears complete or not at all; until then finished rows are in the journal `OUTPUT.unfinished`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import json
 import logging
+import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.checkpoint.files import sync_folder
 from verl.config.machine import machine_errors
-from verl.config.model_path import context_length, folder_problem
+from verl.config.model_path import folder_problem
 from verl.config.parallelism import EXTERNAL_ENGINES, engines
 from verl.config.schema import DataConfig
 from verl.data.chat import load_tokenizer
 from verl.data.files import absent, read_rows
 from verl.data.rl_dataset import RLDataset
-from verl.errors import ConfigError, RolloutError, missing_package
-from verl.observe.console import Counter, counting
+from verl.errors import ConfigError, DataError, RolloutError, missing_package
+from verl.observe.console import counting
+from verl.observe.jsonl import parse_row
 from verl.rollout.base import Request, Response, RolloutEngine
 from verl.runtime import quiet_transformers, seed_everything
-from verl.trainer.generation_journal import Journal
 from verl.trainer.generation_model import ModelChoice, choose_model
-from verl.trainer.preflight import hub_problems
+from verl.trainer.preflight import PROMPT_AND_RESPONSE, hub_problems, warn_of_length
 from verl.trainer.row_output import ExtendedRows
 from verl.workers.generation import open_engine, rollout_section
-from verl.workers.rollout import GenerationSettings, training_settings
+from verl.workers.roles import training_settings
 
 if TYPE_CHECKING:
     from verl.config.schema import GenerationConfig
 
 logger = logging.getLogger(__name__)
 
-_DECIDES = (
+SYNC_S = 1.0
+"""Seconds between fsyncs of the journal: a power cut may lose that much, a kill loses nothing."""
+_CONTENT_KEYS = (
     "prompt_key",
     "max_prompt_length",
     "max_response_length",
@@ -54,20 +60,7 @@ _DECIDES = (
 """Keys of the data section that change what is written for a row."""
 
 
-@dataclass(frozen=True)
-class GenerationResult:
-    """What a finished generation leaves."""
-
-    output: Path
-    rows: int
-    continued: int
-    """Rows that were there from an interrupted generation."""
-    tokens: int
-    """Generated now."""
-    seconds: float
-
-
-def generate_file(cfg: GenerationConfig) -> GenerationResult:
+def generate_file(cfg: GenerationConfig) -> None:
     """Generate, resuming an interrupted generation."""
     quiet_transformers()
     seed_everything(cfg.trainer.seed)
@@ -82,36 +75,88 @@ def generate_file(cfg: GenerationConfig) -> GenerationResult:
         files_key="data.path",
     )
     output = Path(cfg.data.output_path)
-    added = added_columns(cfg)
     extended = ExtendedRows(
         dataset.rows,
         dataset.kept.tolist(),
         output,
-        added,
+        added_columns(cfg),
         key="data.output_path",
         if_taken="set data.response_key to another name",
     )
-    settings = decisive_settings(cfg, choice, dataset)
-    with Journal(output, settings, overwrite=cfg.data.overwrite) as journal:
-        left = [place for place in range(len(dataset)) if dataset.row_number(place) not in journal]
-        continued = len(dataset) - len(left)
-        if continued:
-            logger.info(
-                "continuing: %d of %d rows are in %s already", continued, len(dataset), journal.folder
-            )
-        tokens, seconds = 0, 0.0
+    total, summary = len(dataset), f"{output}: {len(dataset)} prompts with {cfg.rollout.n} responses each"
+    with Journal(output, decisive_settings(cfg, choice, dataset), overwrite=cfg.data.overwrite) as journal:
+        left = [position for position in range(total) if dataset.row_number(position) not in journal]
+        if len(left) < total:
+            logger.info("continuing: %d of %d rows are in %s already", total - len(left), total, journal.path)
         if left:
-            with (
-                _log_kept_rows(journal, len(dataset)),
-                open_engine(cfg, choice.path, choice.adapter, tokenizer) as engine,
-            ):
-                work = _Work(cfg, dataset, engine, tokenizer, journal)
-                tokens, seconds = work.run(left)
-        extended.write(_columns(journal, map(dataset.row_number, range(len(dataset))), cfg.data.response_key))
+            try:
+                with open_engine(cfg, choice.path, choice.adapter, tokenizer) as engine:
+                    summary += f"; {_generate(cfg, dataset, engine, tokenizer, journal, left)}"
+            except BaseException:
+                if len(journal):
+                    kept = "%d of %d rows are kept in %s; the same command resumes from there"
+                    logger.warning(kept, len(journal), total, journal.path)
+                raise
+        key, rows = cfg.data.response_key, map(dataset.row_number, range(total))
+        extended.write({f"{key}{n}": value for n, value in journal.read(row).items()} for row in rows)
         journal.remove()
-    result = GenerationResult(output, len(dataset), continued, tokens, seconds)
-    logger.info("%s", _summary(cfg, result))
-    return result
+    logger.info("%s", summary)
+
+
+def _generate(
+    cfg: GenerationConfig,
+    dataset: RLDataset,
+    engine: RolloutEngine,
+    tokenizer: Any,
+    journal: Journal,
+    positions: Sequence[int],
+) -> str:
+    """Responses for these prompts, into the journal as each prompt's are complete; returns what was generated."""
+    settings = training_settings(rollout_section(cfg), cfg.data.max_response_length, step=0)
+    tokens, started = 0, time.monotonic()
+
+    def rate() -> str:
+        return f"{tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
+
+    with counting("prompts", len(dataset), len(dataset) - len(positions)) as counter:
+        for start in range(0, len(positions), cfg.data.batch_size):
+            batch = positions[start : start + cfg.data.batch_size]
+            names = [str(dataset.row_number(position)) for position in batch]
+            prompts = dataset.batch(batch, names).non_tensor_batch["prompt_ids"]
+            waiting: dict[str, dict[int, Response]] = {name: {} for name in names}
+            for response in engine.generate(
+                Request(name, ids, settings.sampling, n=settings.n, seed=settings.seed)
+                for name, ids in zip(names, prompts, strict=True)
+            ):
+                samples = waiting[response.request_id]
+                samples[response.sample] = response
+                tokens += len(response.token_ids)
+                if len(samples) == settings.n:
+                    del waiting[response.request_id]
+                    responses = [samples[i] for i in range(settings.n)]
+                    journal.add(int(response.request_id), _record(cfg, responses, tokenizer))
+                    counter.advance(about=rate())
+            if waiting:
+                raise RolloutError(
+                    f"{type(engine).__name__} left {len(waiting)} prompts unanswered; this is a defect of the "
+                    "engine: use rollout.name=hf and report it"
+                )
+    count = len(positions) * settings.n
+    return f"{count} generated now, {tokens:,} tokens in {time.monotonic() - started:.1f} s ({rate()})"
+
+
+def _record(cfg: GenerationConfig, responses: Sequence[Response], tokenizer: Any) -> dict[str, Any]:
+    """The new columns of a row, by what follows `data.response_key` in their names."""
+    record: dict[str, Any] = {
+        "": [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in responses],
+        "_finish_reason": [r.finish_reason for r in responses],
+        "_length": [len(r.token_ids) for r in responses],
+    }
+    if cfg.data.save_token_ids:
+        record["_token_ids"] = [r.token_ids for r in responses]
+    if cfg.data.save_log_probs:
+        record["_log_probs"] = [r.log_probs for r in responses]
+    return record
 
 
 def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
@@ -130,30 +175,8 @@ def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
     found = found or hub_problems({"model.path": choice.path})
     if found:
         raise ConfigError("\n".join(found))
-    known, longest = context_length(choice.path, cfg.model.override_config), cfg.rollout.max_model_len
-    if known is not None and longest is not None and longest > known:
-        logger.warning(
-            "data.max_prompt_length + data.max_response_length = %d, but the model was built for sequences of at most "
-            "%d tokens: what lies beyond will be bad. Lower the lengths, or choose another model",
-            longest,
-            known,
-        )
-
-
-@contextmanager
-def _log_kept_rows(journal: Journal, total: int) -> Iterator[None]:
-    """On an error, log how many rows are kept."""
-    try:
-        yield
-    except BaseException:
-        if len(journal):
-            logger.warning(
-                "%d of %d rows are kept in %s; the same command resumes from there",
-                len(journal),
-                total,
-                journal.folder,
-            )
-        raise
+    if cfg.rollout.max_model_len is not None:
+        warn_of_length(cfg.model, PROMPT_AND_RESPONSE, cfg.rollout.max_model_len, choice.path)
 
 
 def prompt_section(cfg: GenerationConfig) -> DataConfig:
@@ -183,7 +206,7 @@ def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDat
         "the model's files": choice.fingerprint(),
         "data.path": dataset.rows.names,
         "the data's files": dataset.rows.fingerprint(),
-        **{f"data.{name}": getattr(cfg.data, name) for name in _DECIDES},
+        **{f"data.{name}": getattr(cfg.data, name) for name in _CONTENT_KEYS},
         **{f"rollout.{name}": value for name, value in asdict(settings.sampling).items()},
         "rollout.n": settings.n,
         "rollout.seed": settings.seed,
@@ -193,85 +216,122 @@ def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDat
     }
 
 
-class _Work:
-    """Runs the remaining rows through the engine into the journal."""
+class Journal:
+    """Finished rows by number, one JSON line each, after a first line with the settings. Use as a context.
 
-    def __init__(
-        self,
-        cfg: GenerationConfig,
-        dataset: RLDataset,
-        engine: RolloutEngine,
-        tokenizer: Any,
-        journal: Journal,
-    ) -> None:
-        self._cfg, self._dataset, self._engine = cfg, dataset, engine
-        self._tokenizer, self._journal = tokenizer, journal
-        self._settings: GenerationSettings = training_settings(
-            rollout_section(cfg), cfg.data.max_response_length, step=0
-        )
-        self._tokens = 0
+    A complete line survives any kill; a partial or damaged one is dropped on reopening and its row is generated again.
+    Rows of other settings are never mixed in. One process at a time."""
 
-    def run(self, places: Sequence[int]) -> tuple[int, float]:
-        """Generate for these prompts; returns tokens and seconds."""
-        began = time.monotonic()
-        size = self._cfg.data.batch_size
-        total = len(self._dataset)
-        with counting("prompts", total, total - len(places)) as counter:
-            for start in range(0, len(places), size):
-                self._answer(places[start : start + size], counter, began)
-        return self._tokens, time.monotonic() - began
+    def __init__(self, output: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        self.path = output.with_name(f"{output.name}.unfinished")
+        self._index: dict[int, tuple[int, int]] = {}
+        if output.exists() and not overwrite:
+            raise DataError(f"data.output_path: {output} exists; set data.overwrite=True, or another name")
+        try:
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - closed by `close`
+        except OSError as error:
+            raise DataError(f"data.output_path: {self.path} cannot be opened: {error.strerror}") from error
+        self._synced, self._end = time.monotonic(), 0
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._recover(json.loads(json.dumps(dict(settings))), overwrite)
+        except BlockingIOError:
+            self._file.close()
+            raise DataError(
+                f"another process writes to {self.path}; wait, or set another data.output_path"
+            ) from None
+        except BaseException:
+            self._file.close()
+            raise
 
-    def _answer(self, places: Sequence[int], counter: Counter, began: float) -> None:
-        names = [str(self._dataset.row_number(place)) for place in places]
-        prompts = self._dataset.batch(places, names).non_tensor_batch["prompt_ids"]
-        settings = self._settings
-        requests = [
-            Request(name, ids, settings.sampling, n=settings.n, seed=settings.seed)
-            for name, ids in zip(names, prompts, strict=True)
-        ]
-        waiting: dict[str, dict[int, Response]] = {name: {} for name in names}
-        for response in self._engine.generate(requests):
-            samples = waiting[response.request_id]
-            samples[response.sample] = response
-            self._tokens += len(response.token_ids)
-            if len(samples) == settings.n:
-                del waiting[response.request_id]
-                self._journal.add(
-                    int(response.request_id), self._record([samples[i] for i in range(settings.n)])
+    def _recover(self, settings: dict[str, Any], overwrite: bool) -> None:
+        """Index complete lines and truncate after the last one; refuse those of other settings."""
+        size, damaged = self._file.seek(0, os.SEEK_END), 0
+        self._file.seek(0)
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            first = lines.readline()
+            changed = _changes(first, settings) if size > len(first) else []
+            if changed and not overwrite:
+                raise DataError(
+                    f"{self.path} holds responses of an interrupted generation with other settings:\n  "
+                    + "\n  ".join(changed)
+                    + "\nUse those settings, another data.output_path, or data.overwrite=True"
                 )
-                rate = self._tokens / max(time.monotonic() - began, 1e-9)
-                counter.advance(about=f"{rate:,.0f} tokens/s")
-        if waiting:
-            raise RolloutError(
-                f"{type(self._engine).__name__} left {len(waiting)} prompts unanswered; this is a defect of the "
-                "engine: use rollout.name=hf and report it"
-            )
+            if size > len(first) and not changed:
+                self._end = len(first)
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break  # interrupted write
+                    row = (parse_row(line) or {}).get("row")
+                    if isinstance(row, int):
+                        self._index[row] = (self._end, len(line))
+                    else:
+                        damaged += 1
+                    self._end += len(line)
+        if damaged:
+            logger.warning("%d lines of %s are damaged: their rows are generated again", damaged, self.path)
+        self._file.truncate(self._end)
+        if not self._end:
+            self._append({"settings": settings})
 
-    def _record(self, responses: Sequence[Response]) -> dict[str, Any]:
-        data = self._cfg.data
-        record: dict[str, Any] = {
-            "": [self._tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in responses],
-            "_finish_reason": [r.finish_reason for r in responses],
-            "_length": [len(r.token_ids) for r in responses],
-        }
-        if data.save_token_ids:
-            record["_token_ids"] = [r.token_ids for r in responses]
-        if data.save_log_probs:
-            record["_log_probs"] = [r.log_probs for r in responses]
+    def __contains__(self, row: int) -> bool:
+        return row in self._index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def add(self, row: int, record: Mapping[str, Any]) -> None:
+        self._index[row] = self._append({"row": row, **record})
+        if time.monotonic() - self._synced > SYNC_S:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def _append(self, value: Mapping[str, Any]) -> tuple[int, int]:
+        """Write a line; returns its offset and length."""
+        line = (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8")
+        written, offset = 0, self._end
+        try:
+            while written < len(line):  # an unbuffered write may take less than it was given
+                written += self._file.write(line[written:]) or 0
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(offset)
+            raise
+        self._end += len(line)
+        return offset, len(line)
+
+    def read(self, row: int) -> dict[str, Any]:
+        """The record of a finished row."""
+        offset, length = self._index[row]
+        record: dict[str, Any] = json.loads(os.pread(self._file.fileno(), length, offset))
+        del record["row"]
         return record
 
+    def remove(self) -> None:
+        """Delete the journal: the output is complete."""
+        self.path.unlink()
+        sync_folder(self.path.parent)
 
-def _columns(journal: Journal, rows: Iterator[int], key: str) -> Iterator[Mapping[str, Any]]:
-    """Each row's record under the output's column names."""
-    for row in rows:
-        yield {f"{key}{name}": value for name, value in journal.read(row).items()}
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-def _summary(cfg: GenerationConfig, result: GenerationResult) -> str:
-    text = f"{result.output}: {result.rows} prompts with {cfg.rollout.n} responses each"
-    rows = result.rows - result.continued
-    if not rows:
-        return text
-    now = f"{rows * cfg.rollout.n} of them now, " if result.continued else ""
-    rate = result.tokens / max(result.seconds, 1e-9)
-    return f"{text}; {now}{result.tokens:,} tokens in {result.seconds:.1f} s ({rate:,.0f} tokens/s)"
+def _changes(first_line: bytes, now: Mapping[str, Any]) -> list[str]:
+    """Settings in which the journal's rows differ."""
+    before = (parse_row(first_line) or {}).get("settings")
+    if not isinstance(before, dict):
+        return ["its first line, the settings, cannot be read"]
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return [f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}" for name in changed]
+
+
+def _short(value: Any, limit: int = 160) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PART = "actor"
+ACTOR = "actor"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.index.json")
 _SMALL = ("config.json", "generation_config.json", "tokenizer*", "*.jinja", "adapter_config.json")
 _VALUE_MODEL = re.compile("TokenClassification|SequenceClassification|RewardModel")
@@ -71,22 +71,24 @@ def _find(given: str) -> tuple[str, Path | None]:
     for found in (_inside(folder), folder):
         if (found / "adapter_config.json").is_file() and not _has_weights(found):
             base = _base_of(found)
-            _log_choice(folder, f"the adapter {found} on {base}")
+            logger.info("model.path=%s: generating with the adapter %s on %s", folder, found, base)
             return base, found
         if (found / "config.json").is_file() and _has_weights(found):
             if found != folder:
-                _log_choice(folder, str(found))
+                logger.info("model.path=%s: generating with %s", folder, found)
             return str(found), None
     raise ModelError(_no_weights(folder))
 
 
 def _inside(folder: Path) -> Path:
     """Of a run folder its newest complete step, of a step its actor, of that its weights or else its adapter."""
-    if not (folder / PART).is_dir() and step_of(folder) is None:
-        whole = [entry.path for entry in list_steps(folder) if not problems(entry, (PART,), checksums=False)]
-        folder = whole[0] if whole else folder
-    if (folder / PART).is_dir():
-        folder = folder / PART
+    if not (folder / ACTOR).is_dir() and step_of(folder) is None:
+        complete = [
+            entry.path for entry in list_steps(folder) if not problems(entry, (ACTOR,), checksums=False)
+        ]
+        folder = complete[0] if complete else folder
+    if (folder / ACTOR).is_dir():
+        folder = folder / ACTOR
     hf, adapter = folder / HF_FOLDER, folder / ADAPTER_FOLDER
     if hf.is_dir() and (_has_weights(hf) or not adapter.is_dir()):
         return hf
@@ -110,7 +112,7 @@ def _base_of(adapter: Path) -> str:
 
 
 def _adapter_folder(folder: Path, key: str) -> Path:
-    for found in (folder, folder / ADAPTER_FOLDER, folder / PART / ADAPTER_FOLDER):
+    for found in (folder, folder / ADAPTER_FOLDER, folder / ACTOR / ADAPTER_FOLDER):
         if (found / "adapter_config.json").is_file():
             return found
     raise ModelError(f"{key}={folder} holds no adapter_config.json; give the folder of a LoRA adapter")
@@ -134,7 +136,7 @@ def _refuse_value_model(path: str) -> None:
     if any(_VALUE_MODEL.search(name) for name in named):
         raise ModelError(
             f"{path} holds a {', '.join(named)}, which gives numbers and no text; set model.path to the policy "
-            f"(global_step_N/{PART})"
+            f"(global_step_N/{ACTOR})"
         )
 
 
@@ -150,10 +152,6 @@ def _no_weights(folder: Path) -> str:
         )
     steps = list_steps(folder)
     if steps:
-        return f"no checkpoint of {folder} is complete: {problems(steps[0], (PART,), checksums=False)[0]}"
+        return f"no checkpoint of {folder} is complete: {problems(steps[0], (ACTOR,), checksums=False)[0]}"
     found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
     return f"model.path={folder} is neither a Hugging Face folder with weights nor a run folder (it holds: {found})"
-
-
-def _log_choice(folder: Path, what: str) -> None:
-    logger.info("model.path=%s: generating with %s", folder, what)

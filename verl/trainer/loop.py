@@ -19,9 +19,8 @@ from verl.observe.batch_metrics import ModelSize, batch_metrics, step_metrics
 from verl.observe.health import HealthMonitor
 from verl.observe.metrics import Timer
 from verl.trainer import advantage
-from verl.trainer.experience import DynamicSampling, SyncExperience
+from verl.trainer.experience import DynamicSampling, SyncExperience, sample_rows, validate
 from verl.trainer.setup import resume_note, whole_number
-from verl.trainer.validate import sample_rows, validate
 from verl.workers.group import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
 
 if TYPE_CHECKING:
@@ -120,10 +119,10 @@ class RLLoop:
             metrics |= found
             if needs_critic(cfg):
                 with timer("update_critic"):
-                    metrics |= self.workers.update_critic(batch)
+                    metrics |= self.workers.update("critic", batch)
             if self.step_number > cfg.trainer.critic_warmup:
                 with timer("update_actor"):
-                    metrics |= self.workers.update_actor(batch)
+                    metrics |= self.workers.update("actor", batch)
         self.batch = batch
         self.run_folder.write_rollouts(self.step_number, sample_rows(batch, self.tokenizer))
         return {
@@ -173,7 +172,7 @@ class RLLoop:
         elif needs_old_log_probs(cfg, len(batch)):
             with timer("old_log_prob"):
                 otb = cfg.algorithm.adv_estimator == "optimal_token_baseline"
-                out = self.workers.log_probs(batch, with_entropy=False, with_sum_pi_squared=otb)
+                out = self.workers.log_probs(batch, with_sum_pi_squared=otb)
                 tensors |= out.batch
         if needs_reference(cfg):
             with timer("ref"):

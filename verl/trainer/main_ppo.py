@@ -60,7 +60,7 @@ def run(
     from verl.trainer.preflight import preflight
 
     preflight(cfg, given_model=model is not None, given_data=train_loader is not None)
-    from verl.workers.restarts import with_restarts
+    from verl.workers.placement import with_restarts
 
     given = {"tokenizer": tokenizer, "reward_function": reward_function, "train_loader": train_loader}
     with exits_as_errors():

@@ -15,7 +15,7 @@ from typing import Any
 from verl.config.checks import unavailable
 from verl.config.machine import machine_errors, missing_packages, on_cpu
 from verl.config.model_path import cached_config, context_length, endpoint, folder_problem, hub_error, offline
-from verl.config.schema import ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
+from verl.config.schema import GenerationModelConfig, ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
 from verl.config.sizes import (
     checkpoint_bytes,
     critic_sizes_of,
@@ -28,6 +28,8 @@ from verl.data.files import absent
 from verl.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
+
+PROMPT_AND_RESPONSE = "data.max_prompt_length + data.max_response_length"
 
 
 def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_data: bool = False) -> None:
@@ -120,13 +122,18 @@ def hub_problems(models: Mapping[str, str]) -> list[str]:
 
 
 def _warn_of_length(cfg: PPOConfig | SFTConfig) -> None:
-    model: ModelConfig | SFTModelConfig
     if isinstance(cfg, SFTConfig):
-        model, keys, longest = cfg.model, "data.max_length", cfg.data.max_length
+        warn_of_length(cfg.model, "data.max_length", cfg.data.max_length)
     else:
-        model, keys = cfg.actor_rollout_ref.model, "data.max_prompt_length + data.max_response_length"
         longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    known = context_length(model.path, model.override_config)
+        warn_of_length(cfg.actor_rollout_ref.model, PROMPT_AND_RESPONSE, longest)
+
+
+def warn_of_length(
+    model: ModelConfig | SFTModelConfig | GenerationModelConfig, keys: str, longest: int, path: str = ""
+) -> None:
+    """Of sequences longer than the model supports; `path`: where its files are, if not at `model.path`."""
+    known = context_length(path or model.path, model.override_config)
     if known is not None and longest > known:
         logger.warning(
             "%s = %d, but the model supports %d tokens (max_position_embeddings in its config.json). Lower the "

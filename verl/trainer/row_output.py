@@ -91,18 +91,17 @@ class ExtendedRows:
         import pyarrow as pa
         import pyarrow.parquet
 
-        schema = self._schema(self._table)
         table = self._table
         assert table is not None
+        schema = self._schema(table)
         with pyarrow.parquet.ParquetWriter(file, schema) as writer:
             for start in range(0, len(self.numbers), _CHUNK_ROWS):
-                piece = table.slice(start, _CHUNK_ROWS)
-                new = list(islice(columns, piece.num_rows))
+                chunk = table.slice(start, _CHUNK_ROWS)
+                new = list(islice(columns, chunk.num_rows))
                 arrays = [
                     pa.array([row[name] for row in new], type=kind) for name, kind in self.added.items()
                 ]
-                held = [piece.column(number) for number in range(piece.num_columns)]
-                writer.write_table(pa.Table.from_arrays([*held, *arrays], schema=schema))
+                writer.write_table(pa.Table.from_arrays([*chunk.columns, *arrays], schema=schema))
 
     def _write_json(self, file: Any, columns: Iterable[Mapping[str, Any]]) -> None:
         lines = self.path.suffix == ".jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.build import fit_batch
@@ -12,6 +13,7 @@ from verl.config.load import to_dict
 from verl.errors import CheckpointError
 from verl.observe.jsonl import jsonable
 from verl.observe.run_folder import RunFolder, default_run_path
+from verl.observe.trackers import FanOut, build_trackers
 
 if TYPE_CHECKING:
     from verl.config.schema import BaseTrainerConfig, PPOConfig, SFTConfig
@@ -22,16 +24,31 @@ _MODEL_KEYS = ("actor_rollout_ref.model.path", "model.path")
 _SHOWN = 6
 
 
-def prometheus_address(cfg: BaseTrainerConfig) -> tuple[str, int] | None:
-    """Where metrics are served, when they are."""
-    return (cfg.prometheus.host, cfg.prometheus.port) if cfg.prometheus.enable else None
+def open_tracker(cfg: PPOConfig | SFTConfig, folder: RunFolder, *, total_steps: int, live: bool) -> FanOut:
+    """The loggers of `trainer.logger`."""
+    trainer = cfg.trainer
+    prometheus = trainer.prometheus
+    return build_trackers(
+        trainer.logger,
+        trainer.project_name,
+        trainer.experiment_name,
+        to_dict(cfg),
+        folder,
+        trainer.wandb_proxy,
+        total_steps=total_steps,
+        live=live,
+        prometheus=(prometheus.host, prometheus.port) if prometheus.enable else None,
+    )
+
+
+def run_path(cfg: BaseTrainerConfig) -> Path:
+    return Path(cfg.default_local_dir or default_run_path(cfg.project_name, cfg.experiment_name)).absolute()
 
 
 def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:
     """Create, check and lock `trainer.default_local_dir`."""
-    path = cfg.default_local_dir or default_run_path(cfg.project_name, cfg.experiment_name)
     return RunFolder(
-        path,
+        cfg.default_local_dir or default_run_path(cfg.project_name, cfg.experiment_name),
         rollout_dir=getattr(cfg, "rollout_data_dir", None),
         validation_dir=getattr(cfg, "validation_data_dir", None),
     )

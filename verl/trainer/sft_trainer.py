@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.errors import ConfigError
@@ -123,7 +122,7 @@ def refuse_conflicts(cfg: SFTConfig, job: Job) -> None:
 def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
     """Fine-tune as `cfg` says, in this process or on Ray."""
     from verl.trainer.preflight import preflight
-    from verl.workers.restarts import with_restarts
+    from verl.workers.placement import with_restarts
 
     preflight(cfg)
     with exits_as_errors():
@@ -135,17 +134,16 @@ def run(cfg: SFTConfig, *, live: bool = False) -> RunResult:
 def run_once(cfg: SFTConfig, *, live: bool, monitor: RankMonitor | None = None) -> RunResult | None:
     """One start of a run, from its last checkpoint (or afresh) to its end; None on ranks above 0 of torchrun."""
     from verl.config.batch_math import batch_plan, render
-    from verl.config.load import to_dict
     from verl.config.parallelism import world_size
-    from verl.observe.trackers import build_trackers
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import (
         leave_report,
         open_run_folder,
-        prometheus_address,
+        open_tracker,
         record_config,
         require_saved,
+        run_path,
     )
     from verl.trainer.sft_loop import RayLoop, build_loop, load_data
 
@@ -153,7 +151,7 @@ def run_once(cfg: SFTConfig, *, live: bool, monitor: RankMonitor | None = None) 
     trainer = cfg.trainer
     if monitor is not None and monitor.job.rank > 0:
         with (
-            closing(build_loop(cfg, data, run_path(cfg), monitor.watchdog)) as follower,
+            closing(build_loop(cfg, data, run_path(trainer), monitor.watchdog)) as follower,
             stop_on_signal(follower),
         ):
             for _ in follower.run():
@@ -173,19 +171,7 @@ def run_once(cfg: SFTConfig, *, live: bool, monitor: RankMonitor | None = None) 
         try:
             with (
                 exits_as_errors(),
-                closing(
-                    build_trackers(
-                        trainer.logger,
-                        trainer.project_name,
-                        trainer.experiment_name,
-                        to_dict(cfg),
-                        folder,
-                        trainer.wandb_proxy,
-                        total_steps=data.total_steps,
-                        live=live,
-                        prometheus=prometheus_address(trainer),
-                    )
-                ) as tracker,
+                closing(open_tracker(cfg, folder, total_steps=data.total_steps, live=live)) as tracker,
             ):
                 loop: SFTLoop | RayLoop
                 if monitor is None and world_size(cfg) > 1:
@@ -205,14 +191,6 @@ def run_once(cfg: SFTConfig, *, live: bool, monitor: RankMonitor | None = None) 
         finally:
             leave_report(folder)
         return RunResult(folder.path, last.metrics, last.step)
-
-
-def run_path(cfg: SFTConfig) -> Path:
-    from verl.observe.run_folder import default_run_path
-
-    trainer = cfg.trainer
-    path = trainer.default_local_dir or default_run_path(trainer.project_name, trainer.experiment_name)
-    return Path(path).absolute()
 
 
 def record(updates: Iterable[Update], folder: RunFolder, tracker: FanOut, total_steps: int) -> Update:

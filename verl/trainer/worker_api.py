@@ -15,10 +15,10 @@ from verl.data.chat import load_tokenizer
 from verl.data.proto import DataProto, object_column
 from verl.errors import ConfigError, RewardError
 from verl.rollout import build_rollout
-from verl.workers.actor import ActorRole
 from verl.workers.group import mini_batches
+from verl.workers.local import pad_id
 from verl.workers.placement import build_reward_model
-from verl.workers.rollout import RolloutRole, training_settings
+from verl.workers.roles import ActorRole, generate_batch, training_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 def _config(overrides: dict[str, Any] | None, device: str, **values: Any) -> PPOConfig:
-    place = {"trainer.device": torch.device(device).type}
-    cfg = from_dict(PPOConfig, {**place, **values, **(overrides or {})}, checked=False)
+    defaults = {"trainer.device": torch.device(device).type}
+    cfg = from_dict(PPOConfig, {**defaults, **values, **(overrides or {})}, checked=False)
     problems = unavailable(cfg)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -98,9 +98,7 @@ class RolloutWorker:
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
         model.to(_prepared(model, device, self.cfg.actor_rollout_ref.model.dtype))
         rollout = self.cfg.actor_rollout_ref.rollout
-        engine = build_rollout(inference_engine, model, self.tokenizer, rollout)
-        pad = self.tokenizer.pad_token_id
-        self._role = RolloutRole(engine, pad if pad is not None else (self.tokenizer.eos_token_id or 0))
+        self._engine = build_rollout(inference_engine, model, self.tokenizer, rollout)
         self._calls = 0
 
     def generate(self, prompts: Sequence[Any] | DataProto) -> DataProto:
@@ -114,7 +112,7 @@ class RolloutWorker:
         settings = training_settings(
             self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length, self._calls
         )
-        out = self._role.generate(batch, settings)
+        out = generate_batch(self._engine, batch, settings, pad_id(self.tokenizer))
         responses = out.batch["responses"]
         lengths = out.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
         texts = [
@@ -129,7 +127,7 @@ class RolloutWorker:
         return out
 
     def close(self) -> None:
-        self._role.engine.close()
+        self._engine.close()
 
 
 class TrainerWorker:

@@ -4,10 +4,12 @@ The tokens do not depend on how many there are, because every draw is keyed by i
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.parallelism import EXTERNAL_ENGINES, engines
@@ -19,15 +21,13 @@ from verl.rollout import build_rollout
 from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import choose_device
 from verl.workers.placement import require_ray
+from verl.workers.rank import RankSetup, prepare_process
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
 
     from verl.config.schema import GenerationConfig
     from verl.rollout.base import RolloutEngine
-    from verl.workers.rank import RankSetup
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +44,37 @@ def open_engine(
 ) -> Iterator[RolloutEngine]:
     """The engine the config asks for, with the weights of `path`; closed at the end of the block."""
     if engines(cfg) > 1:
-        require_ray(cfg)
-        from verl.workers.ray_generation import ray_engine
-
-        with ray_engine(cfg, path, adapter, tokenizer) as pool:
+        with _ray_engine(cfg, path, adapter, tokenizer) as pool:
             yield pool
-        return
-    engine = load_engine(cfg, path, adapter, tokenizer)
+    else:
+        with closing(load_engine(cfg, path, adapter, tokenizer)) as engine:
+            yield engine
+
+
+@contextmanager
+def _ray_engine(
+    cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any
+) -> Iterator[RolloutEngine]:
+    """The engines of several processes as one; each loads the weights and takes requests as it gets free."""
+    require_ray(cfg)
+    from verl.workers.ray_calls import RankCalls
+    from verl.workers.ray_cluster import Cluster
+    from verl.workers.ray_group import CLOSE_S, START_S, build_ranks
+    from verl.workers.ray_rollout import RayRollout
+
+    cluster = Cluster(cfg)
+    calls: RankCalls | None = None
     try:
-        yield engine
+        cluster.connect()
+        actors = cluster.place(START_S, "verl.workers.generation:GenerationRank")
+        calls = RankCalls(actors, cfg.trainer.watchdog_s, "generation rank")
+        setup = RankSetup(cfg=copy.deepcopy(cfg), tokenizer=tokenizer, training_steps=0, run_folder=Path())
+        build_ranks(cluster, calls, setup, path, adapter, joined=False)
+        yield RayRollout(calls, cfg.rollout.max_num_seqs, hosts=range(len(calls)), colocated=False)
     finally:
-        engine.close()
+        if calls is not None:
+            calls.shutdown(CLOSE_S)
+        cluster.close()
 
 
 def load_engine(cfg: GenerationConfig, path: str, adapter: Path | None, tokenizer: Any) -> RolloutEngine:
@@ -88,8 +108,6 @@ class GenerationRank(RolloutServer):
     _engine: RolloutEngine | None = None
 
     def do_build(self, setup: RankSetup[GenerationConfig], path: str, adapter: Path | None) -> None:
-        from verl.workers.rank import prepare_process
-
         prepare_process(setup, self.address)
         self._engine = load_engine(setup.cfg, path, adapter, setup.tokenizer)
 

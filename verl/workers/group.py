@@ -18,10 +18,10 @@ from verl.algorithms.registry import Prepare, get_policy_loss_prepare
 from verl.config.known import CRITIC_ESTIMATORS, ESTIMATORS
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric, average_metrics
-from verl.workers.rollout import GenerationSettings, OnFinish
+from verl.workers.roles import GenerationSettings, OnFinish
 
 if TYPE_CHECKING:
-    from verl.config.schema import PPOConfig
+    from verl.config.schema import ActorConfig, CriticConfig, PPOConfig
 
 
 class WorkerGroup(ABC):
@@ -38,10 +38,8 @@ class WorkerGroup(ABC):
         """`settings.n` responses for each prompt from the current policy; `on_finish` is called as each finishes."""
 
     @abstractmethod
-    def log_probs(
-        self, batch: DataProto, *, with_entropy: bool, with_sum_pi_squared: bool = False
-    ) -> DataProto:
-        """`old_log_probs` and, where asked, `entropys` and `sum_pi_squared`."""
+    def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
+        """`old_log_probs` and, where asked, `sum_pi_squared`."""
 
     @abstractmethod
     def ref_log_probs(self, batch: DataProto) -> DataProto:
@@ -59,12 +57,9 @@ class WorkerGroup(ABC):
         loss's `prepare` computed from the mini-batch, a row for each of its rows."""
 
     @abstractmethod
-    def sync_weights(self) -> None:
-        """Let the rollout engine generate from the actor's current weights, as `policy_version`."""
-
-    def rollout_metrics(self) -> dict[str, float]:
-        """What the rollout engine reports about its weights; over several engines, the worst."""
-        return {}
+    def sync_weights(self) -> dict[str, float]:
+        """Let the rollout engine generate from the actor's current weights, as `policy_version`. Returns what the
+        engine reports about them; over several engines, the worst."""
 
     @abstractmethod
     def checkpoint_parts(self) -> dict[str, Any]:
@@ -74,36 +69,31 @@ class WorkerGroup(ABC):
     def close(self) -> None:
         """Release devices and processes."""
 
-    def update_actor(self, batch: DataProto) -> dict[str, float]:
-        actor = self.cfg.actor_rollout_ref.actor
-        size = actor.ppo_mini_batch_size * self.cfg.actor_rollout_ref.rollout.n
-        metrics = self._update("actor", batch, size, actor.ppo_epochs)
-        self.policy_version += 1
-        self.sync_weights()
-        return metrics | self.rollout_metrics()
-
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        critic = self.cfg.critic
-        size = critic.ppo_mini_batch_size * self.cfg.actor_rollout_ref.rollout.n
-        return self._update("critic", batch, size, critic.ppo_epochs)
-
-    def _update(self, role: str, batch: DataProto, size: int, epochs: int) -> dict[str, float]:
-        seed = self.cfg.data.seed + self.policy_version
+    def update(self, role: str, batch: DataProto) -> dict[str, float]:
+        """Train `role` (actor or critic) on the batch; the rollout engine then has the actor's new weights."""
+        section: ActorConfig | CriticConfig = self.cfg.critic
         prepare = None
         if role == "actor":
-            prepare = get_policy_loss_prepare(self.cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
-        parts = []
-        for number, mini in enumerate(mini_batches(batch, size, epochs, seed=seed)):
+            section = self.cfg.actor_rollout_ref.actor
+            prepare = get_policy_loss_prepare(section.policy_loss.loss_mode)
+        size = section.ppo_mini_batch_size * self.cfg.actor_rollout_ref.rollout.n
+        seed = self.cfg.data.seed + self.policy_version
+        steps = []
+        for number, mini in enumerate(mini_batches(batch, size, section.ppo_epochs, seed=seed)):
             if mini.meta_info["batch_num_tokens"] == 0:
                 continue
             prepared = self._prepared(mini, prepare, number) if prepare is not None else None
-            parts.append(self.train_mini_batch(role, mini, prepared))
-        return average_metrics(parts)
+            steps.append(self.train_mini_batch(role, mini, prepared))
+        metrics = average_metrics(steps)
+        if role == "actor":
+            self.policy_version += 1
+            metrics |= self.sync_weights()
+        return metrics
 
     def _prepared(self, mini: DataProto, prepare: Prepare, number: int) -> dict[str, torch.Tensor]:
         """What a loss chooses by comparing tokens across the mini-batch, which no micro-batch and no rank has whole."""
         actor = self.cfg.actor_rollout_ref.actor
-        log_prob = self.log_probs(mini, with_entropy=False).batch["old_log_probs"]
+        log_prob = self.log_probs(mini).batch["old_log_probs"]
         # A seed per mini-batch instead of a generator's state: a resumed run draws the same tokens.
         key = [actor.policy_loss.seed, self.policy_version, number]
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))

@@ -16,10 +16,8 @@ from verl.errors import ConfigError
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout import build_rollout
-from verl.workers.actor import ActorRole
-from verl.workers.critic import CriticRole
 from verl.workers.group import WorkerGroup, needs_critic, needs_reference
-from verl.workers.rollout import GenerationSettings, OnFinish, RolloutRole
+from verl.workers.roles import ActorRole, CriticRole, GenerationSettings, OnFinish, generate_batch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,7 +76,8 @@ class LocalGroup(WorkerGroup):
             arr.actor,
             loss_scale_factor=cfg.data.max_response_length,
         )
-        self.rollout = RolloutRole(self.rollout_engine(tokenizer), pad_id(tokenizer))
+        self.rollout = self.build_rollout_engine(tokenizer)
+        self._pad_id = pad_id(tokenizer)
         self.ref_engine: TrainEngine | None = None
         if needs_reference(cfg) and arr.model.lora_rank == 0:
             self.ref_engine = build_engine(
@@ -99,7 +98,7 @@ class LocalGroup(WorkerGroup):
         for name, engine in self._engines():
             self._park(name, engine)
 
-    def rollout_engine(self, tokenizer: Any) -> RolloutEngine:
+    def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """The engine that generates from the actor."""
         rollout = self.cfg.actor_rollout_ref.rollout
         watchdog_s = self.cfg.trainer.watchdog_s
@@ -111,33 +110,35 @@ class LocalGroup(WorkerGroup):
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
     ) -> DataProto:
         with self._resident("actor", optimizer=False):
-            self.rollout.engine.wake()
+            self.rollout.wake()
             try:
-                return self.rollout.generate(prompts, settings, on_finish)
+                return generate_batch(self.rollout, prompts, settings, self._pad_id, on_finish)
             finally:
                 if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
-                    self.rollout.engine.sleep()
+                    self.rollout.sleep()
 
-    def log_probs(
-        self, batch: DataProto, *, with_entropy: bool, with_sum_pi_squared: bool = False
-    ) -> DataProto:
+    def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
+        temperature = batch.meta_info["temperature"]
         with self._resident("actor", optimizer=False):
-            return self.actor.log_probs(
-                batch, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
+            out = self.actor_engine.log_probs(
+                batch, temperature=temperature, with_sum_pi_squared=with_sum_pi_squared
             )
+        return DataProto.from_dict(tensors={**out, "old_log_probs": out.pop("log_probs")})
 
     def ref_log_probs(self, batch: DataProto) -> DataProto:
-        if self.ref_engine is None:
+        temperature = batch.meta_info["temperature"]
+        if self.ref_engine is None:  # the frozen base weights below LoRA adapters
             with self._resident("actor", optimizer=False):
-                return self.actor.reference_log_probs(batch)
-        with self._resident("ref", optimizer=False):
-            out = self.ref_engine.log_probs(batch, temperature=batch.meta_info["temperature"])
-            return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+                out = self.actor_engine.reference_log_probs(batch, temperature=temperature)
+        else:
+            with self._resident("ref", optimizer=False):
+                out = self.ref_engine.log_probs(batch, temperature=temperature)["log_probs"]
+        return DataProto.from_dict(tensors={"ref_log_prob": out})
 
     def values(self, batch: DataProto) -> DataProto:
         assert self.critic is not None
         with self._resident("critic", optimizer=False):
-            return self.critic.values(batch)
+            return DataProto.from_dict(tensors={"values": self.critic.engine.values(batch)})
 
     def train_mini_batch(
         self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
@@ -148,11 +149,9 @@ class LocalGroup(WorkerGroup):
             assert self.critic is not None
             return self.critic.train_mini_batch(mini)
 
-    def sync_weights(self) -> None:
-        self.rollout.engine.update_weights(self.actor_engine.weights(), self.policy_version)
-
-    def rollout_metrics(self) -> dict[str, float]:
-        return self.rollout.engine.stats().weight_sync
+    def sync_weights(self) -> dict[str, float]:
+        self.rollout.update_weights(self.actor_engine.weights(), self.policy_version)
+        return self.rollout.stats().weight_sync
 
     def model_size(self) -> ModelSize:
         info = self.actor_engine.info
@@ -162,7 +161,7 @@ class LocalGroup(WorkerGroup):
         return {name: engine for name, engine in self._engines() if name != "ref"}
 
     def close(self) -> None:
-        self.rollout.engine.close()
+        self.rollout.close()
         for _, engine in self._engines():
             engine.close()
 

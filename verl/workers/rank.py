@@ -1,8 +1,4 @@
-"""One training rank on several processes: its shard of every engine, and the calls the driver sends it.
-
-Every rank gets the same calls in the same order, because sharded weights are gathered by collectives; only generation
-between `open_generation` and `close_generation` runs at each rank's own pace, on gathered weights.
-"""
+"""Set-up of one rank process: what it is built from, its environment, its network and its process group."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ import os
 import socket
 import struct
 import sys
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,22 +15,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from verl.checkpoint import CheckpointManager
-from verl.observe.metrics import Metric
-from verl.rollout.weight_sync.broadcast import SENDER, Broadcast
-from verl.rollout.weight_sync.fingerprint import Manifest
-from verl.workers.generation_stream import RolloutServer
-from verl.workers.rank_group import RankGroup
 from verl.workers.rpc_server import RPCServer
-from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from verl.config.schema import PPOConfig
-    from verl.models.weight_source import SourceLogProbs
-    from verl.rollout.base import RolloutEngine
-    from verl.rollout.model_info import ModelInfo
 
 Config = TypeVar("Config")
 _SIOCGIFADDR = 0x8915  # Linux
@@ -151,135 +134,3 @@ class JoinedRank(RPCServer):
                 watchdog_s=trainer.watchdog_s,
             )
         seed_everything(trainer.seed)
-
-
-class TrainRank(JoinedRank, RolloutServer):
-    """One rank of reinforcement learning: all roles, and a rollout engine where there is one."""
-
-    _group: RankGroup | None = None
-    _checkpoints: CheckpointManager | None = None
-    _broadcast: Broadcast | None = None
-
-    @property
-    def group(self) -> RankGroup:
-        assert self._group is not None
-        return self._group
-
-    def do_build(self, setup: RankSetup[PPOConfig]) -> None:
-        """Join the process group and load this rank's shard of the models."""
-        self.join(setup)
-        self._group = RankGroup(setup, self.rank)
-        self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
-        self._tokenizer = setup.tokenizer
-
-    def rollout_engine(self) -> RolloutEngine:
-        return self.group.rollout.engine
-
-    def weights_version(self) -> int:
-        return self.group.policy_version
-
-    # -- forward passes and updates -----------------------------------------------------------------------------
-
-    def do_log_probs(self, part: Arrays, meta: Mapping[str, Any], *, with_entropy: bool, otb: bool) -> Arrays:
-        batch = from_arrays(part, meta)
-        found = self.group.log_probs(batch, with_entropy=with_entropy, with_sum_pi_squared=otb)
-        return to_arrays(found.batch)
-
-    def do_ref_log_probs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return to_arrays(self.group.ref_log_probs(from_arrays(part, meta)).batch)
-
-    def do_values(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return to_arrays(self.group.values(from_arrays(part, meta)).batch)
-
-    def do_train_actor(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
-        return self._train("actor", part, prepared, meta)
-
-    def do_train_critic(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
-        return self._train("critic", part, prepared, meta)
-
-    def _train(self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
-        metrics = self.group.train_mini_batch(role, from_arrays(part, meta), from_arrays(prepared).batch)
-        plain = {
-            name: Metric(float(metric.value), metric.reduce, float(metric.weight))
-            for name, metric in metrics.items()
-        }
-        if self.rank > 0:
-            # One step was taken, not one on each rank.
-            for name in ("grad_norm", "lr", "skipped_updates"):
-                plain.pop(f"{role}/{name}", None)
-        return plain
-
-    def do_update_weights(self, version: int) -> dict[str, float]:
-        self.group.policy_version = version
-        self.group.sync_weights()
-        return self.group.rollout_metrics()
-
-    def do_model_size(self) -> Any:
-        return self.group.model_size()
-
-    # -- generation ---------------------------------------------------------------------------------------------
-
-    def do_open_generation(self) -> None:
-        self.group.open_generation()
-
-    def do_close_generation(self) -> None:
-        self.group.close_generation()
-
-    # -- weights for processes that only generate ---------------------------------------------------------------
-
-    def do_model_info(self) -> ModelInfo:
-        return self.group.model_info()
-
-    def do_adapter(self) -> Any:
-        return self.group.adapter()
-
-    def do_link(self, size: int) -> None:
-        """Rank 0 sends to the rollout processes; the others only take part in gathering."""
-        if self.rank == 0:
-            watchdog_s = self.group.cfg.trainer.watchdog_s
-            self._broadcast = Broadcast(
-                self._store, SENDER, size, self.group.device, collective_timeout_s(watchdog_s)
-            )
-
-    def do_sync_weights(self, version: int) -> Manifest | None:
-        """Returns what was sent, on the rank that sends."""
-        self.group.policy_version = version
-        sent = Manifest()
-        with self.group.outgoing() as parts:
-            for tensors in parts:
-                if self._broadcast is not None:
-                    sent.update(self._broadcast.send(tensors))
-                else:
-                    deque(tensors, maxlen=0)
-        return sent if self._broadcast is not None else None
-
-    def do_probe(
-        self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
-    ) -> list[SourceLogProbs | None]:
-        return self.group.probe(prompt, answers)
-
-    # -- checkpoints --------------------------------------------------------------------------------------------
-
-    def do_save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> Path | None:
-        assert self._checkpoints is not None
-        parts = self.group.checkpoint_parts()
-        return self._checkpoints.save(step, parts, state, tokenizer=self._tokenizer, metrics=metrics)
-
-    def do_find_checkpoint(self, below: int | None) -> Any:
-        """What `CheckpointManager.find` found; on the other ranks its step alone."""
-        assert self._checkpoints is not None
-        found = self._checkpoints.find(self.group.checkpoint_parts(), below)
-        return found if self.rank == 0 or found is None else found[0]
-
-    def do_load_found(self) -> bool:
-        assert self._checkpoints is not None
-        return self._checkpoints.load_found(self.group.checkpoint_parts())
-
-    def do_wait_for_save(self) -> Path | None:
-        assert self._checkpoints is not None
-        return self._checkpoints.wait()
-
-    def do_close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None

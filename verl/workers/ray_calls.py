@@ -86,7 +86,20 @@ class RankCalls:
         return self._collect(call, refs)
 
     def one(self, rank: int, call: str, *args: Any) -> Any:
-        return self._collect(call, {self.actors[rank].serve.remote(call, *args): rank})[0]
+        return self._collect(call, {self.start(rank, call, *args): rank})[0]
+
+    def start(self, rank: int, call: str, *args: Any) -> Any:
+        """A call whose answer is read with `result` when it is `ready`."""
+        return self.actors[rank].serve.remote(call, *args)
+
+    def result(self, call: str, ref: Any, pending: dict[Any, int]) -> Any:
+        """The value of a call that is `ready`; it leaves `pending`."""
+        rank = pending.pop(ref)
+        try:
+            outcome = ray.get(ref)
+        except RayError as error:
+            self.fail(call, rank, error, pending)
+        return self._value(call, rank, outcome, pending)
 
     def open_stream(self, rank: int, call: str, *args: Any) -> Any:
         """A call that answers several times; read it with `read_stream`."""
@@ -114,17 +127,12 @@ class RankCalls:
                 for value in self.read_stream(call, stream, pending):
                     yield rank, value
 
-    def _collect(self, call: str, refs: dict[Any, int]) -> list[Any]:
+    def _collect(self, call: str, pending: dict[Any, int]) -> list[Any]:
         values: dict[int, Any] = {}
-        pending = dict(refs)
         while pending:
             for ref in self.ready(call, pending):
-                rank = pending.pop(ref)
-                try:
-                    outcome = ray.get(ref)
-                except RayError as error:
-                    self.fail(call, rank, error, pending)
-                values[rank] = self._value(call, rank, outcome, pending)
+                rank = pending[ref]
+                values[rank] = self.result(call, ref, pending)
         return [values[rank] for rank in sorted(values)]
 
     def _value(self, call: str, rank: int, outcome: Outcome, pending: Mapping[Any, int]) -> Any:
@@ -147,7 +155,7 @@ class RankCalls:
         since: float | None = None,
     ) -> list[Any]:
         """Those of the awaited answers (or streams) that can be read now; at least one, unless `timeout_s` is over.
-        `since`: from when on silence counts (now, unless given)."""
+        `since`: when the wait for progress began (default: now)."""
         started = time.monotonic()
         asked = started if since is None else since
         if asked != self._asked:
@@ -161,7 +169,7 @@ class RankCalls:
             if done:
                 return list(done)
             if time.monotonic() - asked > self.watchdog_s / 2:
-                self._check_progress(call, sorted(set(pending.values())), asked)
+                self.check_progress(call, sorted(set(pending.values())), asked)
             if timeout_s is not None and time.monotonic() - started >= timeout_s:
                 return []
 
@@ -187,7 +195,7 @@ class RankCalls:
             except RayError as error:
                 self.fail(call, rank, error, {})
 
-    def _check_progress(self, call: str, ranks: list[int], asked: float) -> None:
+    def check_progress(self, call: str, ranks: list[int], asked: float) -> None:
         """Raise when no awaited rank has moved for `watchdog_s`."""
         statuses, _ = self._statuses(ranks)
         now = time.monotonic()

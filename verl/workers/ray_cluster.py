@@ -41,7 +41,6 @@ CAPACITY_S = 30.0
 _PROGRESS_S = 10.0
 _SIGNAL_S = 1.0
 """Ray's wait for a placement group handles no signals: wait in slices of this."""
-_REGISTER = "register worker"
 
 
 class ClusterError(VerlError):
@@ -79,7 +78,6 @@ class Cluster:
             "runtime_env": dict(settings.runtime_env) or None,
             "log_to_driver": False,
             "logging_level": logging.ERROR,
-            "include_dashboard": False,
         }
         # One rank alone is this very process, which Ray does not count.
         alone = world_size(self.cfg) == 1 and not (isinstance(self.cfg, PPOConfig) and rollout_pool(self.cfg))
@@ -95,7 +93,7 @@ class Cluster:
         with _keep_sigterm_handler():
             try:
                 if address and address != "local":
-                    ray.init(address=address, **_for_joining(common))
+                    ray.init(address=address, **common)
                 else:
                     self._start_or_join(cpus, common)
             except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
@@ -107,13 +105,23 @@ class Cluster:
     def _start_or_join(self, cpus: int, common: dict[str, Any]) -> None:
         try:
             with _on_loopback():
-                ray.init(num_cpus=cpus, **common)
-            self.started_here = True
-            _warn_if_reachable()
+                ray.init(num_cpus=cpus, include_dashboard=False, **common)
         except ValueError as error:
             if "existing cluster" not in str(error):
                 raise
-            ray.init(**_for_joining(common))
+            ray.init(**common)
+            return
+        self.started_here = True
+        address = ray.util.get_node_ip_address()
+        if not ipaddress.ip_address(
+            address
+        ).is_loopback:  # a version of Ray without the switch of `_on_loopback`
+            logger.warning(
+                "Ray %s, started for this run, listens on %s and not on the loopback address: keep it behind a "
+                "firewall",
+                ray.__version__,
+                address,
+            )
 
     # -- placement ----------------------------------------------------------------------------------------------
 
@@ -128,19 +136,18 @@ class Cluster:
     def refuse_impossible(self) -> None:
         """Refuse at once what is too large for a cluster started here."""
         wanted = pools(self.cfg)
+        there = int(ray.cluster_resources().get("GPU", 0))
+        gpus = sum(pool.per_node for pool in wanted) if self.on_gpus() else 0
+        several = [pool.key for pool in wanted if pool.nodes > 1]
+        if not several and gpus <= there:
+            return
         asked = " and ".join(pool.asked for pool in wanted)
-        several = [pool for pool in wanted if pool.nodes > 1]
-        if several:
-            raise ClusterError(
-                f"the cluster has no room for the run: it has 1 node, started here, and {asked} ask for more. Set "
-                f"{several[0].key}.nnodes=1, or join a cluster of several nodes (RAY_ADDRESS=...)"
-            )
-        gpus, there = sum(pool.per_node for pool in wanted), int(ray.cluster_resources().get("GPU", 0))
-        if self.on_gpus() and there < gpus:
-            raise ClusterError(
-                f"the cluster has no room for the run: {asked} need {gpus} GPUs, one for each process, and there are "
-                f"{there}. Lower one of them, or set trainer.device=cpu for CPU processes"
-            )
+        need = "several nodes" if several else f"{gpus} GPUs"
+        fix = f"Set {several[0]}.nnodes=1" if several else "Lower one of them, set trainer.device=cpu"
+        raise ClusterError(
+            f"the cluster has no room for the run: {asked} need {need}, and there is 1 node, started here, with "
+            f"{there} GPUs. {fix}, or join a larger cluster (RAY_ADDRESS=...)"
+        )
 
     def threads(self) -> int:
         """For each rank on CPUs: its share of what this process would use."""
@@ -179,16 +186,16 @@ class Cluster:
 
     def _wait_for_capacity(self, timeout_s: float) -> PlacementGroup:
         """Reserve; waits `timeout_s` for other jobs to end, at most CAPACITY_S for nodes the cluster does not have."""
-        pool, began, said = self.pool, time.monotonic(), 0.0
+        pool, started, logged = self.pool, time.monotonic(), 0.0
         while not self._reserve(min(_SIGNAL_S, timeout_s)):
-            waited = time.monotonic() - began
+            waited = time.monotonic() - started
             fitting = sum(count >= pool.per_node for count in self._ranks_by_node())
             limit = timeout_s if fitting >= pool.nodes else min(CAPACITY_S, timeout_s)
             if waited + 0.1 >= limit:
                 raise ClusterError(self._too_small())
-            if waited - said < _PROGRESS_S and said:
+            if logged and waited - logged < _PROGRESS_S:
                 continue
-            said = waited
+            logged = waited
             logger.info(
                 "waiting for the Ray cluster: %s; %d nodes are large enough (%.0f of at most %.0f s)",
                 pool.asked,
@@ -201,48 +208,41 @@ class Cluster:
 
     def capacity(self) -> tuple[int, int]:
         """Nodes and ranks per node available now: what the config asks for, or what the other pools leave."""
-        trainer = self.cfg.trainer
+        nodes, per_node = self.cfg.trainer.nnodes, self.cfg.trainer.n_gpus_per_node
         others = [Cluster(self.cfg, pool.key) for pool in pools(self.cfg) if pool.key != self._key]
         try:
             for other in others:
                 if not other._reserve(CAPACITY_S):
                     raise ClusterError(other._too_small())
-            return self._capacity_beside(others, trainer)
+            deadline = time.monotonic() + CAPACITY_S
+            fitting = nodes
+            while fitting >= nodes and time.monotonic() < deadline:
+                if self._reserve(_SIGNAL_S):
+                    return nodes, per_node
+                ranks = self._ranks_by_node(others)
+                fitting = sum(count >= per_node for count in ranks)
         finally:
             for other in others:
                 other._release()
-
-    def _capacity_beside(self, others: list[Cluster], trainer: Any) -> tuple[int, int]:
-        deadline = time.monotonic() + CAPACITY_S
-        while time.monotonic() < deadline:
-            if self._reserve(1.0):
-                return trainer.nnodes, trainer.n_gpus_per_node
-            ranks = self._ranks_by_node(others)
-            if sum(count >= trainer.n_gpus_per_node for count in ranks) < trainer.nnodes:
-                break
-        whole = sum(count >= trainer.n_gpus_per_node for count in ranks)
-        if whole:
-            return min(whole, trainer.nnodes), trainer.n_gpus_per_node
+        if fitting:
+            return min(fitting, nodes), per_node
         if not max(ranks, default=0):
             raise ClusterError(self._too_small())
         return 1, max(ranks)
 
     def _ranks_by_node(self, others: Sequence[Cluster] = ()) -> list[int]:
         """How many ranks each node that is alive could hold beside what others have reserved there."""
-        taken = Counter(node for other in others for node in other._reserved())
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        taken: Counter[str] = Counter()
+        for other in others:
+            for node in placement_group_table(other._group)["bundles_to_node_id"].values():
+                taken[node] += other.pool.per_node
         return [
             max(
                 int(min(node["Resources"].get(name, 0) for name in self._bundle())) - taken[node["NodeID"]], 0
             )
-            for node in alive
+            for node in ray.nodes()
+            if node["Alive"]
         ]
-
-    def _reserved(self) -> Iterator[str]:
-        """The node of every reserved rank."""
-        if self._group is not None:
-            for node in placement_group_table(self._group)["bundles_to_node_id"].values():
-                yield from [node] * self.pool.per_node
 
     def _too_small(self) -> str:
         """What was asked for and what each node has."""
@@ -255,12 +255,11 @@ class Cluster:
             for node in alive
         )
         no_gpu = "GPU" in bundle and not any(node["Resources"].get("GPU") for node in alive)
-        processes = ", set trainer.device=cpu for CPU processes (the cluster has no GPU)" if no_gpu else ""
+        on_cpus = ", set trainer.device=cpu for CPU processes (the cluster has no GPU)" if no_gpu else ""
         return (
             f"the cluster has no room for the run: {self._key}.nnodes={self.pool.nodes} nodes with {asked} each "
-            f"are needed, and there are {len(alive)} ({there}), of which others may use a part. Lower "
-            f"{self._key}.nnodes or {self._key}.n_gpus_per_node{processes}, add nodes (ray start --address=...), or "
-            f"raise {CPUS_KEY}"
+            f"are needed, and there are {len(alive)} ({there}). Lower {self._key}.nnodes or "
+            f"{self._key}.n_gpus_per_node{on_cpus}, add nodes (ray start --address=...), or raise {CPUS_KEY}"
         )
 
     # -- end ----------------------------------------------------------------------------------------------------
@@ -273,7 +272,10 @@ class Cluster:
             ray.kill(actor, no_restart=True)
         self.actors = []
         if self.cfg.ray_kwargs.timeline_json_file:
-            write_timeline(Path(self.cfg.ray_kwargs.timeline_json_file))
+            path = Path(self.cfg.ray_kwargs.timeline_json_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ray.timeline(str(path))
+            logger.info("timeline of the ranks' calls: %s (open it at https://ui.perfetto.dev)", path)
         self._release()
         if self._connected_here:
             ray.shutdown()
@@ -283,13 +285,6 @@ class Cluster:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
-
-
-def write_timeline(path: Path) -> None:
-    """Begin and end of every call on every rank, for ui.perfetto.dev and chrome://tracing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ray.timeline(str(path))
-    logger.info("timeline of the ranks' calls: %s (open it at https://ui.perfetto.dev)", path)
 
 
 @contextmanager
@@ -305,27 +300,8 @@ def _on_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = several_nodes
 
 
-def _warn_if_reachable() -> None:
-    """For a version of Ray that no longer knows the switch above."""
-    address = ray.util.get_node_ip_address()
-    if not ipaddress.ip_address(address).is_loopback:
-        logger.warning(
-            "Ray %s, started for this run, listens on %s and not on the loopback address: keep it behind a firewall",
-            ray.__version__,
-            address,
-        )
-
-
-def _for_joining(common: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in common.items() if name != "include_dashboard"}
-
-
 def _start_error(error: Exception, address: str) -> ClusterError:
     text = str(error).strip()
-    if _REGISTER in text.lower():
-        return ClusterError(
-            f"{text}. Ray starts more processes than this machine allows; set {CPUS_KEY}={usable_cpus()}"
-        )
     if address:
         return ClusterError(
             f"the Ray cluster at RAY_ADDRESS={address} could not be joined: {text}. Start it (ray start --head), give "
@@ -333,8 +309,8 @@ def _start_error(error: Exception, address: str) -> ClusterError:
             "RAY_ADDRESS to start a cluster here"
         )
     return ClusterError(
-        f"Ray could not be started: {text}. If a cluster that no longer runs is meant, set RAY_ADDRESS=local; "
-        f"if there are too many CPUs, set {CPUS_KEY}={usable_cpus()}"
+        f"Ray could not be started: {text}. If it looked for a cluster that has ended, set RAY_ADDRESS=local; if it "
+        f"starts more processes than this machine allows, set {CPUS_KEY}={usable_cpus()}"
     )
 
 

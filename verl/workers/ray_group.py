@@ -6,6 +6,7 @@ The driver sends object references and ranks fetch their own shard; rows that se
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,36 +17,44 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from verl.config.parallelism import engine_size, rollout_pool
+from verl.config.parallelism import ROLLOUT, engine_size, rollout_pool
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
-from verl.rollout.weight_sync.probe import worst
+from verl.rollout.weight_sync.fingerprint import compare
+from verl.rollout.weight_sync.probe import ProbeCheck, worst
 from verl.workers.group import WorkerGroup, needs_critic
 from verl.workers.local import pad_id
 from verl.workers.rank import RankSetup
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
-from verl.workers.ray_pool import RolloutPool
 from verl.workers.ray_rollout import RayRollout
-from verl.workers.rollout import GenerationSettings, OnFinish, RolloutRole
+from verl.workers.roles import GenerationSettings, OnFinish, generate_batch
 from verl.workers.shard_batch import join, pad_rows, shard_rows, to_arrays
 
 if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
+    from verl.rollout.weight_sync.broadcast import SyncReport
+
+logger = logging.getLogger(__name__)
 
 START_S = 300.0
 """For processes to start and a cluster to free resources; loading models is under the watchdog instead."""
 CLOSE_S = 10.0
 
-TRAIN_RANK = "verl.workers.rank:TrainRank"
+TRAIN_RANK = "verl.workers.train_rank:TrainRank"
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
-_LEARNT_FROM = {
+_TRAINING_TENSORS = {
     "actor": ("old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "rollout_is_weights"),
     "critic": ("values", "returns"),
 }
+
+
+_ADVICE = (
+    f"generate on the trainer's GPUs ({ROLLOUT}.nnodes=0 {ROLLOUT}.n_gpus_per_node=0) if it happens again"
+)
 
 
 class RayGroup(WorkerGroup):
@@ -65,7 +74,6 @@ class RayGroup(WorkerGroup):
         self.pool = RolloutPool(cfg) if rollout_pool(cfg) else None
         self._shards: _Shards | None = None
         self._size: ModelSize
-        self._rollout_metrics: dict[str, float] = {}
         try:
             self.cluster.connect()
             self._place()
@@ -74,8 +82,8 @@ class RayGroup(WorkerGroup):
         except BaseException:
             self._end(ask=False)
             raise
-        self.engine = self._rollout_engine()
-        self.rollout = RolloutRole(self.engine, pad_id(tokenizer))
+        self.rollout = self._rollout_engine()
+        self._pad_id = pad_id(tokenizer)
 
     def _place(self) -> None:
         """The ranks and the processes that only generate: whoever needs more on one node first."""
@@ -116,13 +124,10 @@ class RayGroup(WorkerGroup):
     def generate(
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
     ) -> DataProto:
-        return self.rollout.generate(prompts, settings, on_finish)
+        return generate_batch(self.rollout, prompts, settings, self._pad_id, on_finish)
 
-    def log_probs(
-        self, batch: DataProto, *, with_entropy: bool, with_sum_pi_squared: bool = False
-    ) -> DataProto:
-        options = {"with_entropy": with_entropy, "otb": with_sum_pi_squared}
-        return self._pass("log_probs", batch, options)
+    def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
+        return self._pass("log_probs", batch, {"otb": with_sum_pi_squared})
 
     def ref_log_probs(self, batch: DataProto) -> DataProto:
         return self._pass("ref_log_probs", batch)
@@ -133,7 +138,7 @@ class RayGroup(WorkerGroup):
     def train_mini_batch(
         self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Metric]:
-        shards = self._shard(self._chosen(mini, _LEARNT_FROM[role]))
+        shards = self._shard(self._chosen(mini, _TRAINING_TENSORS[role]))
         extra = pad_rows(prepared, len(self.calls)) if prepared else {}
         meta = {**mini.meta_info, "dp_size": len(self.calls)}
         args = [
@@ -141,16 +146,13 @@ class RayGroup(WorkerGroup):
         ]
         return reduce_metrics(self.calls.each(f"train_{role}", args))
 
-    def sync_weights(self) -> None:
+    def sync_weights(self) -> dict[str, float]:
         if self.pool is None:
-            self._rollout_metrics = worst(self.calls.all("update_weights", self.policy_version))
+            metrics = worst(self.calls.all("update_weights", self.policy_version))
         else:
-            self.pool.sync_weights(self.policy_version)
-            self._rollout_metrics = self.pool.metrics()
-        self.engine.weights_updated(self.policy_version)
-
-    def rollout_metrics(self) -> dict[str, float]:
-        return self._rollout_metrics
+            metrics = self.pool.sync_weights(self.policy_version)
+        self.rollout.weights_updated(self.policy_version)
+        return metrics
 
     def model_size(self) -> ModelSize:
         return self._size
@@ -185,7 +187,7 @@ class RayGroup(WorkerGroup):
     def _shard(self, tensors: Mapping[str, torch.Tensor]) -> _Shards:
         """The shards in Ray's store; those of the last batch are used again while it has not changed."""
         key = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
-        if self._shards is None or not self._shards.made_of(key):
+        if self._shards is None or not self._shards.built_from(key):
             padded = pad_rows(tensors, len(self.calls))
             rows = shard_rows(
                 padded["attention_mask"],
@@ -195,6 +197,74 @@ class RayGroup(WorkerGroup):
             )
             self._shards = _Shards(key, rows, [ray.put(to_arrays(padded, share)) for share in rows])
         return self._shards
+
+
+class RolloutPool:
+    """Engines in processes of their own, behind `calls`."""
+
+    def __init__(self, cfg: PPOConfig) -> None:
+        self.cluster = Cluster(cfg, ROLLOUT)
+        self._watchdog_s = cfg.trainer.watchdog_s
+        self._probes: dict[str, ProbeCheck] = {}
+        self._calls: RankCalls | None = None
+        self._everyone: RankCalls | None = None
+        self._trainer: RankCalls | None = None
+
+    @property
+    def calls(self) -> RankCalls:
+        assert self._calls is not None
+        return self._calls
+
+    def place(self, timeout_s: float) -> None:
+        """Start the processes."""
+        actors = self.cluster.place(timeout_s, "verl.workers.rollout_rank:RolloutRank")
+        self._calls = RankCalls(actors, self._watchdog_s, "rollout rank")
+        self.calls.handshake(timeout_s)
+
+    def build(self, trainer: RankCalls, setup: RankSetup[PPOConfig]) -> None:
+        """Start the engines (the trainer's ranks have been built with `setup`) and connect both sides."""
+        info, adapter = trainer.all("model_info")[0], trainer.all("adapter")[0]
+        own = copy.copy(setup)
+        own.threads = None if setup.threads is None else self.cluster.threads()
+        self.calls.all("build", ray.put(own), info, adapter)
+        self._trainer = trainer
+        self._everyone = RankCalls.together(trainer, self.calls)
+        self._everyone.all("link", 1 + len(self.calls))
+        self.calls.peers, trainer.peers = [trainer], [self.calls]
+        pool = self.cluster.pool
+        logger.info(
+            "rollout: %d separate processes (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
+            len(self.calls),
+            ROLLOUT,
+            pool.nodes,
+            ROLLOUT,
+            pool.per_node,
+        )
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """The trainer's weights to all of them, as policy `version`; compared by fingerprint and by log-probs, whose
+        metrics are those of the worst process."""
+        assert self._everyone is not None and self._trainer is not None
+        sent, *found = self._everyone.all("sync_weights", version)
+        arrivals: list[SyncReport] = found[len(self._trainer) - 1 :]
+        for name, arrival in zip(self.calls.names, arrivals, strict=True):
+            compare(sent, arrival.received, version, name, _ADVICE)
+        prompt, answers = arrivals[0].prompt, list({arrival.tokens for arrival in arrivals})
+        known = dict(zip(answers, self._trainer.all("probe", prompt, answers)[0], strict=True))
+        for name, arrival in zip(self.calls.names, arrivals, strict=True):
+            check = self._probes.setdefault(name, ProbeCheck(name, arrival.precision, _ADVICE))
+            check.add(version, arrival.log_probs, known[arrival.tokens])
+        return worst([check.metrics() for check in self._probes.values()])
+
+    def broken(self) -> bool:
+        """Whether a call to these processes, alone or together with the trainer's, has failed."""
+        return any(calls is not None and calls.broken for calls in (self._calls, self._everyone))
+
+    def close(self, seconds: float, *, ask: bool) -> None:
+        """End them, after letting the engines close where that can be asked for."""
+        if ask and self._calls is not None:
+            self._calls.shutdown(seconds)
+        self.cluster.close()
 
 
 def build_ranks(
@@ -223,14 +293,14 @@ def build_ranks(
 
 @dataclass
 class _Shards:
-    """The shards of one batch, and the tensors they were made of."""
+    """The shards of one batch, and the tensors they were built from."""
 
     key: list[tuple[str, torch.Tensor, int]]
     rows: list[list[int]]
     refs: list[Any]
 
-    def made_of(self, key: list[tuple[str, torch.Tensor, int]]) -> bool:
+    def built_from(self, key: list[tuple[str, torch.Tensor, int]]) -> bool:
         return len(key) == len(self.key) and all(
-            name == mine and tensor is held and version == seen
-            for (name, tensor, version), (mine, held, seen) in zip(key, self.key, strict=True)
+            name == mine and tensor is theirs and version == seen
+            for (name, tensor, version), (mine, theirs, seen) in zip(key, self.key, strict=True)
         )

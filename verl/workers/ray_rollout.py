@@ -53,7 +53,7 @@ class RayRollout(RolloutEngine):
         try:
             while True:
                 responses = self._scheduler.take_cancelled(self._version)
-                self._dispatch()
+                self.dispatch()
                 # A stream may have ended while requests were on their way to it: they come back and are sent again.
                 if not self._streams and not self._submits:
                     return responses
@@ -70,7 +70,7 @@ class RayRollout(RolloutEngine):
             self._streams, self._submits = {}, {}
             raise
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
         """Send what ranks can take: with a new stream, or into the one that runs."""
         batches = self._scheduler.dispatch()
         if batches and not self._open:
@@ -127,8 +127,7 @@ class RayRollout(RolloutEngine):
             )
 
     def release(self, prefix_ids: Iterable[str]) -> None:
-        held = self._scheduler.release(list(prefix_ids))
-        for rank, names in held.items():
+        for rank, names in self._scheduler.release(list(prefix_ids)).items():
             self._calls.actors[rank].control.remote("release", names)
 
     def stats(self) -> RolloutStats:

@@ -10,7 +10,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Hashable, Sequence
+import time
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,19 +29,23 @@ from verl.reward.model import check_path, estimated_work, next_share
 from verl.workers.rank_process import remote_rank_process
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
-from verl.workers.reward_model_server import ROLE, ModelFacts, ModelSetup
+from verl.workers.rpc_server import RPCServer
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
+    from verl.reward.model import RewardModel
 
 _log = logging.getLogger(__name__)
 
 KEY = "reward.reward_model"
-_SERVER = "verl.workers.reward_model_server:RewardModelRank"
+ROLE = "reward model rank"
+_SERVER = "verl.workers.reward_model_pool:RewardModelRank"
 START_S = 300.0
 """For processes to start and a cluster to free resources; loading the model is under the watchdog instead."""
+POLL_S = 0.05
+"""How soon an idle process gets what was submitted while others work."""
 END_S = 30.0
-"""For the threads that wait for a process that was ended."""
+"""For the thread to notice that the processes ended."""
 
 
 @dataclass
@@ -64,7 +70,7 @@ class ModelPool:
             self.actors = self._place()
             self.calls = RankCalls(self.actors, run.trainer.watchdog_s, ROLE)
             self.calls.handshake(START_S)
-            self.facts = self._build()
+            self.facts = self.load_model()
         except BaseException:
             self.close()
             raise
@@ -75,26 +81,26 @@ class ModelPool:
         placed = self.cluster.place(START_S, _SERVER)
         if not spare:
             return placed
-        # Ray does not know which GPUs this process and its server use: more are asked for than needed, and whoever got
-        # one of those holds it without using it.
+        # Ray does not know which GPUs this process and its server use: more are reserved than needed, and a process
+        # that got one of those only reserves it.
         everyone = [*placed, *spare]
         calls = RankCalls(everyone, self._run.trainer.watchdog_s, ROLE)
         calls.handshake(START_S)
         here = ray.util.get_node_ip_address()
-        holds_ours = [
+        on_ours = [
             address == here and bool(set(gpus) & set(ours))
             for address, gpus in zip(calls.addresses, calls.all("gpus"), strict=True)
         ]
-        free = [actor for actor, held in zip(everyone, holds_ours, strict=True) if not held]
+        free = [actor for actor, ours_too in zip(everyone, on_ours, strict=True) if not ours_too]
         chosen = free[: len(placed)]
         for actor in free[len(placed) :]:
             ray.kill(actor)
         return chosen
 
-    def _build(self) -> ModelFacts:
+    def load_model(self) -> ModelFacts:
         config = self._run.reward.reward_model
         folder = Path(str(config.model_path)).expanduser()
-        if folder.exists():  # the processes do not stand where this one does
+        if folder.exists():  # the processes have another working directory
             config = replace(config, model_path=str(folder.absolute()))
         setup = ray.put(
             ModelSetup(
@@ -116,14 +122,8 @@ class ModelPool:
         )
         return facts[0]
 
-    def watch(self) -> RankCalls:
-        """Calls for one thread; `RankCalls` is not shared between threads."""
-        own = RankCalls(self.actors, self.calls.watchdog_s, ROLE)
-        own.names, own.logs, own.addresses = self.calls.names, self.calls.logs, self.calls.addresses
-        return own
-
     def end(self) -> None:
-        """End the processes; whoever waits for one hears of it."""
+        """End the processes; calls that wait for one fail."""
         for actor in {*self.cluster.actors, *self._kept_free}:
             ray.kill(actor)
         self.cluster.actors, self._kept_free = [], []
@@ -135,22 +135,20 @@ class ModelPool:
 
 
 class ModelPoolBackend(Backend):
-    """The pool as one of a manager's rewards: a thread for each process hands it one share after the other."""
+    """The pool as one of a manager's rewards: a thread gives every idle process a share and takes the results."""
 
     def __init__(self, pool: ModelPool) -> None:
-        self._pool = pool
+        self.pool = pool
+        self.scored: Counter[int] = Counter()
+        """Responses by the process that scored them."""
         self._changed = threading.Condition()
         self._waiting: list[Waiting] = []
         self._open = 0
         self._results: dict[Hashable, list[RewardResult | None]] = {}
         self._failure: VerlError | None = None
         self._closing = False
-        self._threads = [
-            threading.Thread(target=self._serve, args=(rank,), name=f"reward-model-{rank}", daemon=True)
-            for rank in range(len(pool.actors))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._serve, name="reward-model-pool", daemon=True)
+        self._thread.start()
 
     @classmethod
     def for_run(cls, run: PPOConfig) -> ModelPoolBackend:
@@ -164,7 +162,7 @@ class ModelPoolBackend(Backend):
         return [Signature("reward_model", by_name=("prompt", "response"))]
 
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        hidden_size = self._pool.facts.hidden_size
+        hidden_size = self.pool.facts.hidden_size
         with self._changed:
             self._raise_failure()
             self._results[key] = [None] * len(samples)
@@ -189,56 +187,62 @@ class ModelPoolBackend(Backend):
             self._closing = True
             self._changed.notify_all()
         if ray.is_initialized():
-            self._pool.end()
-        for thread in self._threads:
-            thread.join(END_S)
-        self._pool.close()
-
-    # -- a thread for each process ------------------------------------------------------------------------------
-
-    def _serve(self, rank: int) -> None:
-        calls = self._pool.watch()
-        while piece := self._next():
-            try:
-                results = calls.one(rank, "score", [item.sample for item in piece])
-            except VerlError as error:
-                return self._fail(error)
-            except RayError as error:  # the connection to the cluster itself
-                return self._fail(TrainingHalted(f"{calls.names[rank]}, in score: {error}"))
-            self._answer(piece, results)
-        return None
-
-    def _next(self) -> list[Waiting]:
-        """What this process scores next; nothing at the end."""
-        with self._changed:
-            while not self._waiting and self._failure is None and not self._closing:
-                self._changed.wait()
-            if self._failure is not None or self._closing:
-                return []
-            work = [item.work for item in self._waiting]
-            chosen = next_share(work, len(self._threads), self._pool.facts.batch_size)
-            piece = [self._waiting[position] for position in chosen]
-            taken = set(chosen)
-            self._waiting = [item for at, item in enumerate(self._waiting) if at not in taken]
-            return piece
-
-    def _answer(self, piece: list[Waiting], results: Sequence[RewardResult]) -> None:
-        with self._changed:
-            for item, result in zip(piece, results, strict=True):
-                self._results[item.key][item.position] = result
-            self._open -= len(piece)
-            if not self._open:
-                self._changed.notify_all()
-
-    def _fail(self, error: VerlError) -> None:
-        with self._changed:
-            if self._failure is None and not self._closing:
-                self._failure = error
-            self._changed.notify_all()
+            self.pool.end()
+        self._thread.join(END_S)
+        self.pool.close()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    # -- in the thread ------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        calls = self.pool.calls
+        running: dict[Any, int] = {}
+        shares: dict[Any, list[Waiting]] = {}
+        heard = 0.0
+        try:
+            while self._has_work(running):
+                for rank in sorted(set(range(len(calls))) - set(running.values())):
+                    if share := self._next_share():
+                        ref = calls.start(rank, "score", [item.sample for item in share])
+                        running[ref], shares[ref], heard = rank, share, time.monotonic()
+                for ref in calls.ready("score", running, POLL_S, heard):
+                    rank, heard = running[ref], time.monotonic()
+                    self._add_results(rank, shares[ref], calls.result("score", ref, running))
+        except (VerlError, RayError) as error:  # RayError: the connection to the cluster itself
+            with self._changed:
+                if not self._closing:
+                    self._failure = error if isinstance(error, VerlError) else TrainingHalted(str(error))
+                self._changed.notify_all()
+
+    def _has_work(self, running: Mapping[Any, int]) -> bool:
+        """Waits until there is some; False at the end."""
+        with self._changed:
+            while not self._waiting and not running and not self._closing:
+                self._changed.wait()
+            return not self._closing
+
+    def _next_share(self) -> list[Waiting]:
+        with self._changed:
+            if not self._waiting:
+                return []
+            work = [item.work for item in self._waiting]
+            chosen = next_share(work, len(self.pool.actors), self.pool.facts.batch_size)
+            share = [self._waiting[position] for position in chosen]
+            taken = set(chosen)
+            self._waiting = [item for at, item in enumerate(self._waiting) if at not in taken]
+            return share
+
+    def _add_results(self, rank: int, share: list[Waiting], results: Sequence[RewardResult]) -> None:
+        with self._changed:
+            for item, result in zip(share, results, strict=True):
+                self._results[item.key][item.position] = result
+            self.scored[rank] += len(share)
+            self._open -= len(share)
+            if not self._open:
+                self._changed.notify_all()
 
 
 def _gpus_outside_ray(run: PPOConfig) -> list[str]:
@@ -263,3 +267,50 @@ def _on_this_node(count: int) -> list[Any]:
         )
         for number in range(count)
     ]
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """What every process of the pool is built from."""
+
+    config: Any
+    """The section `reward.reward_model`."""
+    device: str
+    search_path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the other side needs to share out work."""
+
+    hidden_size: int
+    batch_size: int
+
+
+class RewardModelRank(RPCServer):
+    """Loads the model once and scores what it is given."""
+
+    role = ROLE
+    _model: RewardModel | None = None
+
+    def do_gpus(self) -> list[str]:
+        """The GPUs this process may use, as Ray numbers them."""
+        return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+
+    def do_build(self, setup: ModelSetup, rank: int) -> ModelFacts:
+        from verl.reward.model import RewardModel
+
+        self.rank = self.watchdog.rank = rank
+        sys.path += [folder for folder in setup.search_path if folder not in sys.path]
+        self._model = RewardModel.from_config(setup.config, setup.device)
+        self._model.onload()
+        config = self._model.model.config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return ModelFacts(int(getattr(text, "hidden_size", 1024)), self._model.batch_size)
+
+    def do_score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        assert self._model is not None
+        return self._model.results(samples)
+
+    def do_close(self) -> None:
+        self._model = None

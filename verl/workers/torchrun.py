@@ -166,7 +166,7 @@ class RankMonitor:
     def _check(self) -> None:
         try:
             if self.job.rank == 0:
-                self._check_others()
+                self.check_others()
             elif self._heartbeat.stale_s(0) > LOST_S or self._grace_is_over(
                 self._heartbeat.store.check(["end"])
             ):
@@ -176,7 +176,7 @@ class RankMonitor:
             cause = (str(error).splitlines() or [""])[0][:200]
             self._end(WorkersLost(f"{where} is gone, and torchrun with it: {cause}. To go on: {RESUME}."))
 
-    def _check_others(self) -> None:
+    def check_others(self) -> None:
         heartbeat, others = self._heartbeat, range(1, self.job.world_size)
         failures = [f for rank in others if (f := self._failure(rank, heartbeat.store))]
         causes = [failure for failure in failures if not failure.caused_by_another]

@@ -1,0 +1,255 @@
+"""The roles around their engines: loss and update of actor and critic, and rollout of a batch of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.algorithms import agg_loss, compute_value_loss, get_policy_loss_fn, kl_penalty
+from verl.algorithms.aggregation import loss_denominators
+from verl.data.assemble import assemble_rollouts
+from verl.data.proto import DataProto
+from verl.errors import RolloutError
+from verl.observe.metrics import Metric
+from verl.rollout.base import Request, Response, SamplingParams
+
+if TYPE_CHECKING:
+    from verl.config.schema import ActorConfig, CriticConfig, RolloutConfig
+    from verl.engines.base import ModelOutput, TrainEngine
+    from verl.rollout.base import RolloutEngine
+
+OnFinish = Callable[[int, Response], None]
+"""Called with the row in the batch and its response, as each response finishes."""
+_PREPARED = "prepared."
+_COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
+
+
+class LossConfig:
+    """The actor's settings plus the denominators of the mini-batch, as policy losses expect them."""
+
+    def __init__(self, section: Any, global_batch_info: dict[str, Any]) -> None:
+        self._section = section
+        self.global_batch_info = global_batch_info
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._section, name)
+
+
+class RolloutGap:
+    """|p_trainer - p_rollout| over the policy tokens of a mini-batch, added up on the device."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> None:
+        mask = mask.bool()
+        gap = torch.where(mask, (log_prob.exp() - rollout_log_prob.exp()).abs(), 0.0).double()
+        self._parts.append(torch.stack([gap.sum(), (gap**2).sum(), gap.max(), mask.sum().double()]))
+
+    def metrics(self) -> dict[str, Metric]:
+        if not self._parts:
+            return {}
+        parts = torch.stack(self._parts).cpu()
+        total, squares, _, count = parts.sum(0)
+        if count < 2:
+            return {}
+        mean = total / count
+        variance = ((squares - count * mean**2) / (count - 1)).clamp(min=0)
+        weight = float(count)
+        return {
+            "training/rollout_probs_diff_mean": Metric(float(mean), "mean", weight),
+            "training/rollout_probs_diff_std": Metric(float(variance.sqrt()), "mean", weight),
+            "training/rollout_probs_diff_max": Metric(float(parts[:, 2].max()), "max"),
+        }
+
+
+class ActorRole:
+    """Wraps a TrainEngine with the policy loss; one per rank."""
+
+    def __init__(self, engine: TrainEngine, cfg: ActorConfig, *, loss_scale_factor: int) -> None:
+        self.engine = engine
+        self.cfg = cfg
+        self.policy_loss = get_policy_loss_fn(cfg.policy_loss.loss_mode)
+        self._loss_scale_factor = cfg.loss_scale_factor or loss_scale_factor
+        self._gap = RolloutGap()
+
+    def train_mini_batch(
+        self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Metric]:
+        """One optimiser step. `mini` is this rank's share; its meta_info holds the whole mini-batch's counts."""
+        temperature = mini.meta_info["temperature"]
+        # In the batch, so that they are cut into the same micro-batches.
+        mini.batch.update({f"{_PREPARED}{name}": value for name, value in (prepared or {}).items()})
+        self._gap.reset()
+        metrics = self.engine.forward_backward(mini, self.loss, temperature=temperature, with_entropy=True)
+        step = self.engine.optimizer_step()
+        return {**metrics, **self._gap.metrics(), **step_metrics("actor", step)}
+
+    def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        cfg, tensors, mask = self.cfg, micro.batch, micro.batch["response_mask"]
+        info = {key: micro.meta_info[key] for key in _COUNTS}
+        info["loss_scale_factor"] = self._loss_scale_factor
+        log_prob = out.log_probs
+        assert log_prob is not None
+        # One optimiser step on fresh samples: the behaviour policy is the current one, no second pass needed.
+        old_log_prob = tensors.get("old_log_probs", log_prob.detach())
+        if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
+            self._gap.add(old_log_prob, tensors["rollout_log_probs"], mask)
+        prepared = {k.removeprefix(_PREPARED): v for k, v in tensors.items() if k.startswith(_PREPARED)}
+        with loss_denominators(info):
+            loss, found = self.policy_loss(
+                old_log_prob=old_log_prob,
+                log_prob=log_prob,
+                advantages=tensors["advantages"],
+                response_mask=mask,
+                loss_agg_mode=cfg.loss_agg_mode,
+                config=LossConfig(cfg, info),
+                rollout_is_weights=tensors.get("rollout_is_weights"),
+                **({"prepared": prepared} if prepared else {}),
+            )
+        tokens = mask.sum()
+        metrics = {
+            f"actor/{name.removeprefix('actor/')}": value
+            if isinstance(value, Metric)
+            else Metric(value, "mean", tokens)
+            for name, value in found.items()
+        }
+        metrics["actor/pg_loss"] = Metric(loss.detach() / info["dp_size"], "sum")
+        if out.entropy is not None:
+            entropy = agg_loss(out.entropy, mask, cfg.loss_agg_mode, **info)
+            loss = loss - cfg.entropy_coeff * entropy
+            metrics["actor/entropy"] = Metric(
+                (out.entropy.detach() * mask).sum() / tokens.clamp(min=1), "mean", tokens
+            )
+        if cfg.use_kl_loss:
+            kl = kl_penalty(log_prob, tensors["ref_log_prob"], cfg.kl_loss_type)
+            kl_loss = agg_loss(kl, mask, cfg.loss_agg_mode, **info)
+            loss = loss + cfg.kl_loss_coef * kl_loss
+            metrics["actor/kl_loss"] = Metric(kl_loss.detach() / info["dp_size"], "sum")
+            metrics["actor/kl_coef"] = Metric(cfg.kl_loss_coef)
+            metrics["actor/kl"] = Metric((kl.detach() * mask).sum() / tokens.clamp(min=1), "mean", tokens)
+        return loss, metrics
+
+
+class CriticRole:
+    """Wraps a TrainEngine with a value head; one per rank."""
+
+    def __init__(self, engine: TrainEngine, cfg: CriticConfig, *, loss_scale_factor: int) -> None:
+        self.engine = engine
+        self.cfg = cfg
+        self._loss_scale_factor = loss_scale_factor
+
+    def train_mini_batch(self, mini: DataProto) -> dict[str, Metric]:
+        metrics = self.engine.forward_backward(mini, self.loss)
+        return {**metrics, **step_metrics("critic", self.engine.optimizer_step())}
+
+    def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        mask = micro.batch["response_mask"]
+        assert out.values is not None
+        info = {key: micro.meta_info[key] for key in _COUNTS}
+        loss, clipfrac = compute_value_loss(
+            vpreds=out.values,
+            returns=micro.batch["returns"],
+            values=micro.batch["values"],
+            response_mask=mask,
+            cliprange_value=self.cfg.cliprange_value,
+            loss_agg_mode=self.cfg.loss_agg_mode,
+            loss_scale_factor=self._loss_scale_factor,
+            **info,
+        )
+        tokens = mask.sum()
+        mean = (out.values.detach() * mask).sum() / tokens.clamp(min=1)
+        return loss, {
+            "critic/vf_loss": Metric(loss.detach() / info["dp_size"], "sum"),
+            "critic/vf_clipfrac": Metric(clipfrac, "mean", tokens),
+            "critic/vpred_mean": Metric(mean, "mean", tokens),
+        }
+
+
+def step_metrics(role: str, step: dict[str, float]) -> dict[str, Metric]:
+    return {
+        f"{role}/grad_norm": Metric(step["grad_norm"]),
+        f"{role}/lr": Metric(step["lr"], "max"),
+        f"{role}/skipped_updates": Metric(step["skipped"], "sum"),
+    }
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """One generation pass: how to sample, how often, and the seed of its draws."""
+
+    sampling: SamplingParams
+    n: int = 1
+    seed: int = 0
+
+
+def training_settings(cfg: RolloutConfig, max_tokens: int, step: int) -> GenerationSettings:
+    """How the batch of training step `step` is drawn; the seed changes with the step, nothing else does."""
+    return GenerationSettings(_sampling(cfg, max_tokens), cfg.n, cfg.seed + step)
+
+
+def greedy_settings(cfg: RolloutConfig, max_tokens: int) -> GenerationSettings:
+    return GenerationSettings(_sampling(cfg, max_tokens, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0))
+
+
+def validation_settings(cfg: RolloutConfig, max_tokens: int) -> GenerationSettings:
+    val = cfg.val_kwargs
+    temperature = (val.temperature or 1.0) if val.do_sample else 0.0
+    params = _sampling(cfg, max_tokens, temperature=temperature, top_p=val.top_p, top_k=val.top_k)
+    return GenerationSettings(params, val.n, cfg.seed)
+
+
+def _sampling(cfg: RolloutConfig, max_tokens: int, **changes: Any) -> SamplingParams:
+    settings: dict[str, Any] = {
+        "temperature": cfg.temperature,
+        "top_p": cfg.top_p,
+        "top_k": cfg.top_k,
+        "min_p": cfg.min_p,
+        "repetition_penalty": cfg.repetition_penalty,
+        "ignore_eos": cfg.ignore_eos,
+        "stop": tuple(cfg.stop),
+        "stop_token_ids": tuple(cfg.stop_token_ids),
+        "raw_log_probs": cfg.raw_log_probs,
+    }
+    return SamplingParams(max_tokens=max_tokens, **{**settings, **changes})
+
+
+def generate_batch(
+    engine: RolloutEngine,
+    prompts: DataProto,
+    settings: GenerationSettings,
+    pad_token_id: int,
+    on_finish: OnFinish | None = None,
+) -> DataProto:
+    """`settings.n` rows for each prompt, in the order of the prompts whatever finished first."""
+    n = settings.n
+    uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
+    first_row = {uid: i * n for i, uid in enumerate(uids)}
+    if len(first_row) != len(uids):
+        raise RolloutError("two prompts of one batch share a uid; uids must differ")
+    requests = [
+        Request(uid, ids, settings.sampling, n=n, seed=settings.seed)
+        for uid, ids in zip(uids, prompts.non_tensor_batch["prompt_ids"], strict=True)
+    ]
+    rows: list[Response | None] = [None] * (len(uids) * n)
+    stream: Any = engine.generate(requests)
+    with closing(stream) as responses:  # an exception of `on_finish` aborts the rest
+        for response in responses:
+            row = first_row[response.request_id] + response.sample
+            rows[row] = response
+            if on_finish is not None:
+                on_finish(row, response)
+    missing = [i for i, response in enumerate(rows) if response is None]
+    if missing:
+        raise RolloutError(
+            f"{type(engine).__name__} left {len(missing)} of {len(rows)} samples unanswered, a defect of the "
+            "engine; use actor_rollout_ref.rollout.name=hf and report it"
+        )
+    return assemble_rollouts(prompts.repeat(n), [r for r in rows if r is not None], pad_token_id)

@@ -1,0 +1,317 @@
+"""One training rank on several processes: its shard of every engine, its part in generating, and its calls.
+
+Where a rank's engine is depends on the config: on every rank (the trainer's own weights, gathered while generating; or
+an engine with a copy), on the first of each group of ranks that share one (`rollout.tensor_model_parallel_size`), or in
+processes that only generate (`rollout.n_gpus_per_node`).
+
+Every rank gets the same calls in the same order and makes the same collective calls, with or without an engine; only
+generation between `open_generation` and `close_generation` runs at each rank's own pace, on gathered weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.checkpoint import CheckpointManager
+from verl.config.parallelism import EXTERNAL_ENGINES, engine_size, rollout_pool
+from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
+from verl.observe.metrics import Metric
+from verl.rollout import build_rollout
+from verl.rollout.external_engine import RemoteEngine, TPFollower
+from verl.rollout.model_info import ModelInfo, model_info
+from verl.rollout.weight_sync.broadcast import SENDER, Broadcast
+from verl.rollout.weight_sync.fingerprint import Manifest
+from verl.runtime import environment
+from verl.workers.generation_stream import RolloutServer
+from verl.workers.local import LocalGroup
+from verl.workers.rank import JoinedRank, RankSetup, collective_timeout_s
+from verl.workers.shard_batch import Arrays, from_arrays, to_arrays
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from verl.config.schema import PPOConfig
+    from verl.rollout.base import RolloutEngine
+
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+class GatheredWeights(WeightSource):
+    """The actor's weights, gathered once for a whole generation: inside `hold`, `module` is no collective."""
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+        self._module: nn.Module | None = None
+        self.dtype, self.device = weights.dtype, weights.device
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with self._weights.module() as module:
+            self._module = module
+            try:
+                yield
+            finally:
+                self._module = None
+
+    def module(self) -> AbstractContextManager[nn.Module]:
+        return self._weights.module() if self._module is None else nullcontext(self._module)
+
+    def structure(self) -> AbstractContextManager[nn.Module]:
+        return self._weights.structure()
+
+    def named_tensors(self, names: Names = "hf") -> NamedTensors:
+        return self._weights.named_tensors(names)
+
+    def base_tensors(self, names: Names = "hf") -> NamedTensors:
+        return self._weights.base_tensors(names)
+
+    def adapter(self) -> Adapter | None:
+        return self._weights.adapter()
+
+    def log_probs(
+        self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
+    ) -> SourceLogProbs | None:
+        return self._weights.log_probs(prompt_ids, responses)
+
+
+class RankGroup(LocalGroup):
+    """All roles of this rank. The engines shard themselves over the process group."""
+
+    def __init__(self, setup: RankSetup[PPOConfig], rank: int) -> None:
+        self._rank, self._devices = rank, setup.devices
+        super().__init__(
+            setup.cfg,
+            setup.tokenizer,
+            training_steps=setup.training_steps,
+            model=setup.model,
+            bad_batch_dir=setup.run_folder / "bad_batches",
+        )
+        self._generation: ExitStack | None = None
+        self._base_sent = False
+
+    # -- generating ---------------------------------------------------------------------------------------------
+
+    def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
+        """This rank's engine, or its stand-in where another process has it."""
+        rollout, size = self.cfg.actor_rollout_ref.rollout, engine_size(self.cfg)
+        self.gathered = GatheredWeights(self.actor_engine.weights())
+        if rollout_pool(self.cfg):
+            return RemoteEngine()
+        if self._rank % size:
+            return TPFollower(rollout.name, self.gathered, tokenizer, rollout)
+        shared = self._devices[self._rank : self._rank + size]
+        visible = {_DEVICES: ",".join(shared)} if shared and size > 1 and self.device.type == "cuda" else {}
+        with environment(visible):  # for the processes of the engine; this one has its own GPU already
+            watchdog_s = self.cfg.trainer.watchdog_s
+            return build_rollout(rollout.name, self.gathered, tokenizer, rollout, watchdog_s=watchdog_s)
+
+    def sync_weights(self) -> dict[str, float]:
+        copied = self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES
+        # Where the config keeps weights in host memory they are brought for as long as copying takes, and no longer.
+        with self._resident("actor", optimizer=False) if copied else nullcontext():
+            self._free_cached_memory()
+            self.rollout.update_weights(self.gathered, self.policy_version)
+        return self.rollout.stats().weight_sync
+
+    def open_generation(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._resident("actor", optimizer=False))
+            if self.cfg.actor_rollout_ref.rollout.name not in EXTERNAL_ENGINES:
+                stack.enter_context(self.gathered.hold())
+            self._free_cached_memory()
+            self.rollout.wake()
+            if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
+                stack.callback(self.rollout.sleep)
+            self._generation = stack.pop_all()
+
+    def close_generation(self) -> None:
+        if self._generation is not None:
+            self._generation.close()
+            self._generation = None
+
+    def _free_cached_memory(self) -> None:
+        """An engine in other processes cannot use what torch caches: free it on every GPU the engine shares, before the
+        rank that hosts the engine wakes it."""
+        if self.device.type == "cuda" and self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES:
+            torch.cuda.empty_cache()
+            if engine_size(self.cfg) > 1:
+                self.actor_engine.barrier()
+
+    # -- for processes that only generate -----------------------------------------------------------------------
+
+    @property
+    def separate_adapter(self) -> bool:
+        """Whether such a process gets LoRA adapters as adapters. SGLang does not, and eight-bit products are made of
+        plain layers: there they arrive merged into the weights."""
+        arr = self.cfg.actor_rollout_ref
+        merged = arr.rollout.name == "sglang" or (arr.rollout.name == "native" and arr.rollout.dtype == "fp8")
+        return arr.model.lora_rank > 0 and not merged
+
+    def model_info(self) -> ModelInfo:
+        """What such a process has to know of the model."""
+        info = model_info(self.actor_engine.weights(), None)
+        return info if self.separate_adapter else replace(info, lora_rank=0)
+
+    def adapter(self) -> Any:
+        """peft's description of the adapter such a process gets; None where it gets whole weights."""
+        return self.actor_engine.info.lora_config if self.separate_adapter else None
+
+    @contextmanager
+    def outgoing(self) -> Iterator[list[NamedTensors]]:
+        """Every weight, gathered one at a time by all ranks together. With adapters apart, the base weights (once: they
+        never change) and then the adapter. External engines know the names of the model's files, our own those of the
+        module."""
+        weights = self.actor_engine.weights()
+        names: Names = "hf" if self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES else "module"
+        with self._resident("actor", optimizer=False):
+            adapter = weights.adapter() if self.separate_adapter else None
+            if adapter is not None:
+                base = [] if self._base_sent else [weights.base_tensors(names)]
+                yield [*base, adapter.named_tensors]
+                self._base_sent = True
+            else:
+                yield [weights.named_tensors(names)]
+
+    def probe(
+        self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
+    ) -> list[SourceLogProbs | None]:
+        """The trainer's own log-probs of what engines elsewhere drew after `prompt`."""
+        with self._resident("actor", optimizer=False):
+            return [self.actor_engine.weights().log_probs(prompt, rows) for rows in answers]
+
+
+class TrainRank(JoinedRank, RolloutServer):
+    """One rank of reinforcement learning: all roles, and a rollout engine where there is one."""
+
+    _group: RankGroup | None = None
+    _checkpoints: CheckpointManager | None = None
+    _broadcast: Broadcast | None = None
+
+    @property
+    def group(self) -> RankGroup:
+        assert self._group is not None
+        return self._group
+
+    def do_build(self, setup: RankSetup[PPOConfig]) -> None:
+        """Join the process group and load this rank's shard of the models."""
+        self.join(setup)
+        self._group = RankGroup(setup, self.rank)
+        self._checkpoints = CheckpointManager.from_config(setup.cfg, setup.run_folder)
+        self._tokenizer = setup.tokenizer
+
+    def rollout_engine(self) -> RolloutEngine:
+        return self.group.rollout
+
+    def weights_version(self) -> int:
+        return self.group.policy_version
+
+    # -- forward passes and updates -----------------------------------------------------------------------------
+
+    def do_log_probs(self, part: Arrays, meta: Mapping[str, Any], *, otb: bool) -> Arrays:
+        found = self.group.log_probs(from_arrays(part, meta), with_sum_pi_squared=otb)
+        return to_arrays(found.batch)
+
+    def do_ref_log_probs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
+        return to_arrays(self.group.ref_log_probs(from_arrays(part, meta)).batch)
+
+    def do_values(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
+        return to_arrays(self.group.values(from_arrays(part, meta)).batch)
+
+    def do_train_actor(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
+        return self._train("actor", part, prepared, meta)
+
+    def do_train_critic(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
+        return self._train("critic", part, prepared, meta)
+
+    def _train(self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
+        metrics = self.group.train_mini_batch(role, from_arrays(part, meta), from_arrays(prepared).batch)
+        plain = {
+            name: Metric(float(metric.value), metric.reduce, float(metric.weight))
+            for name, metric in metrics.items()
+        }
+        if self.rank > 0:
+            # One step was taken, not one on each rank.
+            for name in ("grad_norm", "lr", "skipped_updates"):
+                plain.pop(f"{role}/{name}", None)
+        return plain
+
+    def do_update_weights(self, version: int) -> dict[str, float]:
+        self.group.policy_version = version
+        return self.group.sync_weights()
+
+    def do_model_size(self) -> Any:
+        return self.group.model_size()
+
+    # -- generation ---------------------------------------------------------------------------------------------
+
+    def do_open_generation(self) -> None:
+        self.group.open_generation()
+
+    def do_close_generation(self) -> None:
+        self.group.close_generation()
+
+    # -- weights for processes that only generate ---------------------------------------------------------------
+
+    def do_model_info(self) -> ModelInfo:
+        return self.group.model_info()
+
+    def do_adapter(self) -> Any:
+        return self.group.adapter()
+
+    def do_link(self, size: int) -> None:
+        """Rank 0 sends to the rollout processes; the others only take part in gathering."""
+        if self.rank == 0:
+            watchdog_s = self.group.cfg.trainer.watchdog_s
+            self._broadcast = Broadcast(
+                self._store, SENDER, size, self.group.device, collective_timeout_s(watchdog_s)
+            )
+
+    def do_sync_weights(self, version: int) -> Manifest | None:
+        """Returns what was sent, on the rank that sends."""
+        self.group.policy_version = version
+        sent = Manifest()
+        with self.group.outgoing() as parts:
+            for tensors in parts:
+                if self._broadcast is not None:
+                    sent.update(self._broadcast.send(tensors))
+                else:
+                    deque(tensors, maxlen=0)
+        return sent if self._broadcast is not None else None
+
+    def do_probe(
+        self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
+    ) -> list[SourceLogProbs | None]:
+        return self.group.probe(prompt, answers)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def do_save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> Path | None:
+        assert self._checkpoints is not None
+        parts = self.group.checkpoint_parts()
+        return self._checkpoints.save(step, parts, state, tokenizer=self._tokenizer, metrics=metrics)
+
+    def do_find_checkpoint(self, below: int | None) -> Any:
+        """What `CheckpointManager.find` found; on the other ranks its step alone."""
+        assert self._checkpoints is not None
+        found = self._checkpoints.find(self.group.checkpoint_parts(), below)
+        return found if self.rank == 0 or found is None else found[0]
+
+    def do_load_found(self) -> bool:
+        assert self._checkpoints is not None
+        return self._checkpoints.load_found(self.group.checkpoint_parts())
+
+    def do_wait_for_save(self) -> Path | None:
+        assert self._checkpoints is not None
+        return self._checkpoints.wait()
+
+    def do_close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
