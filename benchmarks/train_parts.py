@@ -81,8 +81,7 @@ def check_packing(device: torch.device) -> Iterator[Row]:
 def check_layers(device: torch.device) -> Iterator[Row]:
     """The fused norms and MLPs, and the one-pass optimiser, against the plain ones."""
     from verl.engines.adamw import OnePassAdamW, TorchAdamW
-    from verl.engines.optim import MasterAdamW
-    from verl.engines.schedule import Schedule
+    from verl.engines.optim import MasterAdamW, Schedule
     from verl.models.fused_layers import fuse
 
     if device.type != "cuda":

@@ -40,7 +40,6 @@ _SHOWN_FRAMES = 12
 _COLLECTIVE_FILES = (
     "torch/distributed/",
     "torch/_C/_distributed",
-    "verl/engines/ranks.py",
     "verl/distributed.py",
     "verl/rollout/weight_sync/broadcast.py",
 )

@@ -28,11 +28,11 @@ def test_subsets_are_subsets() -> None:
 
 def test_engines_managers_trackers_and_schedules() -> None:
     from verl.engines import known_strategies
-    from verl.engines.schedule import KINDS
+    from verl.engines.optim import SCHEDULES
     from verl.reward.managers import known_reward_managers
     from verl.rollout import known_rollouts
 
     assert set(known.ROLLOUT_ENGINES) <= set(known_rollouts())
     assert set(known.REWARD_MANAGERS) <= set(known_reward_managers())
-    assert set(known.SCHEDULERS) == set(KINDS)
+    assert set(known.SCHEDULERS) == set(SCHEDULES)
     assert {"fsdp", "fsdp2"} <= set(known_strategies()) <= set(known.STRATEGIES)

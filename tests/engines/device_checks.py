@@ -76,9 +76,9 @@ def make_engine(model: Any, sharded: bool = False, **options: Any) -> Any:
     """The actor's engine; `sharded` forces FSDP2 over one rank where there is only one."""
     from verl.config.schema import ActorConfig, ModelConfig
     from verl.engines.build import assemble
-    from verl.engines.ranks import Ranks
-    from verl.engines.schedule import Schedule
+    from verl.engines.optim import Schedule
     from verl.engines.settings import read_settings
+    from verl.engines.sharding import Ranks
 
     role = ActorConfig(ppo_micro_batch_size_per_gpu=4)
     role.optim.lr = 1e-3
@@ -92,7 +92,7 @@ def make_engine(model: Any, sharded: bool = False, **options: Any) -> Any:
         ranks.mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("shard",))
     model = model.to("cpu" if sharded else DEVICE)
     schedule = Schedule.from_config(role.optim, None)
-    return assemble(model, settings, ranks, optim=role.optim, schedule=schedule)
+    return assemble(model, settings, ranks, schedule=schedule)
 
 
 def make_batch(rows: int = 8, length: int = 128) -> Any:

@@ -25,8 +25,7 @@ import gloo_worker
 
 from verl.engines import build
 from verl.engines.sharding import decoder_layers
-from verl.models.meta_init import CannotStream
-from verl.models.tensor_index import SafetensorsFiles
+from verl.models.meta_init import CannotStream, SafetensorsFiles
 
 
 @contextmanager

@@ -7,9 +7,9 @@ import threading
 
 import torch
 
-from verl.engines.gathered_copy import copy_to_meta
-from verl.models.forward import FORWARD_METHOD, attach
+from verl.engines.weights import copy_to_meta
 from verl.models.lora import add_lora
+from verl.models.packing import FORWARD_METHOD, attach
 
 
 def test_a_copy_has_the_classes_and_ties_of_the_model_and_none_of_its_weights(tools):

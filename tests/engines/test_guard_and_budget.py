@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from verl.engines import budget
-from verl.engines.guard import NonFiniteGuard
-from verl.engines.optim import MasterAdamW
-from verl.engines.schedule import Schedule
+from verl.engines.fsdp import NonFiniteGuard
+from verl.engines.optim import MasterAdamW, Schedule
 from verl.errors import TrainingHalted
 
 
@@ -122,7 +121,7 @@ def test_the_probe_does_not_take_the_slice_of_logits_for_a_cost_of_every_token(t
 
     monkeypatch.setattr(fused_linear, "_product", recorded)
     for tokens in (128, 512):
-        tools.runner(engine)._probe(tokens, kind)
+        tools.runner(engine).probe(tokens, kind)
     assert max(widths) == fused_linear.FEWEST_COLUMNS
 
 

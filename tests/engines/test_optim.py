@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from verl.engines import optim
-from verl.engines.low_memory_adamw import Quantised, round_stochastically
-from verl.engines.optim import FIRST_LOSS_SCALE, MasterAdamW
-from verl.engines.schedule import Schedule
+from verl.engines.adamw import Quantised, round_stochastically
+from verl.engines.optim import FIRST_LOSS_SCALE, MasterAdamW, Schedule
 from verl.errors import ConfigError
 
 

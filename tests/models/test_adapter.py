@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from verl.errors import ModelError
-from verl.models.adapter import merge_adapter
+from verl.models.lora import merge_adapter
 
 peft = pytest.importorskip("peft")
 

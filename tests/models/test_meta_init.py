@@ -120,7 +120,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tiny, tmp_path, monkeypatch):
     (store / "refs/main").write_text("abc")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    from verl.models.tensor_index import SafetensorsFiles
+    from verl.models.meta_init import SafetensorsFiles
 
     files = SafetensorsFiles.of("someone/tiny")
     assert len(set(files.files.values())) > 1

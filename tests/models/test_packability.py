@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from verl.models.attention import use_verl_attention
-from verl.models.forward import attach
-from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
+from verl.models.packability import (
+    Probe,
+    head_fault,
+    packing_fault,
+    padding_fault,
+    probe_rows,
+    randomness_fault,
+)
+from verl.models.packing import attach
 from verl.models.value_model import ValueModel
 
 CPU = torch.device("cpu")
@@ -93,12 +100,10 @@ def chaotic(tiny):
 
 
 def test_a_model_whose_rounding_exceeds_any_bound_is_packed(tiny):
-    from verl.models.packability import _Probe, _rows
-
     model = chaotic(tiny)
     assert use_verl_attention(model)
     attach(model)
-    rows, probe = _rows(53, 11), _Probe(model, CPU, exact=False)
+    rows, probe = probe_rows(53, 11), Probe(model, CPU, exact=False)
     with torch.no_grad():
         together = probe(rows, packed=True)
         model.set_attn_implementation("eager")

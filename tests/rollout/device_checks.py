@@ -212,9 +212,7 @@ def adapters_run_through_the_module() -> str:
 def trainer_log_probs(model: Any, asked: list[Request], found: dict[Any, Any]) -> torch.Tensor:
     """What the training engine computes for all responses, packed end to end as it packs them."""
     from verl.models.attention import use_verl_attention
-    from verl.models.forward import packed_log_probs
-    from verl.models.fused_linear import HeadOptions
-    from verl.models.packing import pack
+    from verl.models.packing import pack, packed_forward
 
     use_verl_attention(model)
     rows = [(list(asked[int(name[1:])].prompt_ids), answer.token_ids) for (name, _), answer in found.items()]
@@ -228,7 +226,7 @@ def trainer_log_probs(model: Any, asked: list[Request], found: dict[Any, Any]) -
         made[row, : len(tokens)] = 1
     packed = pack(ids, seen, made, torch.device(DEVICE))
     with torch.no_grad():
-        log_probs = packed_log_probs(model, packed, HeadOptions())["log_probs"].float()
+        log_probs = packed_forward(model, packed)["log_probs"].float()
     return log_probs[packed.slot.argsort()].cpu()
 
 
@@ -691,16 +689,16 @@ def packing_is_decided_exactly_at_the_7b_shape() -> str:
     """Random weights in bfloat16, all layers: rounding alone was above the old bound, and the model trained padded."""
     from benchmarks.rollout import load_model
     from verl.models.attention import use_verl_attention
-    from verl.models.forward import attach
     from verl.models.fused_layers import fuse
     from verl.models.packability import (
-        _Probe,
-        _rows,
+        Probe,
         head_fault,
         packing_fault,
         padding_fault,
+        probe_rows,
         randomness_fault,
     )
+    from verl.models.packing import attach
 
     device = torch.device(DEVICE)
     model = load_model("qwen2.5-7b" if DEVICE == "cuda" else "tiny", DEVICE, torch.bfloat16)
@@ -709,7 +707,7 @@ def packing_is_decided_exactly_at_the_7b_shape() -> str:
         raise AssertionError("our attention was refused")
     fuse(model, device)
     attach(model)
-    rows, probe = _rows(model.config.vocab_size, 11), _Probe(model, device, exact=False)
+    rows, probe = probe_rows(model.config.vocab_size, 11), Probe(model, device, exact=False)
     with torch.no_grad():
         together = probe(rows, packed=True)
         model.set_attn_implementation(stock)

@@ -90,8 +90,8 @@ def test_a_checkpoint_without_whole_weights_is_answered_with_the_command_that_ma
 def test_a_lora_run_without_whole_weights_is_its_adapter_on_its_model(
     train: Callable[..., Path], tiny_model_dir: Path
 ) -> None:
-    from verl.models.adapter import merge_adapter
     from verl.models.loading import load_causal_lm
+    from verl.models.lora import merge_adapter
 
     lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.checkpoint.save_contents=[model]")
     actor = train(*lora) / "global_step_1" / "actor"

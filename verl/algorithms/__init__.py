@@ -10,24 +10,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verl.algorithms.advantages import *
     from verl.algorithms.aggregation import *
     from verl.algorithms.balance import *
-    from verl.algorithms.groups import *
     from verl.algorithms.kl import *
     from verl.algorithms.losses import *
-    from verl.algorithms.masked import *
     from verl.algorithms.registry import *
     from verl.algorithms.rollout_correction import *
     from verl.algorithms.sampling import *
     from verl.algorithms.validation import *
 
 _EXPORTS = {
-    "aggregation": "LOSS_AGG_MODES agg_loss batch_counts loss_denominators",
+    "advantages": "group_ids group_metrics",
+    "aggregation": "LOSS_AGG_MODES agg_loss batch_counts loss_denominators masked_mean masked_sum masked_var "
+    "masked_whiten",
     "balance": "karmarkar_karp sequence_work token_budget_batches",
-    "groups": "group_ids group_metrics",
     "kl": "KL_ESTIMATORS AdaptiveKLController FixedKLController apply_kl_penalty get_kl_controller kl_penalty",
     "losses": "compute_value_loss",
-    "masked": "masked_mean masked_sum masked_var masked_whiten",
     "registry": "adv_estimator_names call_with_known get_adv_estimator_fn get_policy_loss_fn "
     "get_policy_loss_prepare policy_loss_names register_adv_est register_policy_loss",
     "rollout_correction": "compute_rollout_correction rollout_probs_diff_metrics",

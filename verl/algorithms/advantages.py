@@ -7,17 +7,18 @@ both [B, T] in the rewards' dtype, zero where the mask is 0. Values at masked po
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, sequence_scores, spread
-from verl.algorithms.masked import as_bool, keep, masked_whiten
+from verl.algorithms.aggregation import as_bool, keep, masked_sum, masked_whiten
 from verl.algorithms.registry import register_adv_est
 from verl.config.schema import AlgorithmConfig
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 
 _DEFAULTS = AlgorithmConfig()
 
@@ -66,8 +67,7 @@ def grpo(
 ) -> tuple[Tensor, Tensor]:
     """(s - mean) / (std + 1e-6) within the group; without the division it is Dr.GRPO."""
     normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo")
-    scores = sequence_scores(token_level_rewards, response_mask)
-    groups = Groups.of(index, scores.shape[0], scores.device)
+    scores, groups = scored_groups(token_level_rewards, response_mask, index)
     advantages = spread(
         _group_normalised(scores, groups, normalise), response_mask, token_level_rewards.dtype
     )
@@ -91,8 +91,7 @@ def grpo_passk(
 ) -> tuple[Tensor, Tensor]:
     """Only the best response of a group learns, by its lead over the second; a tie at the top gives 0."""
     normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo")
-    scores = sequence_scores(token_level_rewards, response_mask)
-    groups = Groups.of(index, scores.shape[0], scores.device)
+    scores, groups = scored_groups(token_level_rewards, response_mask, index)
     best = groups.extreme(scores, "amax")
     on_top = scores == best
     winner = on_top & (groups.sum(on_top) == 1) & (groups.sizes > 1)
@@ -108,8 +107,7 @@ def grpo_passk(
 @register_adv_est("rloo_vectorized")
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any) -> tuple[Tensor, Tensor]:
     """The score less the mean of the group's other responses."""
-    scores = sequence_scores(token_level_rewards, response_mask)
-    groups = Groups.of(index, scores.shape[0], scores.device)
+    scores, groups = scored_groups(token_level_rewards, response_mask, index)
     shifted = groups.shifted(scores)
     others = (groups.sum(shifted) - shifted) / (groups.sizes - 1).clamp(min=1)
     advantages = spread(shifted - others, response_mask, token_level_rewards.dtype)
@@ -119,8 +117,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: An
 @register_adv_est("opo")
 def opo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any) -> tuple[Tensor, Tensor]:
     """The score less the group's mean weighted by length, the optimal baseline of on-policy REINFORCE."""
-    scores = sequence_scores(token_level_rewards, response_mask)
-    groups = Groups.of(index, scores.shape[0], scores.device)
+    scores, groups = scored_groups(token_level_rewards, response_mask, index)
     lengths = as_bool(response_mask).sum(-1)
     shifted = groups.shifted(scores)
     baseline = groups.sum(lengths * shifted) / groups.sum(lengths).clamp(min=1)
@@ -131,8 +128,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
 @register_adv_est("gpg")
 def gpg(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any) -> tuple[Tensor, Tensor]:
     """alpha * (s - group mean); alpha makes up for the sequences whose reward is 0."""
-    scores = sequence_scores(token_level_rewards, response_mask)
-    groups = Groups.of(index, scores.shape[0], scores.device)
+    scores, groups = scored_groups(token_level_rewards, response_mask, index)
     alpha = scores.shape[0] / torch.count_nonzero(scores).clamp(min=1)
     advantages = spread(
         alpha * _group_normalised(scores, groups, by_std=False), response_mask, token_level_rewards.dtype
@@ -158,8 +154,7 @@ def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """The score less the group's mean, whitened over the batch's policy tokens."""
-    scores = sequence_scores(token_level_rewards, response_mask)
-    groups = Groups.of(index, scores.shape[0], scores.device)
+    scores, groups = scored_groups(token_level_rewards, response_mask, index)
     centred = spread(
         _group_normalised(scores, groups, by_std=False), response_mask, token_level_rewards.dtype
     )
@@ -321,3 +316,95 @@ def _discounted_suffix_sum_(values: Tensor, factor: float) -> Tensor:
         values[:, :-reach] += factor * values[:, reach:]
         reach, factor = 2 * reach, factor * factor
     return values
+
+
+# -- groups -----------------------------------------------------------------------------------------------------
+
+
+def group_ids(index: Any, device: torch.device | str = "cpu") -> tuple[Tensor, int]:
+    """Group numbers 0..G-1 in order of first appearance, [B], and G. `index` is anything with one hashable
+    entry per sequence: an object array or list of uids, numbers, a tensor."""
+    if isinstance(index, Tensor):
+        entries: Sequence[Any] = index.tolist()
+    else:
+        entries = index.tolist() if isinstance(index, np.ndarray) else list(index)
+    number = {uid: at for at, uid in enumerate(dict.fromkeys(entries))}
+    ids = np.fromiter(map(number.__getitem__, entries), dtype=np.int64, count=len(entries))
+    return torch.from_numpy(ids).to(device), len(number)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The responses to each prompt; every method maps a [B] vector to a [B] vector of its group's statistic.
+
+    In float64: exact enough that a group of equal rewards gives exact zeros and that the order of additions does not
+    show."""
+
+    ids: Tensor
+    count: int
+    sizes: Tensor
+    """[B], float64: members of the group each sequence belongs to."""
+
+    @classmethod
+    def of(cls, index: Any, batch_size: int, device: torch.device) -> Groups:
+        ids, count = group_ids(index, device)
+        if ids.shape[0] != batch_size:
+            raise DataError(
+                f"the group index has {ids.shape[0]} entries for a batch of {batch_size} sequences"
+            )
+        sizes = torch.bincount(ids, minlength=count).to(torch.float64)
+        return cls(ids, count, sizes[ids] if batch_size else sizes)
+
+    def sum(self, values: Tensor) -> Tensor:
+        total = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        return total.index_add_(0, self.ids, values.to(torch.float64))[self.ids]
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.sum(values) / self.sizes
+
+    def extreme(self, values: Tensor, how: str) -> Tensor:
+        """`how`: amax or amin."""
+        found = torch.zeros(self.count, dtype=values.dtype, device=values.device)
+        found.scatter_reduce_(0, self.ids, values, how, include_self=False)
+        return found[self.ids]
+
+    def shifted(self, scores: Tensor) -> Tensor:
+        """Scores with the group's least one taken off. What only depends on differences is computed from these:
+        equal scores are then exact zeros, and large ones lose no digits."""
+        values = scores.to(torch.float64)
+        return values - self.extreme(values, "amin")
+
+    def std(self, values: Tensor) -> Tensor:
+        """Unbiased; 0 for a group of one."""
+        centred = values.to(torch.float64) - self.mean(values)
+        return (self.sum(centred.square()) / (self.sizes - 1).clamp(min=1)).sqrt()
+
+
+def sequence_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """s_i: the sum of a sequence's rewards over its policy tokens, [B], float64."""
+    return masked_sum(token_level_rewards, response_mask, axis=-1).to(torch.float64)
+
+
+def scored_groups(token_level_rewards: Tensor, response_mask: Tensor, index: Any) -> tuple[Tensor, Groups]:
+    scores = sequence_scores(token_level_rewards, response_mask)
+    return scores, Groups.of(index, scores.shape[0], scores.device)
+
+
+def spread(per_sequence: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number per sequence [B] onto each of its policy tokens [B, T]."""
+    column = per_sequence.to(dtype).unsqueeze(-1)
+    flags = response_mask if response_mask.dtype == dtype else as_bool(response_mask)
+    return column * flags
+
+
+def group_metrics(token_level_rewards: Tensor, response_mask: Tensor, index: Any) -> dict[str, float]:
+    """How much a group estimator could learn from this batch: groups, those of one, and those whose rewards are
+    all equal (groups of one included); both give advantage 0."""
+    scores, groups = scored_groups(token_level_rewards, response_mask, index)
+    share = 1 / groups.sizes
+    constant = groups.extreme(scores, "amax") == groups.extreme(scores, "amin")
+    return {
+        "training/groups": float(groups.count),
+        "training/groups_of_one": float((groups.sizes == 1).sum()),
+        "training/groups_constant": float(share[constant].sum().round()),
+    }

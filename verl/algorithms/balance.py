@@ -56,13 +56,11 @@ def _merge(first: list[_Bin], second: list[_Bin], k: int) -> list[_Bin]:
     return merged
 
 
-def karmarkar_karp(costs: Sequence[int | float], k: int, equal_size: bool = False) -> list[list[int]]:
+def karmarkar_karp(costs: Sequence[int | float], k: int) -> list[list[int]]:
     """Cut the indices of `costs` into k parts of about equal cost by the largest-differencing method.
 
-    With `equal_size` the parts also have the same number of members (they differ by at most one where k does not
-    divide n). With at least k items no part is empty. Members are in ascending order, and so are the parts by
-    their first member (empty parts last).
-    """
+    With at least k items no part is empty. Members are in ascending order, and so are the parts by their first member
+    (empty parts last)."""
     if k < 1:
         raise ConfigError(f"karmarkar_karp: cannot cut into {k} parts, at least 1 is needed")
     values = [float(cost) if isinstance(cost, float) else int(cost) for cost in costs]
@@ -70,39 +68,23 @@ def karmarkar_karp(costs: Sequence[int | float], k: int, equal_size: bool = Fals
         raise ConfigError("karmarkar_karp: every cost must be a number >= 0")
     n = len(values)
     order = sorted(range(n), key=lambda i: (-values[i], i))
-    groups: list[list[_Bin]]
-    if equal_size:
-        groups = [[_Bin(values[i], [i]) for i in order[at : at + k]] for at in range(0, n, k)]
-    else:
-        groups = [[_Bin(values[i], [i])] for i in order]
 
     def spread(parts: list[_Bin]) -> float:
         return parts[0].cost - (parts[-1].cost if len(parts) == k else 0)
 
+    groups = [[_Bin(values[i], [i])] for i in order]
     heap = [(-spread(parts), at, parts) for at, parts in enumerate(groups)]
     heapq.heapify(heap)
     counter = len(heap)
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        parts = _merge_equal(first, second, k) if equal_size else _merge(first, second, k)
+        parts = _merge(first, second, k)
         heapq.heappush(heap, (-spread(parts), counter, parts))
         counter += 1
     result = [sorted(part.members) for part in heap[0][2]] if heap else []
     result.sort(key=lambda members: members[0] if members else n)
     return result + [[] for _ in range(k - len(result))]
-
-
-def _merge_equal(first: list[_Bin], second: list[_Bin], k: int) -> list[_Bin]:
-    """Like `_merge`, but a part of one solution always meets a part of the other: sizes stay equal. Only the very
-    last chunk of items can be short of k; its missing members are parts without cost."""
-    pad = k - min(len(first), len(second))
-    if pad:
-        short = first if len(first) < len(second) else second
-        short.extend(_Bin() for _ in range(pad))
-    merged = [a.absorb(b) for a, b in zip(first, reversed(second), strict=True)]
-    merged.sort(key=lambda part: part.rank, reverse=True)
-    return merged
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -142,14 +124,12 @@ def token_budget_batches(
     lengths: Sequence[int],
     max_tokens: int,
     min_count: int = 1,
-    work: Sequence[float] | None = None,
     hidden_size: int = 1024,
 ) -> list[list[int]]:
     """Cut sequences into micro-batches of at most `max_tokens` tokens, few of them, with even work.
 
     The budget is a hard bound; only a single sequence that is longer exceeds it, in a batch alone. At least
     `min_count` batches are made where there are that many sequences (ranks must agree on the number of steps).
-    `work` defaults to `sequence_work(lengths, hidden_size)`.
     """
     if max_tokens < 1:
         raise ConfigError(
@@ -158,13 +138,11 @@ def token_budget_batches(
     sizes = [int(length) for length in lengths]
     if any(size < 0 for size in sizes):
         raise ConfigError("token_budget_batches: a sequence length is negative")
-    costs = list(work) if work is not None else sequence_work(sizes, hidden_size)
-    if len(costs) != len(sizes):
-        raise ConfigError(f"token_budget_batches: {len(sizes)} lengths but {len(costs)} work estimates")
+    work = sequence_work(sizes, hidden_size)
     alone = [[i] for i, size in enumerate(sizes) if size > max_tokens]
     rest = [i for i, size in enumerate(sizes) if size <= max_tokens]
     wanted = max(min(min_count, len(sizes)) - len(alone), 1)
-    batches = alone + (_fit(rest, sizes, costs, max_tokens, min(wanted, len(rest))) if rest else [])
+    batches = alone + (_fit(rest, sizes, work, max_tokens, min(wanted, len(rest))) if rest else [])
     return sorted((sorted(batch) for batch in batches), key=lambda batch: batch[0])
 
 

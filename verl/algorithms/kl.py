@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.masked import keep, masked_mean
+from verl.algorithms.aggregation import keep, masked_mean
 from verl.errors import ConfigError
 
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregation import agg_loss
-from verl.algorithms.masked import as_bool, keep, masked_mean, sequence_mean
+from verl.algorithms.aggregation import agg_loss, as_bool, keep, masked_mean, sequence_mean
 from verl.algorithms.registry import Prepare, register_policy_loss
 from verl.config.schema import ActorConfig
 from verl.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.masked import as_bool, keep, masked_mean, sequence_mean
+from verl.algorithms.aggregation import as_bool, keep, masked_mean, sequence_mean
 from verl.errors import ConfigError
 
 SECTION = "algorithm.rollout_correction"

@@ -23,7 +23,7 @@ from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.tensors import Chunk, ShardReader, write_stream
 from verl.errors import CheckpointError
 from verl.json_input import read_json
-from verl.models.dtypes import DTYPES
+from verl.models.loading import DTYPES
 from verl.models.lora import merge_lora
 from verl.models.value_model import ValueModel
 

@@ -39,7 +39,7 @@ from verl.checkpoint.steps import in_use, list_steps
 from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.memory import free_host_bytes
-from verl.models.dtypes import torch_dtype
+from verl.models.loading import torch_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ sharding replaces parameters. Whether the model can be packed or compiled is fou
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl.engines import budget
 from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.fsdp import FSDPEngine
-from verl.engines.gathered_copy import GatheredCopy, copy_to_meta
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ActivationOffload
-from verl.engines.optim import MasterAdamW
-from verl.engines.ranks import Ranks
-from verl.engines.schedule import Schedule
+from verl.engines.optim import MasterAdamW, Schedule
 from verl.engines.settings import EngineSettings, Kind, read_settings
-from verl.engines.sharding import load_shards, shard
+from verl.engines.sharding import Ranks, load_shards, shard
+from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ModelError
 from verl.models.attention import register_attention, use_verl_attention
-from verl.models.forward import attach
 from verl.models.fused_layers import fuse
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
 from verl.models.meta_init import CannotStream, ParameterIndex, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
+from verl.models.packing import attach
 from verl.models.value_model import ValueModel
 
 log = logging.getLogger(__name__)
@@ -67,25 +64,11 @@ def build_fsdp(
         bad_batch_dir=bad_batch_dir,
         seed=seed,
     )
-    optim = None if kind == "ref" else role_cfg.optim
-    schedule = None if optim is None else Schedule.from_config(optim, total_steps)
-    ranks = Ranks(device, settings.sharding.fsdp_size)
+    schedule = Schedule.from_config(role_cfg.optim, total_steps) if settings.trained else None
+    ranks = Ranks(device, role_cfg.fsdp_config.fsdp_size)
     torch.manual_seed(seed)
-    index = None
-    if model is None:
-        module, index = _load(kind, model_cfg, settings, ranks)
-    else:
-        module = _prepared(kind, model_cfg, settings, model, ranks)
-    return assemble(
-        module,
-        settings,
-        ranks,
-        optim=optim,
-        schedule=schedule,
-        base_path=model_cfg.path,
-        index=index,
-        external=optimizer,
-    )
+    module, index = _load(settings, ranks) if model is None else (_prepared(settings, model, ranks), None)
+    return assemble(module, settings, ranks, schedule=schedule, index=index, external=optimizer)
 
 
 def assemble(
@@ -93,71 +76,65 @@ def assemble(
     settings: EngineSettings,
     ranks: Ranks,
     *,
-    optim: Any,
     schedule: Schedule | None,
-    base_path: str = "",
     index: ParameterIndex | None = None,
     external: torch.optim.Optimizer | None = None,
 ) -> FSDPEngine:
-    """From a loaded module to an engine. `optim` is the optimiser section, None for a frozen engine; `index` has the
-    weights of a module on the meta device; `external` is a user's optimiser."""
-    _choose_trained(module, settings, base_path, trained=optim is not None)
+    """From a loaded module to an engine. `schedule` is None for a frozen engine; `index` has the weights of a module on
+    the meta device; `external` is a user's optimiser."""
+    model_cfg, role = settings.model, settings.role
+    _choose_trained(module, settings)
     stock_attention = module.config._attn_implementation or "sdpa"
-    packed = settings.packed and use_verl_attention(module)
-    if settings.packed and not packed:
+    packed = model_cfg.use_remove_padding and use_verl_attention(module)
+    if model_cfg.use_remove_padding and not packed:
         _warn_padded(module, "it does not use transformers' attention interface")
-    if settings.gradient_checkpointing:
+    if settings.trained and model_cfg.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module.eval()
-    if not settings.torch_compile:
+    compiled = settings.trained and role.use_torch_compile
+    if not compiled:
         fuse(module, ranks.device)
     attach(module)
     mesh = _mesh(settings, ranks)
     gathered_copy = replay = None
     if mesh is not None:
         copy = copy_to_meta(module)
-        in_place = optim is not None and optim.stochastic_rounding
-        shard(module, mesh, settings.sharding, settings.dtype, float32_masters=not in_place)
+        in_place = settings.trained and role.optim.stochastic_rounding
+        shard(module, mesh, role.fsdp_config, settings.dtype, float32_masters=not in_place)
         if index is not None:
-            on_host = settings.sharding.offload_policy
+            on_host = role.fsdp_config.offload_policy
             load_shards(module, mesh, index, torch.device("cpu") if on_host else ranks.device)
         if copy is not None:
             gathered_copy = GatheredCopy(module, copy, ranks.device, settings.dtype)
         replay = CollectiveReplay(module, replicated=mesh.ndim == 2)
-    text_config = module.config.get_text_config()
     layers = decoder_layers(module)
+    text_config = module.config.get_text_config()
     layer_weights = sum(count for layer in layers for _, count in token_weights(layer, text_config))
     on_gpu = ranks.device.type == "cuda"
     runner = MicroBatchRunner(
         module,
         ranks,
         packed=packed,
-        train_size=replace(settings.train_size, hidden_size=int(text_config.hidden_size)),
-        forward_size=replace(settings.forward_size, hidden_size=int(text_config.hidden_size)),
+        train_size=settings.train_size,
+        forward_size=settings.forward_size,
         label=settings.kind,
         max_tokens=budget.best_tokens(layer_weights / len(layers)) if on_gpu else budget.CAP_CPU,
         replay=replay,
-        activation_offload=ActivationOffload(ranks.device)
-        if settings.activation_offload and on_gpu
-        else None,
     )
+    if on_gpu and settings.trained and model_cfg.enable_activation_offload:
+        runner.activation_offload = ActivationOffload(ranks.device)
     _check_model(module, runner, stock_attention)
-    if settings.torch_compile:
-        _try_compiled(runner, layers)
-    optimizer = None
-    if optim is not None and schedule is not None:
-        optimizer = _optimizer(module, settings, optim, schedule, external)
-        runner.optimizer = optimizer
-        runner.moments_on_host = settings.sharding.optimizer_offload
-    return FSDPEngine(
-        module, settings, ranks, runner, optimizer, sharded=mesh is not None, gathered_copy=gathered_copy
-    )
+    if compiled:
+        _try_compiled(module, runner, layers)
+    if schedule is not None:
+        runner.optimizer = _optimizer(module, settings, schedule, external)
+        runner.moments_on_host = role.fsdp_config.optimizer_offload
+    return FSDPEngine(module, settings, ranks, runner, sharded=mesh is not None, gathered_copy=gathered_copy)
 
 
-def _load(
-    kind: Kind, model_cfg: Any, settings: EngineSettings, ranks: Ranks
-) -> tuple[nn.Module, ParameterIndex | None]:
+def _load(settings: EngineSettings, ranks: Ranks) -> tuple[nn.Module, ParameterIndex | None]:
     """The model of `model.path`: loaded with one rank; with several, on the meta device with an index of its files."""
+    model_cfg, critic = settings.model, settings.kind == "critic"
     if not model_cfg.path:
         raise ModelError("no model: set actor_rollout_ref.model.path to a Hugging Face folder or name")
     options: dict[str, Any] = {
@@ -165,11 +142,11 @@ def _load(
         "trust_remote_code": bool(model_cfg.trust_remote_code),
         "override_config": dict(model_cfg.override_config),
     }
-    load = load_value_model if kind == "critic" else load_causal_lm
+    load = load_value_model if critic else load_causal_lm
     if ranks.world_size == 1:
         return load(model_cfg.path, device=ranks.device, **options), None
     try:
-        return (open_value_model if kind == "critic" else open_causal_lm)(model_cfg.path, **options)
+        return (open_value_model if critic else open_causal_lm)(model_cfg.path, **options)
     except CannotStream as reason:
         log.warning(
             "%s: every rank loads all of %r into host memory before sharding: %s",
@@ -181,34 +158,40 @@ def _load(
     return load(model_cfg.path, device=torch.device("cpu"), **options), None
 
 
-def _prepared(kind: Kind, model_cfg: Any, settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
+def _prepared(settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
     """A user's model as the engine needs it."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    if kind == "critic" and not isinstance(model, ValueModel):
+    if settings.kind == "critic" and not isinstance(model, ValueModel):
         model = ValueModel(getattr(model, "base_model", model))
     disable_dropout(model)
-    if model_cfg.dtype != "auto":
+    if settings.model.dtype != "auto":
         cast_parameters(model, settings.dtype)
     else:
         settings.dtype = next(model.parameters()).dtype
     return model.to(ranks.device if ranks.world_size == 1 else torch.device("cpu"))
 
 
-def _choose_trained(module: Any, settings: EngineSettings, base_path: str, trained: bool) -> None:
-    module.requires_grad_(trained)
-    if settings.lora is not None:
-        lora = settings.lora
+def _choose_trained(module: Any, settings: EngineSettings) -> None:
+    model = settings.model
+    module.requires_grad_(settings.trained)
+    if settings.lora:
         add_lora(
-            module, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, base_path=base_path
+            module,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            target_modules=model.target_modules,
+            base_path=model.path,
         )
-    if settings.freeze_embeddings:
+    if settings.trained and model.freeze_embeddings:
         module.get_input_embeddings().requires_grad_(False)
 
 
 def _mesh(settings: EngineSettings, ranks: Ranks) -> DeviceMesh | None:
     """With one rank there is nothing to shard; only host offloading layer by layer needs a mesh, of one."""
-    if ranks.mesh is not None or not (settings.sharding.offload_policy and ranks.device.type == "cuda"):
+    if ranks.mesh is not None or not (
+        settings.role.fsdp_config.offload_policy and ranks.device.type == "cuda"
+    ):
         return ranks.mesh
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -218,17 +201,17 @@ def _mesh(settings: EngineSettings, ranks: Ranks) -> DeviceMesh | None:
 def _optimizer(
     module: nn.Module,
     settings: EngineSettings,
-    optim: Any,
     schedule: Schedule,
     external: torch.optim.Optimizer | None,
 ) -> MasterAdamW:
+    optim = settings.role.optim
     return MasterAdamW(
         [(name, param) for name, param in module.named_parameters() if param.requires_grad],
         schedule=schedule,
         weight_decay=float(optim.weight_decay),
         betas=(float(optim.betas[0]), float(optim.betas[1])),
         eps=float(optim.eps),
-        grad_clip=settings.grad_clip,
+        grad_clip=float(settings.role.grad_clip),
         moments=optim.moments,
         stochastic_rounding=bool(optim.stochastic_rounding),
         seed=settings.seed,
@@ -257,7 +240,7 @@ def _check_model(module: Any, runner: MicroBatchRunner, stock_attention: str) ->
     runner.reshard()
 
 
-def _try_compiled(runner: MicroBatchRunner, layers: list[nn.Module]) -> None:
+def _try_compiled(module: nn.Module, runner: MicroBatchRunner, layers: list[nn.Module]) -> None:
     """torch.compile of each decoder layer, tried with one small pass; undone where that fails.
 
     Our attention stays outside the graphs, because its arguments (the lengths of the pack) differ at every call; shapes
@@ -266,10 +249,10 @@ def _try_compiled(runner: MicroBatchRunner, layers: list[nn.Module]) -> None:
     for layer in layers:
         layer.compile(dynamic=True)
     try:
-        runner.try_once()
-    except (
-        Exception
-    ) as error:  # compilers fail with anything: missing toolchain, unsupported op, internal error
+        runner.probe(37, "train")  # a few tokens forward and backward
+        module.zero_grad()
+        module.eval()
+    except Exception as error:  # compilers fail with anything: no toolchain, unsupported op, internal error
         for layer in layers:
             layer._compiled_call_impl = None
         import torch._dynamo

@@ -6,6 +6,8 @@ Whatever a method needs is brought back to the device first, wherever it was off
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,21 +19,84 @@ from torch import nn
 from verl.algorithms.aggregation import batch_counts
 from verl.data.proto import DataProto
 from verl.engines.base import EngineInfo, Layout, LossFn, TrainEngine, TrainState
-from verl.engines.gathered_copy import GatheredCopy
-from verl.engines.guard import NonFiniteGuard
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
 from verl.engines.optim import MasterAdamW
-from verl.engines.ranks import Ranks
 from verl.engines.settings import EngineSettings
-from verl.engines.sharding import unsharded
-from verl.engines.weights import FSDPWeights, save_config, save_folder
-from verl.errors import ConfigError, ModelError
+from verl.engines.sharding import Ranks, unsharded
+from verl.engines.weights import FSDPWeights, GatheredCopy, save_config, save_folder
+from verl.errors import ConfigError, ModelError, TrainingHalted
 from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import token_weights
 from verl.models.lora import adapters_off, has_lora, save_adapter
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric, reduce_metrics
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteGuard:
+    """After a step skipped for a non-finite gradient: saves its batches for inspection, and halts the run after `limit`
+    such steps in a row. Tensors are saved as safetensors and the rest as JSON: opening the files runs no code."""
+
+    def __init__(self, name: str, limit: int, folder: Path | None, rank: int = 0) -> None:
+        self.name, self.limit, self.folder, self.rank = name, limit, folder, rank
+        self.in_a_row = 0
+        self._batches: list[DataProto] = []
+
+    def remember(self, batch: DataProto) -> None:
+        """A batch whose gradient is in the step to come."""
+        self._batches.append(batch)
+
+    def after_step(self, skipped: bool, step: int, expected: bool = False) -> None:
+        """`expected`: the skip lowered the loss scale of float16, which is normal."""
+        batches, self._batches = self._batches, []
+        if not skipped:
+            self.in_a_row = 0
+            return
+        if expected:
+            return
+        self.in_a_row += 1
+        where = "the batch was not saved"
+        if self.folder and batches:
+            try:
+                saved = [str(self._save(batch, step, at)) for at, batch in enumerate(batches)]
+                where = f"the batch is saved as {', '.join(saved)}"
+            except Exception as error:  # a full disk must not stop the run
+                where = f"the batch could not be saved ({error})"
+        log.warning(
+            "%s: non-finite gradient in optimiser step %d, update skipped; %s",
+            self.name,
+            step,
+            where,
+        )
+        if self.in_a_row >= self.limit:
+            raise TrainingHalted(
+                f"{self.name}: {self.in_a_row} optimiser steps in a row had a non-finite gradient "
+                f"(trainer.health.max_skipped_steps={self.limit}); {where}. Check it for extreme advantages or "
+                "log-probs; a lower optim.lr or grad_clip often helps"
+            )
+
+    def _save(self, batch: DataProto, step: int, at: int) -> Path:
+        from safetensors.torch import save_file
+
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = f"nonfinite_{self.name}_step{step}_rank{self.rank}_{self.in_a_row}_{at}"
+        file = self.folder / f"{stem}.safetensors"
+        save_file({name: value.contiguous().cpu() for name, value in batch.batch.items()}, file)
+        other = {
+            "meta_info": batch.meta_info,
+            "rows": {name: list(values) for name, values in batch.non_tensor_batch.items()},
+        }
+        (self.folder / f"{stem}.json").write_text(json.dumps(other, default=_plain))
+        return file
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) or hasattr(value, "tolist"):
+        return value.tolist()
+    return repr(value)
 
 
 class FSDPEngine(TrainEngine):
@@ -44,7 +109,6 @@ class FSDPEngine(TrainEngine):
         settings: EngineSettings,
         ranks: Ranks,
         runner: MicroBatchRunner,
-        optimizer: MasterAdamW | None,
         *,
         sharded: bool,
         gathered_copy: GatheredCopy | None = None,
@@ -54,7 +118,7 @@ class FSDPEngine(TrainEngine):
         self._settings = settings
         self._ranks = ranks
         self._runner = runner
-        self._optimizer = optimizer
+        self._optimizer = runner.optimizer
         self._sharded = sharded
         self._gathered_copy = gathered_copy
         self._guard = NonFiniteGuard(
@@ -107,14 +171,14 @@ class FSDPEngine(TrainEngine):
     def forward_backward(
         self, batch: DataProto, loss_fn: LossFn, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> dict[str, Metric]:
-        optimizer = self._trained()
+        self._trained()
         self._onload("model")
         batch = self._runner.checked(batch)
         options = HeadOptions(temperature=temperature, with_entropy=with_entropy)
         with self._ranks.watching():
             batch.meta_info = self._with_counts(batch)
             self._guard.remember(batch)
-            return reduce_metrics(self._runner.forward_backward(batch, loss_fn, options, optimizer))
+            return reduce_metrics(self._runner.forward_backward(batch, loss_fn, options))
 
     def optimizer_step(self) -> dict[str, float]:
         optimizer = self._trained()
@@ -127,12 +191,12 @@ class FSDPEngine(TrainEngine):
 
     def _with_counts(self, batch: DataProto) -> dict[str, Any]:
         """The denominators of the whole mini-batch over all ranks, unless the caller set them."""
-        given = batch.meta_info
+        known = batch.meta_info
         counts: dict[str, Any] = {"dp_size": self.info.layout.dp}
-        if "batch_num_tokens" not in given or "global_batch_size" not in given:
+        if "batch_num_tokens" not in known or "global_batch_size" not in known:
             mine = batch_counts(batch.batch["response_mask"])
             counts.update(zip(mine, self._ranks.total(list(mine.values())), strict=True))
-        return {**counts, **given}
+        return {**counts, **known}
 
     def _need(self, policy: bool) -> None:
         if isinstance(self._model, ValueModel) == policy:
@@ -153,8 +217,8 @@ class FSDPEngine(TrainEngine):
             yield self._model.eval()
             return
         copy = self._gathered_copy
-        whole = copy.gathered() if copy else unsharded(self._model.eval(), self._settings.sharding)
-        with self._ranks.watching(), whole as module:
+        gathered = copy.gathered() if copy else unsharded(self._model.eval(), self._settings.role.fsdp_config)
+        with self._ranks.watching(), gathered as module:
             yield module
 
     def weights(self) -> FSDPWeights:

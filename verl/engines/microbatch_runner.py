@@ -12,27 +12,26 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from verl.algorithms.balance import token_budget_batches
 from verl.data.proto import DataProto
 from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
 from verl.engines.collective_replay import CollectiveReplay
-from verl.engines.microbatches import MicroBatchSize, split
 from verl.engines.offload import ActivationOffload
-from verl.engines.oom import OOMReport
-from verl.engines.ranks import Ranks
-from verl.engines.sharding import reshard
+from verl.engines.settings import MicroBatchSize
+from verl.engines.sharding import Ranks, reshard
 from verl.errors import TrainingHalted
 from verl.models.float32 import FAULTS, float32_arithmetic
-from verl.models.forward import packed_log_probs
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
-from verl.models.packing import Pack, check_batch, pack, pad, sequence_lengths
+from verl.models.packing import Pack, check_batch, pack, packed_forward, pad, sequence_lengths
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
 
@@ -46,6 +45,38 @@ PassKind = Literal["train", "forward"]
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
 _FLOAT32_COLUMNS = 16 * FEWEST_COLUMNS
 """Rows of the output matrix that are widened to float32 at once."""
+_KEYS = (
+    "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, or set "
+    "model.enable_gradient_checkpointing=true, model.enable_activation_offload=true or "
+    "fsdp_config.offload_policy=true"
+)
+
+
+@dataclass(frozen=True)
+class OOMReport:
+    """A micro-batch that did not fit into device memory; `cause` is known on the failing rank only."""
+
+    tokens: int
+    sequences: int
+    cause: str = ""
+
+    def split_notice(self, label: str, rank: int) -> str:
+        return (
+            f"{label}: a micro-batch of {self.tokens} tokens ({self.sequences} sequences) on rank {rank} did not fit "
+            f"into device memory; it is split, results stay the same, but the failed attempt costs time: {_KEYS}"
+        )
+
+    def too_long(self, label: str, rank: int) -> str:
+        return (
+            f"{label}: a single sequence of {self.tokens} tokens on rank {rank} does not fit into device memory; "
+            f"{_KEYS}, or lower data.max_response_length. {self.cause}"
+        ).rstrip()
+
+    def unrecoverable(self, label: str) -> str:
+        return (
+            f"{label}: a micro-batch of {self.tokens} tokens does not fit into device memory, and torch before 2.13 "
+            f"cannot split it with sharded parameters; {_KEYS}. {self.cause}"
+        )
 
 
 class MicroBatchRunner:
@@ -62,7 +93,6 @@ class MicroBatchRunner:
         label: str,
         max_tokens: int = budget.CAP_CPU,
         replay: CollectiveReplay | None = None,
-        activation_offload: ActivationOffload | None = None,
     ) -> None:
         """`max_tokens` bounds micro-batches whose size the config leaves open; `replay`: of a sharded model."""
         self.packed = packed
@@ -70,9 +100,10 @@ class MicroBatchRunner:
         self.optimizer: MasterAdamW | None = None
         self.moments_on_host = False
         self.replay = replay
-        self.activation_offload = activation_offload
+        self.activation_offload: ActivationOffload | None = None
         self._model, self._ranks, self.device = model, ranks, ranks.device
         self._label, self._max_tokens = label, max_tokens
+        self._hidden_size = int(model.config.get_text_config().hidden_size)
         self._oom_logged = False
         self._float32 = True
 
@@ -98,14 +129,29 @@ class MicroBatchRunner:
         return self._pack(one, torch.ones_like(one), one)
 
     def _split(self, rows: list[int], lengths: list[int], kind: PassKind) -> list[list[int]]:
-        """`rows` in micro-batches, as many on every rank."""
+        """`rows` in micro-batches, each row in one of them.
+
+        As many on every rank, because every pass over sharded parameters is collective: a rank with fewer rows runs
+        empty micro-batches at the end."""
         size = self.sizes[kind]
         if size.max_sequences is None and size.max_tokens is None:
             size = replace(size, max_tokens=self._ranks.smallest(self._measure_tokens(kind)))
             self.sizes[kind] = size
-        largest = self._ranks.largest if self._ranks.world_size > 1 else None
-        batches = split([lengths[row] for row in rows], size, largest)
+        own = [lengths[row] for row in rows]
+        batches = self._group(own, size, 1)
+        count = self._ranks.largest(len(batches))
+        if count > len(batches):
+            batches = self._group(own, size, count)
+        batches += [[] for _ in range(count - len(batches))]
         return [[rows[at] for at in batch] for batch in batches]
+
+    def _group(self, lengths: Sequence[int], size: MicroBatchSize, min_count: int) -> list[list[int]]:
+        if not lengths:
+            return []
+        if size.max_tokens is not None:
+            return token_budget_batches(lengths, size.max_tokens, min_count, hidden_size=self._hidden_size)
+        rows = size.max_sequences or len(lengths)
+        return [list(range(at, min(at + rows, len(lengths)))) for at in range(0, len(lengths), rows)]
 
     def reshard(self) -> None:
         """After passes without gradient."""
@@ -132,7 +178,7 @@ class MicroBatchRunner:
                         continue
                     rows = []  # after the failed pass gathered parameters hold zeros (`replay_remaining`)
                 _, report = self.run_or_oom(
-                    lambda rows: self._forward_rows(batch, rows, options, outputs), rows, lengths
+                    partial(self._forward_rows, batch, options, outputs), rows, lengths
                 )
                 if report:
                     missing += rows
@@ -145,7 +191,7 @@ class MicroBatchRunner:
                 self._shrink(oom, "forward")
 
     def _forward_rows(
-        self, batch: DataProto, rows: list[int], options: HeadOptions | None, outputs: dict[str, torch.Tensor]
+        self, batch: DataProto, options: HeadOptions | None, outputs: dict[str, torch.Tensor], rows: list[int]
     ) -> None:
         packed = self.pack(batch[rows]) if rows else self.dummy_batch()
         width = batch.batch["response_mask"].shape[1]
@@ -167,7 +213,7 @@ class MicroBatchRunner:
 
         def widened(model: Any) -> dict[str, torch.Tensor]:
             with float32_arithmetic(model):
-                return packed_log_probs(model, packed, options)
+                return packed_forward(model, packed, options)
 
         def act(rows: list[int]) -> dict[str, torch.Tensor]:
             if not rows:
@@ -190,27 +236,28 @@ class MicroBatchRunner:
     # -- with gradient ------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, batch: DataProto, loss_fn: LossFn, options: HeadOptions, optimizer: MasterAdamW
+        self, batch: DataProto, loss_fn: LossFn, options: HeadOptions
     ) -> list[dict[str, Metric]]:
         """Add the gradients of a checked batch; metrics by micro-batch."""
+        optimizer = self.optimizer
+        assert optimizer is not None
         self._model.train()
         gradients = optimizer.gradient_snapshot()
         lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
+        act = partial(self._train_rows, batch, loss_fn, options, optimizer.loss_scale)
         while True:
             metrics: list[dict[str, Metric]] = []
             oom: OOMReport | None = None
             for rows in self._split(list(range(len(batch))), lengths, "train"):
                 if oom and self._ranks.world_size == 1:
                     break
-                found, report = self.run_or_oom(
-                    lambda rows: self._train_rows(batch, rows, loss_fn, options, optimizer.loss_scale),
-                    [] if oom else rows,  # gradients are dropped below: only keep the other ranks going
-                    lengths,
-                )
+                # After a failure gradients are dropped below: empty micro-batches only keep the other ranks going.
+                found, report = self.run_or_oom(act, [] if oom else rows, lengths)
                 oom = oom or report
                 metrics.append(found or {})
             if not self._any_oom(oom):
                 return metrics
+            # Reductions have mixed the dummy batch into every rank's gradients: all of the mini-batch is repeated.
             optimizer.restore_gradients(gradients)
             if self.replay is not None:
                 self.replay.reset()
@@ -218,7 +265,7 @@ class MicroBatchRunner:
                 self._shrink(oom, "train")
 
     def _train_rows(
-        self, batch: DataProto, rows: list[int], loss_fn: LossFn, options: HeadOptions, loss_scale: float
+        self, batch: DataProto, loss_fn: LossFn, options: HeadOptions, loss_scale: float, rows: list[int]
     ) -> dict[str, Metric]:
         if not rows:
             with self._saved_activations():
@@ -267,6 +314,7 @@ class MicroBatchRunner:
             raise TrainingHalted(report.unrecoverable(self._label))
         self.replay.reset()
         if self._ranks.world_size > 1:
+            # The other ranks wait in the next collective of this pass: issue those that are left, in their order.
             try:
                 with self.replay.replay_remaining():
                     act([])
@@ -312,7 +360,7 @@ class MicroBatchRunner:
 
         def probe(tokens: int) -> None:
             _, report = self.run_or_oom(
-                lambda rows: self._probe(max(len(rows), 1), kind), list(range(tokens)), lengths=[1] * tokens
+                lambda rows: self.probe(max(len(rows), 1), kind), list(range(tokens)), lengths=[1] * tokens
             )
             if report and self._ranks.world_size == 1:
                 raise torch.OutOfMemoryError(report.cause)
@@ -328,7 +376,7 @@ class MicroBatchRunner:
         tokens = budget.measure(probe, self.device, cap=self._max_tokens, reserve_bytes=reserve, label=label)
         return budget.smallest(label) if any(reports) else tokens
 
-    def _probe(self, tokens: int, kind: PassKind) -> None:
+    def probe(self, tokens: int, kind: PassKind) -> None:
         """One pass over random tokens, with output for all; leaves no gradient.
 
         The slice of logits held at once grows with the tokens up to a bound that a probe does not reach: it is kept
@@ -355,12 +403,6 @@ class MicroBatchRunner:
         finally:
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
-
-    def try_once(self) -> None:
-        """A few tokens forward and backward, to see whether the model runs at all."""
-        self._probe(37, "train")
-        self._model.zero_grad()
-        self._model.eval()
 
 
 def _sum(outputs: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,53 +1,56 @@
-"""Engine settings, read once from the config sections."""
+"""What an engine takes from the config sections."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from verl.engines.microbatches import MicroBatchSize
 from verl.errors import ConfigError
-from verl.models.dtypes import parameter_dtype
+from verl.models.loading import parameter_dtype
 
 Kind = Literal["actor", "ref", "critic"]
 
 
 @dataclass(frozen=True)
-class Lora:
-    rank: int
-    alpha: int
-    target_modules: tuple[str, ...]
+class MicroBatchSize:
+    """Sequences or tokens per micro-batch; `max_tokens` wins where both are set. A sequence above it runs alone."""
 
+    max_sequences: int | None = None
+    max_tokens: int | None = None
 
-@dataclass(frozen=True)
-class Sharding:
-    param_offload: bool = False
-    optimizer_offload: bool = False
-    offload_policy: bool = False
-    fsdp_size: int = -1
-    reshard_after_forward: bool = True
+    def __post_init__(self) -> None:
+        for name, value in (("sequences", self.max_sequences), ("tokens", self.max_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"a micro-batch of {value} {name} is too small, it must be at least 1 "
+                    "(ppo_micro_batch_size_per_gpu, ppo_max_token_len_per_gpu)"
+                )
 
 
 @dataclass
 class EngineSettings:
     kind: Kind
+    model: Any
+    """The model section."""
+    role: Any
+    """The actor, ref or critic section."""
     dtype: torch.dtype
     train_size: MicroBatchSize
     forward_size: MicroBatchSize
-    packed: bool = True
-    gradient_checkpointing: bool = False
-    activation_offload: bool = False
-    torch_compile: bool = False
-    freeze_embeddings: bool = False
-    lora: Lora | None = None
-    sharding: Sharding = field(default_factory=Sharding)
-    grad_clip: float = 0.0
     max_skipped_steps: int = 3
     bad_batch_dir: Path | None = None
     seed: int = 0
+
+    @property
+    def trained(self) -> bool:
+        return self.kind != "ref"
+
+    @property
+    def lora(self) -> bool:
+        return self.trained and self.model.lora_rank > 0
 
 
 def _size(sequences: int | None, dynamic: bool, tokens: int | None) -> MicroBatchSize:
@@ -55,71 +58,33 @@ def _size(sequences: int | None, dynamic: bool, tokens: int | None) -> MicroBatc
 
 
 def _micro_batch_sizes(kind: Kind, role: Any, log_prob: Any) -> tuple[MicroBatchSize, MicroBatchSize]:
-    """For training and for passes without gradient. `log_prob` is the section whose keys are for the actor's
-    log-probs (rollout); without one they are split as in training."""
-    if kind == "ref":
+    """For training and for passes without gradient. `log_prob` is the section whose keys are for log-probs (rollout
+    or ref); without one they are split as in training."""
+    forward = None
+    if log_prob is not None:
         forward = _size(
-            role.log_prob_micro_batch_size_per_gpu,
-            role.log_prob_use_dynamic_bsz,
-            role.log_prob_max_token_len_per_gpu,
+            log_prob.log_prob_micro_batch_size_per_gpu,
+            log_prob.log_prob_use_dynamic_bsz,
+            log_prob.log_prob_max_token_len_per_gpu,
         )
-        return forward, forward
+        if kind == "ref":
+            return forward, forward
     train = _size(role.ppo_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu)
     if kind == "critic":
-        return train, _size(
-            role.forward_micro_batch_size_per_gpu,
-            role.use_dynamic_bsz,
-            role.ppo_max_token_len_per_gpu,
+        forward = _size(
+            role.forward_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu
         )
-    if log_prob is None:
-        return train, train
-    return train, _size(
-        log_prob.log_prob_micro_batch_size_per_gpu,
-        log_prob.log_prob_use_dynamic_bsz,
-        log_prob.log_prob_max_token_len_per_gpu,
-    )
+    return train, forward or train
 
 
 def read_settings(
-    kind: Kind,
-    model: Any,
-    role: Any,
-    *,
-    device: torch.device,
-    log_prob: Any = None,
-    max_skipped_steps: int = 3,
-    bad_batch_dir: Path | None = None,
-    seed: int = 0,
+    kind: Kind, model: Any, role: Any, *, device: torch.device, log_prob: Any = None, **options: Any
 ) -> EngineSettings:
-    """From the model section and the role's section (actor, ref or critic)."""
-    train, forward = _micro_batch_sizes(kind, role, log_prob)
-    trained = kind != "ref"
-    lora = None
-    if model.lora_rank > 0 and trained:
-        if model.peft_type != "lora":
-            raise ConfigError(f"model.peft_type={model.peft_type!r} is unknown; allowed: lora")
-        lora = Lora(int(model.lora_rank), int(model.lora_alpha), tuple(model.target_modules))
-    fsdp = role.fsdp_config
-    return EngineSettings(
-        kind=kind,
-        dtype=parameter_dtype(model.dtype, device),
-        train_size=train,
-        forward_size=forward,
-        packed=bool(model.use_remove_padding),
-        gradient_checkpointing=trained and bool(model.enable_gradient_checkpointing),
-        activation_offload=trained and bool(model.enable_activation_offload),
-        torch_compile=bool(getattr(role, "use_torch_compile", False)),
-        freeze_embeddings=trained and bool(model.freeze_embeddings),
-        lora=lora,
-        sharding=Sharding(
-            bool(fsdp.param_offload),
-            bool(fsdp.optimizer_offload),
-            bool(fsdp.offload_policy),
-            int(fsdp.fsdp_size),
-            bool(fsdp.reshard_after_forward),
-        ),
-        grad_clip=float(role.grad_clip) if trained else 0.0,
-        max_skipped_steps=max_skipped_steps,
-        bad_batch_dir=bad_batch_dir,
-        seed=seed,
+    """From the model section and the role's section; `options` are further fields of `EngineSettings`."""
+    train, forward = _micro_batch_sizes(kind, role, role if kind == "ref" else log_prob)
+    settings = EngineSettings(
+        kind, model, role, parameter_dtype(model.dtype, device), train, forward, **options
     )
+    if settings.lora and model.peft_type != "lora":
+        raise ConfigError(f"model.peft_type={model.peft_type!r} is unknown; allowed: lora")
+    return settings

@@ -7,12 +7,12 @@ in the configured precision; gradients are reduced and accumulated in float32. N
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,17 +22,52 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from verl.engines.settings import Sharding
-from verl.models.forward import FORWARD_METHOD
+from verl import distributed
+from verl.config.sections.model import FSDPConfig
+from verl.errors import ConfigError
 from verl.models.introspection import decoder_layers
 from verl.models.lora import plain_name
 from verl.models.meta_init import ParameterIndex
+from verl.models.packing import FORWARD_METHOD
+from verl.watchdog import Heartbeat
+
+
+class Ranks(distributed.Ranks):
+    """The ranks that train together, their mesh, and the heartbeat by which a dead one is noticed."""
+
+    def __init__(self, device: torch.device, fsdp_size: int = -1) -> None:
+        super().__init__(device)
+        self.mesh: DeviceMesh | None = None
+        self._heartbeat: Heartbeat | None = None
+        if self.world_size > 1:
+            self.mesh = self._make_mesh(fsdp_size)
+            self._heartbeat = Heartbeat.start()
+
+    def _make_mesh(self, fsdp_size: int) -> DeviceMesh:
+        world = self.world_size
+        shards = world if fsdp_size in (-1, 0) or fsdp_size >= world else fsdp_size
+        if world % shards:
+            allowed = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+            raise ConfigError(
+                f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks; allowed: -1 (all), {allowed}"
+            )
+        if shards == world:
+            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
+        return init_device_mesh(
+            self.device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard")
+        )
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Turn a broken connection to a dead rank into a message that names it."""
+        with nullcontext() if self._heartbeat is None else self._heartbeat.naming_dead_peers():
+            yield
 
 
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,
-    options: Sharding,
+    options: FSDPConfig,
     compute_dtype: torch.dtype,
     float32_masters: bool = True,
 ) -> None:
@@ -90,7 +125,7 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def unsharded(model: nn.Module, options: Sharding) -> Iterator[nn.Module]:
+def unsharded(model: nn.Module, options: FSDPConfig) -> Iterator[nn.Module]:
     """Every parameter gathered on every rank, also through forward passes, until the context ends."""
     modules = fsdp_modules(model)
     for module in modules:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, Protocol, cast
@@ -81,20 +82,12 @@ def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return None if observer is None else observer.mask(kwargs["mask_function"], kwargs.get("device"))
 
 
-class AttentionObserver(Protocol):
-    """Gets every attention call in place of a context (`verl.models.attention_calls`)."""
+@dataclass(frozen=True)
+class AttentionObserver:
+    """Gets every mask and attention call in place of a context (`verl.models.packability`)."""
 
-    def mask(self, function: Callable[..., torch.Tensor], device: torch.device | None) -> torch.Tensor: ...
-
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        named: dict[str, Any],
-    ) -> torch.Tensor: ...
+    mask: Callable[..., torch.Tensor]
+    attend: Callable[..., torch.Tensor]
 
 
 _observer: ContextVar[AttentionObserver | None] = ContextVar("attention_observer", default=None)
@@ -263,7 +256,7 @@ def choose_backend(
     float32 and large heads, which they lack too, go by runs of one length."""
     if (
         not on_cuda or is_in_torch_dispatch_mode()
-    ):  # FlexAttention cannot be compiled inside one (`float32_arithmetic`)
+    ):  # where FlexAttention cannot compile (`float32_arithmetic`)
         return "sdpa"
     if softcap is not None:
         return "flex"

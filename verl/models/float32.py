@@ -73,7 +73,7 @@ def is_half(model: nn.Module) -> bool:
 
 @contextmanager
 def float32_arithmetic(model: nn.Module) -> Iterator[None]:
-    """Call the model's own code inside; with FSDP2, inside the root's forward (see `verl.models.forward.attach`)."""
+    """Call the model's own code inside; with FSDP2, inside the root's forward (see `verl.models.packing.attach`)."""
     precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -82,9 +82,9 @@ def float32_arithmetic(model: nn.Module) -> Iterator[None]:
             if is_half(model):
                 stack.enter_context(_WideConvolutions())
                 mode = stack.enter_context(_Float32Mode())
-                for part in model.modules():
-                    if isinstance(part, FSDPModule):
-                        stack.callback(_pause_in_fsdp_hooks(part, mode))
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        stack.callback(_pause_in_fsdp_hooks(module, mode))
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -113,9 +113,7 @@ class _Float32Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or func.is_view:
             return func(*args, **kwargs)
-        if (
-            func is torch.ops.aten.embedding.default
-        ):  # widening the rows is the same as widening the whole matrix
+        if func is torch.ops.aten.embedding.default:  # widening its rows equals widening the matrix
             return _widened(func(*args, **kwargs))
         written = _written(func)
         args = [x if at in written else tree_map(_widened, x) for at, x in enumerate(args)]
@@ -125,7 +123,7 @@ class _Float32Mode(TorchDispatchMode):
 
 @lru_cache(maxsize=1024)
 def _written(func: Any) -> frozenset[int | str]:
-    """Places and names of the arguments an operation writes to; these keep their type."""
+    """Positions and names of the arguments an operation writes to; these keep their type."""
     found: set[int | str] = set()
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -102,6 +102,6 @@ def fuse(model: nn.Module, device: torch.device, force: bool = False) -> int:
 
 def unfuse(model: nn.Module) -> None:
     for module in model.modules():
-        own = module.__dict__.get("forward")
-        if getattr(own, "__func__", None) in (_rms_forward, _mlp_forward):
+        patched = module.__dict__.get("forward")
+        if getattr(patched, "__func__", None) in (_rms_forward, _mlp_forward):
             del module.__dict__["forward"]

@@ -85,7 +85,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b in the precision of `total`, in place."""
+    """total += a @ b in the precision of `total`, in index."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and _adds_in_place(a.device, a.dtype):
@@ -136,9 +136,9 @@ class _Statistics:
             )
             return
         x = _bend(x, options)
-        place = target - first
-        inside = (place >= 0) & (place < x.shape[1])
-        found = x.gather(1, place.clamp(0, x.shape[1] - 1)[:, None]).squeeze(1)
+        index = target - first
+        inside = (index >= 0) & (index < x.shape[1])
+        found = x.gather(1, index.clamp(0, x.shape[1] - 1)[:, None]).squeeze(1)
         self.chosen = torch.where(inside, found, self.chosen)
         higher = torch.maximum(self.top, x.amax(dim=1))
         shrink = (self.top - higher).exp_()
@@ -152,7 +152,7 @@ class _Statistics:
 
 
 def _bend(x: torch.Tensor, options: HeadOptions) -> torch.Tensor:
-    """Raw logits to the ones the softmax sees, in place."""
+    """Raw logits to the ones the softmax sees, in index."""
     if options.softcap is not None:
         x.div_(options.softcap).tanh_().mul_(options.softcap)
     return x if options.factor == 1.0 else x.mul_(options.factor)
@@ -195,10 +195,10 @@ def _logit_gradient(
         grad.mul_(x).neg_()
     else:
         grad = x.sub_(lse[:, None]).exp_().mul_(grad_log_prob[:, None]).neg_()
-    place = target - first
-    inside = (place >= 0) & (place < grad.shape[1])
+    index = target - first
+    inside = (index >= 0) & (index < grad.shape[1])
     grad.scatter_add_(
-        1, place.clamp(0, grad.shape[1] - 1)[:, None], torch.where(inside, grad_log_prob, 0)[:, None]
+        1, index.clamp(0, grad.shape[1] - 1)[:, None], torch.where(inside, grad_log_prob, 0)[:, None]
     )
     if slope is not None:
         grad *= slope
@@ -221,8 +221,8 @@ class _FusedHead(torch.autograd.Function):
         columns = options.columns or slice_columns(hidden.shape[0], hidden.device)
         rows = _Statistics(hidden.shape[0], hidden, options)
         for first in range(0, vocab, columns):
-            part = slice(first, first + columns)
-            x = _product(hidden, weight[part].t(), None if bias is None else bias[part])
+            block = slice(first, first + columns)
+            x = _product(hidden, weight[block].t(), None if bias is None else bias[block])
             rows.fold(x, target, first, options)
             del x
         lse = rows.total.log() + rows.top
@@ -250,18 +250,18 @@ class _FusedHead(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if want_weight else None
         grad_bias = torch.empty_like(bias) if want_bias else None
         for first in range(0, weight.shape[0], ctx.columns):
-            part = slice(first, first + ctx.columns)
-            x = _product(hidden, weight[part].t(), None if bias is None else bias[part])
+            block = slice(first, first + ctx.columns)
+            x = _product(hidden, weight[block].t(), None if bias is None else bias[block])
             grad_x = _logit_gradient(
                 x, target, first, ctx.options, lse, mean_logit, grad_log_prob, grad_entropy, hidden.dtype
             )
             del x
             if grad_hidden is not None:
-                _add_product(grad_hidden, grad_x, weight[part])
+                _add_product(grad_hidden, grad_x, weight[block])
             if grad_weight is not None:
-                torch.mm(grad_x.t(), hidden, out=grad_weight[part])
+                torch.mm(grad_x.t(), hidden, out=grad_weight[block])
             if grad_bias is not None:
-                grad_bias[part] = grad_x.sum(dim=0, dtype=lse.dtype)
+                grad_bias[block] = grad_x.sum(dim=0, dtype=lse.dtype)
             del grad_x
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),

@@ -1,12 +1,15 @@
-"""What a Hugging Face module consists of: its class, its decoder layers, the weights a token is multiplied with."""
+"""What a Hugging Face module consists of: backbone, output head, decoder layers, weights multiplied per token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from verl.errors import ModelError
 from verl.models.value_model import ValueModel
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -17,6 +20,43 @@ def class_of(module: nn.Module) -> type:
     """The module's class, without the one FSDP2 puts in front of it (`FSDPLlamaDecoderLayer`)."""
     bases = type(module).__mro__
     return next(base for base in bases if not base.__module__.startswith("torch.distributed.fsdp"))
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The output matrix of a causal language model and what its architecture does to the logits."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    softcap: float | None
+    scale: float
+
+
+def backbone_of(model: Any) -> Any:
+    """The model without its output head: its output has `last_hidden_state`."""
+    if isinstance(model, ValueModel):
+        return model.backbone
+    inner = model.base_model
+    if inner is model:  # its backbone has another name than `base_model_prefix` (Llama-4's text model)
+        inner = getattr(model, "model", None)
+    if inner is None or inner is model:
+        raise ModelError(f"{type(model).__name__} has no backbone apart from its output head")
+    return inner
+
+
+def output_head(model: Any) -> OutputHead:
+    """Read at every call: under sharding the weight is another tensor while the module runs."""
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear) or hasattr(layer, "base_layer"):
+        raise ModelError(
+            f"the output layer of {type(model).__name__} is a {type(layer).__name__}, not a plain linear layer; "
+            "with LoRA, leave the output layer out of model.target_modules"
+        )
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+        getattr(config, "logits_scaling", None) or 1.0
+    )
+    return OutputHead(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

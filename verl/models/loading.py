@@ -14,11 +14,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
 from verl.models.value_model import ValueModel
 from verl.runtime import quiet_transformers
 
 log = logging.getLogger(__name__)
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def torch_dtype(name: str, key: str = "dtype", also: tuple[str, ...] = ()) -> torch.dtype:
+    """`name` as a torch dtype. `key` and `also` (further values the key takes) are for the error message."""
+    if name not in DTYPES:
+        raise ConfigError(f"{key}={name!r} is unknown; allowed: {', '.join([*also, *DTYPES])}")
+    return DTYPES[name]
+
+
+def parameter_dtype(name: str, device: torch.device) -> torch.dtype:
+    """model.dtype: `auto` is bfloat16 on a GPU and float32 on a CPU, whose half-precision arithmetic is slower."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch_dtype(name, "model.dtype", ("auto",))
 
 
 def _looks_local(path: str) -> bool:
@@ -93,8 +113,8 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         changed += _zero_dropout(module)
     config = getattr(model, "config", None)
-    for part in {id(x): x for x in (config, _text_config(config)) if x is not None}.values():
-        _zero_dropout(part)
+    for section in {id(x): x for x in (config, _text_config(config)) if x is not None}.values():
+        _zero_dropout(section)
     if changed:
         log.warning(
             "dropout is switched off for training: log-probs must not be random (%d modules)", changed

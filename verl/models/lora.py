@@ -14,10 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.errors import ConfigError, missing_package
+from verl.errors import ConfigError, ModelError, missing_package
+from verl.json_input import read_json
 
 ADAPTER = "default"
 _BASE = ".base_layer."
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_UNSUPPORTED = (
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "layer_replication",
+    "lora_bias",
+)
 
 
 def _peft() -> Any:
@@ -66,7 +77,7 @@ def add_lora(
         base_model_name_or_path=base_path or None,
     )
     model.requires_grad_(False)
-    with _weights_to_look_at(model):
+    with _placeholder_weights(model):
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for _, module in _adapted(model):
         module.forward = MethodType(_forward, module)
@@ -76,22 +87,22 @@ def add_lora(
 
 
 @contextmanager
-def _weights_to_look_at(model: nn.Module) -> Iterator[None]:
-    """Stand-ins for weights on the meta device: peft puts an adapter beside its weight, and there it would be lost.
-    A stand-in is one number seen in the weight's shape: it takes no memory."""
-    held = [
+def _placeholder_weights(model: nn.Module) -> Iterator[None]:
+    """Real weights in place of those on the meta device: peft puts an adapter on the device of its weight, and there it
+    would be lost. A placeholder is one number expanded to the weight's shape: it takes no memory."""
+    on_meta = [
         (owner, name, param)
         for owner in model.modules()
         for name, param in owner.named_parameters(recurse=False)
         if param.is_meta
     ]
-    for owner, name, param in held:
-        seen = torch.zeros((), dtype=param.dtype).expand(param.shape)
-        setattr(owner, name, nn.Parameter(seen, requires_grad=False))
+    for owner, name, param in on_meta:
+        placeholder = torch.zeros((), dtype=param.dtype).expand(param.shape)
+        setattr(owner, name, nn.Parameter(placeholder, requires_grad=False))
     try:
         yield
     finally:
-        for owner, name, param in held:
+        for owner, name, param in on_meta:
             setattr(owner, name, param)
 
 
@@ -136,7 +147,7 @@ def plain_name(name: str) -> str | None:
     return name.replace(_BASE, ".")
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
+def _full_tensor(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
@@ -156,10 +167,10 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         plain = plain_name(name)
         if plain is None:
             continue
-        weight = _whole(value.detach())
+        weight = _full_tensor(value.detach())
         if name in deltas:
             module = deltas[name]
-            a, b = (_whole(part[ADAPTER].weight.detach()) for part in (module.lora_A, module.lora_B))
+            a, b = (_full_tensor(part[ADAPTER].weight.detach()) for part in (module.lora_A, module.lora_B))
             weight = merge_lora(weight, a, b, module.scaling[ADAPTER])
         yield plain, weight
 
@@ -175,8 +186,65 @@ def save_adapter(model: Any, folder: Path, write: bool = True) -> None:
         trained_head = name.startswith("score.")
         if plain_name(name) is None or trained_head:
             key = name.replace(f".{ADAPTER}.", ".")
-            weights[f"base_model.model.{key}"] = _whole(value.detach()).cpu().contiguous()
+            weights[f"{_PREFIX}{key}"] = _full_tensor(value.detach()).cpu().contiguous()
     if write:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         model.verl_lora_config.save_pretrained(folder)
+
+
+def merge_adapter(model: nn.Module, folder: Path) -> int:
+    """Add the adapter's products to the model's weights, in place; how many weights were changed. Refused unless every
+    tensor of the adapter can be used."""
+    settings = _adapter_settings(folder)
+    tensors = _adapter_tensors(folder)
+    scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings.get("use_rslora") else settings["r"])
+    names = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
+    unused = [name for name in tensors if not name.endswith((_A, _B)) or name[: -len(_A)] not in names]
+    if unused:
+        raise ModelError(f"the adapter {folder} holds {unused[0]!r}, which is no LoRA pair of a linear layer")
+    weights = dict(model.named_parameters())
+    transpose = bool(settings.get("fan_in_fan_out"))
+    for name in sorted(names):
+        plain = name.removeprefix(_PREFIX)
+        weight, lora_a, lora_b = weights.get(f"{plain}.weight"), tensors[name + _A], tensors.get(name + _B)
+        if weight is None or lora_b is None:
+            raise ModelError(
+                f"the adapter {folder} changes {plain!r}, which {type(model).__name__} does not have; was it trained "
+                "on another model?"
+            )
+        shape = (lora_b.shape[0], lora_a.shape[1])
+        if tuple(weight.shape) != (shape[::-1] if transpose else shape):
+            raise ModelError(
+                f"the adapter {folder} has shape {shape} for {plain!r}, the model {tuple(weight.shape)}; was it "
+                "trained on another model?"
+            )
+        with torch.no_grad():
+            weight.copy_(merge_lora(weight, lora_a, lora_b, scale, transpose=transpose))
+    return len(names)
+
+
+def _adapter_settings(folder: Path) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = read_json(folder / "adapter_config.json")
+        rank, _ = int(settings["r"]), float(settings["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder / 'adapter_config.json'} cannot be understood: {error!r}") from error
+    special = [name for name in _UNSUPPORTED if settings.get(name)]
+    if rank < 1 or special:
+        raise ModelError(
+            f"the adapter {folder} uses {special[0] if special else f'r={rank}'}, which cannot be merged here; merge "
+            "it with peft (merge_and_unload) and set model.path to the result"
+        )
+    return settings
+
+
+def _adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / "adapter_model.safetensors"
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"no adapter can be read from {path}: {error}") from error

@@ -1,30 +1,225 @@
 """A Hugging Face model on the meta device, with an index of where in its files each parameter is.
 
-Buffers, which the files do not have, are real. A model that transformers would load otherwise than by copying is
-refused (`CannotStream`) and must be loaded whole.
+Buffers, which the files do not have, are real. Reading rows of a parameter reads those rows of the files and no others,
+and leaves nothing mapped. Most parameters are one tensor of the files; the experts of a mixture, which transformers
+joins on loading, are many. A model that transformers would load otherwise than by copying is refused (`CannotStream`)
+and must be loaded as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from verl.errors import ModelError
 from verl.models.loading import disable_dropout, load_config, with_saved_head
-from verl.models.tensor_index import (
-    CannotStream,
-    ParameterIndex,
-    SafetensorsFiles,
-    WeightsDiffer,
-    locate_parameters,
-    model_file,
-)
 from verl.models.value_model import ValueModel
 from verl.runtime import quiet_transformers
+
+
+class CannotStream(Exception):
+    """Why the weights cannot be read parameter by parameter."""
+
+
+class WeightsDiffer(CannotStream):
+    """The files do not have the tensors of the architecture."""
+
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def model_file(path: str, name: str) -> Path | None:
+    """A file of a model folder, or of a model of the hub (fetched if need be); None where it has none."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(path, name))
+    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):  # also: offline and not in the cache
+        return None
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read weights from {str(file)!r}: {error} (model.path)") from error
+
+
+class SafetensorsFiles:
+    """Which file has which tensor."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self.files = files
+
+    @classmethod
+    def of(cls, path: str) -> SafetensorsFiles:
+        """The files transformers would read; others beside them are ignored."""
+        single = model_file(path, _SINGLE)
+        if single is not None:
+            with _opened(single) as handle:
+                return cls(dict.fromkeys(handle.keys(), single))
+        index = model_file(path, _INDEX)
+        if index is None:
+            raise CannotStream("it has no safetensors files")
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        shards = {name: model_file(path, name) for name in set(weight_map.values())}
+        return cls({key: shard for key, name in weight_map.items() if (shard := shards[name]) is not None})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, from the files' headers."""
+        found = {}
+        for file in set(self.files.values()):
+            with _opened(file) as handle:
+                for name in handle.keys():  # noqa: SIM118  the handle is no mapping
+                    found[name] = tuple(handle.get_slice(name).get_shape())
+        return found
+
+    def read_rows(self, name: str, start: int, stop: int, into: torch.Tensor, through: torch.dtype) -> None:
+        """Rows `start` to `stop` of a tensor into `into`, rounded to `through` first, as transformers loads them."""
+        with _opened(self.files[name]) as handle:
+            rows = handle.get_slice(name)[start:stop]
+            into.copy_(rows.to(through))
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class SingleTensor:
+    name: str
+
+    def shape(self, shapes: Shapes) -> tuple[int, ...]:
+        return shapes[self.name]
+
+    def read(
+        self, files: SafetensorsFiles, start: int, stop: int, into: torch.Tensor, through: torch.dtype
+    ) -> None:
+        files.read_rows(self.name, start, stop, into, through)
+
+
+@dataclass(frozen=True)
+class JoinedExperts:
+    """Row i (an expert) is the tensors `rows[i]` of the files, concatenated along their first dimension."""
+
+    rows: tuple[tuple[str, ...], ...]
+
+    def shape(self, shapes: Shapes) -> tuple[int, ...]:
+        first = [shapes[name] for name in self.rows[0]]
+        alike = all([shapes[name] for name in row] == first for row in self.rows)
+        if not alike or any(shape[1:] != first[0][1:] for shape in first):
+            raise CannotStream(f"the experts around {self.rows[0][0]} differ in shape")
+        return (len(self.rows), sum(shape[0] for shape in first), *first[0][1:])
+
+    def read(
+        self, files: SafetensorsFiles, start: int, stop: int, into: torch.Tensor, through: torch.dtype
+    ) -> None:
+        for row, target in zip(self.rows[start:stop], into, strict=True):
+            at = 0
+            for name in row:
+                length = files.shapes[name][0]
+                files.read_rows(name, 0, length, target[at : at + length], through)
+                at += length
+
+
+Location = SingleTensor | JoinedExperts
+
+
+def locate_parameters(
+    model: Any, prefix: str, files: SafetensorsFiles, conversions: Sequence[Any]
+) -> dict[str, Location]:
+    """For every parameter on the meta device. Names in the files may lack or have the prefix of the backbone.
+    `conversions` is how transformers converts the weights on loading."""
+    shapes = files.shapes
+    joined = _joined(files, conversions)
+    found: dict[str, Location] = {}
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            continue
+        location = None
+        for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+            location = location or (SingleTensor(key) if key in shapes else joined.get(key))
+        if location is None:
+            raise WeightsDiffer(f"its files lack {name}")
+        if location.shape(shapes) != tuple(param.shape):
+            raise WeightsDiffer(f"{name} is {location.shape(shapes)} in its files, not {tuple(param.shape)}")
+        found[name] = location
+    return found
+
+
+def _joined(files: SafetensorsFiles, conversions: Sequence[Any]) -> dict[str, JoinedExperts]:
+    found: dict[str, JoinedExperts] = {}
+    for change in conversions:
+        if not hasattr(change, "rename_source_key"):
+            raise CannotStream("this version of transformers has no conversion mapping")
+        sources: dict[str, dict[str, list[str]]] = {}
+        for name in sorted(files, key=_by_number):
+            target, pattern = change.rename_source_key(name)
+            if pattern is None:
+                continue
+            if not _joins_experts(change):
+                raise CannotStream(f"transformers converts its weights on loading ({name})")
+            sources.setdefault(target, {}).setdefault(pattern, []).append(name)
+        for target, by_pattern in sources.items():
+            if set(by_pattern) != set(change.source_patterns):
+                raise WeightsDiffer(f"its files lack some of {target}")
+            columns = [by_pattern[pattern] for pattern in change.source_patterns]
+            if len({len(column) for column in columns}) != 1:
+                raise WeightsDiffer(f"its files lack some of {target}")
+            found[target] = JoinedExperts(tuple(zip(*columns, strict=True)))
+    return found
+
+
+def _joins_experts(change: Any) -> bool:
+    """Whether it stacks experts and, within an expert, concatenates matrices, and does nothing else."""
+    steps = [
+        (type(step).__name__, getattr(step, "dim", None))
+        for step in getattr(change, "operations", None) or ()
+    ]
+    stack, concatenate = ("MergeModulelist", 0), ("Concatenate", 1)
+    wanted = [stack] if len(change.source_patterns) == 1 else [stack, concatenate]
+    return steps == wanted and len(change.target_patterns) == 1
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Expert 10 comes after expert 9."""
+    return [(int(key), "") if key.isdigit() else (-1, key) for key in name.split(".")]
+
+
+class ParameterIndex:
+    """Reads the parameters of a model on the meta device."""
+
+    def __init__(
+        self, files: SafetensorsFiles, locations: Mapping[str, Location], dtype: torch.dtype
+    ) -> None:
+        self.files, self.locations, self.dtype = files, locations, dtype
+
+    def read_rows(self, name: str, start: int, stop: int, into: torch.Tensor) -> None:
+        """Rows of the parameter `name` (as it is called without adapters) into `into`."""
+        self.locations[name].read(self.files, start, stop, into, self.dtype)
 
 
 @contextmanager
@@ -127,13 +322,3 @@ def open_value_model(
     locations = locate_parameters(model, model.prefix, files, _conversions(backbone))
     disable_dropout(model)
     return model, ParameterIndex(files, locations, dtype)
-
-
-__all__ = [
-    "CannotStream",
-    "ParameterIndex",
-    "WeightsDiffer",
-    "open_causal_lm",
-    "open_value_model",
-    "parameters_on_meta",
-]

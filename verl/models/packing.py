@@ -1,4 +1,4 @@
-"""From a padded batch to a pack of sequences laid end to end, and back.
+"""From a padded batch to a pack of sequences laid end to end, the model's pass over it, and back.
 
 Every attended token of the batch is in the pack exactly once, at position 0, 1, 2, ... of its own sequence. The head
 computes outputs only for tokens whose response mask is 1; `unpack` puts them back there and 0 elsewhere. Indices are
@@ -7,12 +7,22 @@ computed on the host, so that packing never waits for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
 
 import torch
+from torch import nn
 
 from verl.errors import DataError
 from verl.models.attention import Backend, PackedAttention
+from verl.models.fused_linear import HeadOptions, fused_head
+from verl.models.introspection import backbone_of, output_head
+from verl.models.value_model import ValueModel
+
+FORWARD_METHOD = "verl_forward"
+Check = Callable[[Any], dict[str, torch.Tensor]]
 
 
 @dataclass
@@ -32,6 +42,18 @@ class Pack:
     rows: int
     width: int
     attention_mask: torch.Tensor | None = None  # [b, L], only when padded
+
+    def model_inputs(self) -> dict[str, Any]:
+        inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
+        if self.attention is None:
+            return {**inputs, "attention_mask": self.attention_mask}
+        # transformers uses a four-dimensional mask as it is; without one it would look for packed sequences in
+        # position_ids, which waits for the device. Our attention never reads it.
+        return {
+            **inputs,
+            "attention_mask": self.position_ids.new_zeros((1, 1, 1, 1)),
+            "verl_attn": self.attention,
+        }
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """[M] -> [rows, width], keeping gradients."""
@@ -88,18 +110,18 @@ def pad(
     row = torch.arange(rows)[:, None].expand(rows, length)
     ids = input_ids.new_zeros(rows, longest)
     ids[row[attended], position[attended]] = input_ids[attended]
-    places = torch.arange(longest)[None, :]
+    columns = torch.arange(longest)[None, :]
     before = (row * longest + position - 1)[:, length - width :]
     return Pack(
         input_ids=_send(ids, device),
-        position_ids=_send(places.expand(rows, longest).contiguous(), device),
+        position_ids=_send(columns.expand(rows, longest).contiguous(), device),
         attention=None,
         source=_send(before[wanted], device),
         target=_send(input_ids[:, length - width :][wanted], device),
         slot=_send(wanted.flatten().nonzero().squeeze(1), device),
         rows=rows,
         width=width,
-        attention_mask=_send((places < lengths[:, None]).to(attention_mask.dtype), device),
+        attention_mask=_send((columns < lengths[:, None]).to(attention_mask.dtype), device),
     )
 
 
@@ -119,7 +141,7 @@ def pack(
     order = attention_mask.sum(dim=1).argsort(stable=True)
     input_ids, attended, wanted = input_ids[order], attention_mask[order].bool(), response_mask[order].bool()
     position = attended.long().cumsum(dim=1) - 1
-    place = attended.flatten().long().cumsum(dim=0).view(rows, length) - 1
+    index = attended.flatten().long().cumsum(dim=0).view(rows, length) - 1
     slot = order[:, None] * width + torch.arange(width)[None, :]
     return Pack(
         input_ids=_send(input_ids[attended].unsqueeze(0), device),
@@ -127,9 +149,39 @@ def pack(
         attention=PackedAttention.from_lengths(
             [n for n in sequence_lengths(attended) if n > 0], device, backend
         ),
-        source=_send(place[:, first:][wanted] - 1, device),
+        source=_send(index[:, first:][wanted] - 1, device),
         target=_send(input_ids[:, first:][wanted], device),
         slot=_send(slot[wanted], device),
         rows=rows,
         width=width,
     )
+
+
+def packed_forward(
+    model: Any, pack: Pack | None, options: HeadOptions | None = None, check: Check | None = None
+) -> dict[str, torch.Tensor]:
+    """Of each target [M], float32, without vocabulary-wide logits: `log_probs` and, where asked, `entropy` and
+    `sum_pi_squared`; of a critic `values`.
+
+    With `check` it returns `check(model)` instead, with the root's parameters gathered. It returns a dict of tensors,
+    because FSDP2's hooks look for tensors in outputs."""
+    if check is not None:
+        return check(model)
+    assert pack is not None
+    hidden = backbone_of(model)(**pack.model_inputs()).last_hidden_state
+    hidden = hidden.flatten(0, 1).index_select(0, pack.source)
+    if isinstance(model, ValueModel):
+        values = nn.functional.linear(hidden.float(), model.score.weight.float(), model.score.bias.float())
+        return {
+            "values": values.sum(dim=-1)
+        }  # not a view: the sharding hooks must survive operations in place
+    head = output_head(model)
+    options = replace(options or HeadOptions(), softcap=head.softcap, scale=head.scale)
+    out = fused_head(hidden, head.weight, pack.target, bias=head.bias, options=options)
+    named = {"log_probs": out.log_probs, "entropy": out.entropy, "sum_pi_squared": out.sum_pi_squared}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def attach(model: nn.Module) -> None:
+    """Make `packed_forward` the method `verl_forward` of the module, so that FSDP2 can hook it like `forward`."""
+    setattr(model, FORWARD_METHOD, MethodType(packed_forward, model))

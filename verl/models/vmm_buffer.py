@@ -192,9 +192,9 @@ def reserve_tensors(
 ) -> tuple[Parkable, list[torch.Tensor]]:
     """Tensors of these shapes in one block of parkable memory, on any device. Their addresses stay, but for a GPU
     without virtual memory management."""
-    places, size = [], 0
+    offsets, size = [], 0
     for shape, dtype in shapes:
-        places.append((size, shape, dtype))
+        offsets.append((size, shape, dtype))
         size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     reserved = reserve(max(size, 1), device)
     if reserved is not None:
@@ -205,5 +205,5 @@ def reserve_tensors(
         memory, raw = ordinary, ordinary.bytes
     return memory, [
         raw[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        for start, shape, dtype in places
+        for start, shape, dtype in offsets
     ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.algorithms.balance import sequence_work
 from verl.config.sections.reward import RewardModelConfig
 from verl.errors import ModelError, TrainingHalted
-from verl.models.dtypes import torch_dtype
+from verl.models.loading import torch_dtype
 from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import Signature
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.parallelism import EXTERNAL_ENGINES, engines
 from verl.config.schema import RolloutConfig
-from verl.models.adapter import merge_adapter
-from verl.models.dtypes import parameter_dtype
-from verl.models.loading import load_causal_lm
+from verl.models.loading import load_causal_lm, parameter_dtype
+from verl.models.lora import merge_adapter
 from verl.rollout import build_rollout
 from verl.workers.generation_stream import RolloutServer
 from verl.workers.local import choose_device

@@ -22,7 +22,7 @@ import torch
 from verl.checkpoint.hf_folder import HF_FOLDER, CheckpointReader
 from verl.checkpoint.megatron.distcp import METADATA, DistTensors, Region
 from verl.errors import CheckpointError
-from verl.models.dtypes import DTYPES
+from verl.models.loading import DTYPES
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _NOT_WEIGHTS = re.compile(

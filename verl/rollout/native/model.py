@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.errors import ConfigError
-from verl.models.forward import OutputHead, backbone_of, output_head
-from verl.models.introspection import class_of
+from verl.models.introspection import OutputHead, backbone_of, class_of, output_head
 from verl.rollout.native.ops import FP8_MAX, FP8_TYPE, DecodeInputs, Norms, Ops
 
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}

@@ -19,7 +19,7 @@ import torch
 from verl.config.sections.rollout import RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.memory import free_host_bytes
-from verl.models.dtypes import torch_dtype
+from verl.models.loading import torch_dtype
 from verl.rollout.base import Request, RolloutStats, Stopper
 from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.cpu_runner import CPURunner, PageCache

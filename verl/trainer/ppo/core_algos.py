@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from verl.algorithms.aggregation import agg_loss
+from verl.algorithms.aggregation import agg_loss, masked_mean, masked_sum, masked_var, masked_whiten
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from verl.algorithms.losses import compute_value_loss
-from verl.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from verl.algorithms.registry import (
     get_adv_estimator_fn,
     get_policy_loss_fn,
