@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 
+from verl import engines
 from verl.config.known import ESTIMATORS, POLICY_LOSSES
 
 ALWAYS = {
@@ -227,3 +229,28 @@ def test_several_rewards_are_summed_by_weight(train, digits_data):
     )[-1]
     check(row)
     assert row["reward/min"] == pytest.approx(0.5)
+
+
+# -- the user's own -------------------------------------------------------------------------------------------
+
+
+def test_a_registered_training_engine_is_selected_by_strategy(train, tmp_path, monkeypatch):
+    (tmp_path / "my_strategy.py").write_text(
+        "from verl.engines import register_strategy\n"
+        "built = []\n"
+        "def build(kind, *sections, **options):\n"
+        "    from verl.engines.build import build_fsdp\n"
+        "    built.append(kind)\n"
+        "    return build_fsdp(kind, *sections, **options)\n"
+        "register_strategy('mine', build)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(engines, "_strategies", dict(engines._strategies))  # forgets the name afterwards
+    rows = train(
+        "trainer.plugins=[my_strategy]",
+        "actor_rollout_ref.actor.strategy=mine",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "trainer.total_training_steps=1",
+    )
+    check(rows[-1], "actor/kl_loss")
+    assert sys.modules["my_strategy"].built == ["actor", "ref"]

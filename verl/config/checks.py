@@ -42,6 +42,7 @@ _REGISTRIES = {
     "adv_est": ("verl.algorithms.registry", "adv_estimator_names"),
     "policy_loss": ("verl.algorithms.registry", "policy_loss_names"),
     "rollout": ("verl.rollout", "known_rollouts"),
+    "strategy": ("verl.engines", "known_strategies"),
     "reward_manager": ("verl.reward.managers", "known_reward_managers"),
     "tracker": ("verl.observe.trackers", "registered_trackers"),
 }
@@ -61,6 +62,8 @@ def unavailable(config: AnyConfig) -> list[str]:
     for key in schema_keys(type(config)).values():
         available, followed, value = key.metadata["available"], key.metadata["follows"], get(config, key.name)
         if available is None or value in available or (followed and get(config, followed) == value):
+            continue
+        if value in _registered(key):
             continue
         allowed = " or ".join(f"{key.name}={each}" for each in available)
         lines.append(f"{key.name}={value} is not available in this version; set {allowed}")
@@ -108,14 +111,18 @@ def _name_errors(key: Key, value: Any) -> list[str]:
     allowed = key.metadata["known"]
     if allowed is None or value is None or value in allowed:
         return []
-    module, function = _REGISTRIES.get(key.metadata["plugin"], ("", ""))
-    registered = getattr(sys.modules[module], function)() if module in sys.modules else []
-    names = list(dict.fromkeys([*allowed, *registered]))
+    names = list(dict.fromkeys([*allowed, *_registered(key)]))
     if value in names:
         return []
     hint = _meant(key, str(value).lower().replace("-", "_"), names)
     own = " Your own are registered in a module named in trainer.plugins" if key.metadata["plugin"] else ""
     return [f"'{key.name}' is '{value}', which is not known. Allowed: {', '.join(names)}.{hint}{own}"]
+
+
+def _registered(key: Key) -> list[str]:
+    """Names in the registry of this key: the built-in ones and the user's."""
+    module, function = _REGISTRIES.get(key.metadata["plugin"], ("", ""))
+    return getattr(sys.modules[module], function)() if module in sys.modules else []
 
 
 def _meant(key: Key, value: str, names: list[str]) -> str:

@@ -120,7 +120,11 @@ class ShardingConfig:
     """The engine of a model and how its weights are split over ranks."""
 
     strategy: str = key(
-        "fsdp", "training engine", known=known.STRATEGIES, available=known.AVAILABLE_STRATEGIES
+        "fsdp",
+        "training engine",
+        known=known.STRATEGIES,
+        plugin="strategy",
+        available=known.AVAILABLE_STRATEGIES,
     )
     ulysses_sequence_parallel_size: int = key(
         1, "ranks that split each sequence by attention heads", ge=1, available=(1,)
