@@ -45,7 +45,7 @@ def sleep(self, level=1):
 Worker.sleep = sleep
 runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
 """
-COMPARED = re.compile(r"vllm: (\d+) of (\d+) tensors are held, and compared, bit for bit")
+COMPARED = re.compile(r"vllm: (\d+) of (\d+) tensors are loaded, and compared, bit for bit")
 FOUND = ("differ from the trainer", "Error", "TrainingHalted", "does not compute")
 
 

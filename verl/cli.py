@@ -54,7 +54,7 @@ def _run_program(arguments: list[str]) -> int:
     entry, words, rest = _PROGRAMS[arguments[0]], arguments[:1], arguments[1:]
     if isinstance(entry, dict):
         if not rest or rest[0] not in entry:
-            wanted = "" if not rest or rest[0].startswith("-") else f"unknown word {rest[0]!r}; "
+            wanted = "" if not rest or rest[0].startswith("-") else f"unknown command {rest[0]!r}; "
             lines = [f"  verl {words[0]} {name:12} {about}" for name, (_, about) in entry.items()]
             out = sys.stdout if rest[:1] in (["-h"], ["--help"]) else sys.stderr
             out.write(f"{wanted}usage:\n" + "\n".join(lines) + "\n")

@@ -55,7 +55,7 @@ def free_in_cgroup(group: Path, otherwise: int) -> int:
 
 
 def free_device_bytes(device: torch.device | str | int | None = None) -> int:
-    """Bytes of a CUDA device that no process has allocated, beside what torch keeps cached for reuse."""
+    """Bytes of a CUDA device that no process has allocated, not counting what torch keeps cached for reuse."""
     import torch
 
     return int(torch.cuda.mem_get_info(device)[0])

@@ -368,7 +368,7 @@ def join_cgroup(join_fd: int) -> None:
 def cgroup_parent() -> Path | None:
     """The cgroup in which we can create limited ones; found out once, by moving an unprivileged process into a new one.
 
-    Groups are created beside our own, because a cgroup that has processes cannot have children with limits."""
+    Groups are created as siblings of our own, because a cgroup that has processes cannot have children with limits."""
     own = _own_cgroup()
     drop: dict[str, Any] = (
         {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}

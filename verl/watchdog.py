@@ -2,7 +2,7 @@
 
 A rank counts as moving while its stack changes or while processes it waits for do something (`beat`). Observing needs
 no cooperation of the observed thread, so that it works while that thread hangs. An engine counts as moving while it
-answers, sends tokens or takes weights; whoever waits for one that does not is released, and it is killed.
+answers, sends tokens or takes weights; calls that wait for one that does not are released, and it is killed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from verl.errors import RESUME, EngineLost, RolloutError, TrainingHalted
 SAMPLE_S = 0.25
 BEAT_S = 0.5
 MISSING_S = 6.0
-"""How long a rank's heartbeat may stand still before it counts as dead, once a connection to it broke."""
+"""How long a rank's heartbeat may stop before it counts as dead, once a connection to it broke."""
 CLOSE_S = 5.0
 POLL_S = 0.25
-"""How often an engine's processes are checked while somebody waits for them."""
+"""How often an engine's processes are checked while a call waits for them."""
 DYING_S = 10.0
 """How long an engine may take to end after it failed."""
 _PREFIX = "verl/heartbeat"
@@ -169,7 +169,7 @@ def format_hang_report(
     awaited: Sequence[int],
     statuses: Mapping[int, RankStatus],
 ) -> str:
-    """Who stands still where, and who waits for whom. `names`: all ranks; `awaited`: those that have not answered
+    """Which ranks are stuck where, and which wait for them. `names`: all ranks; `awaited`: those that have not answered
     `call`; `statuses`: of the ranks that report one."""
     short = [short_name(name) for name in names]
     silent = [rank for rank in range(len(names)) if rank not in statuses]
@@ -178,7 +178,7 @@ def format_hang_report(
     finished = [rank for rank in range(len(names)) if rank not in awaited and rank not in silent]
     lines = [f"no progress for {watchdog_s:g} s (trainer.watchdog_s) in {call}."]
     lines += [f"{names[rank]} does not answer at all." for rank in silent]
-    lines += [f"{statuses[rank].name} stands still at {statuses[rank].where}." for rank in stuck]
+    lines += [f"{statuses[rank].name} is stuck at {statuses[rank].where}." for rank in stuck]
     culprits = ", ".join(short[rank] for rank in sorted(silent + stuck)) or "one another"
     lines += [f"{statuses[rank].name} waits for {culprits} at {statuses[rank].where}." for rank in waiting]
     if finished and not (silent or stuck):
@@ -265,7 +265,7 @@ class Heartbeat:
         return RankStatus(**json.loads(found)) if found else None
 
     def missing(self) -> list[int]:
-        """Ranks whose heartbeat stands still and that left no note. Leaves this rank's note."""
+        """Ranks whose heartbeat has stopped and that left no note. Leaves this rank's note."""
         self.store.set(f"{_PREFIX}/note/{self.rank}", "1")
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         first = {rank: self._get(f"beat/{rank}") for rank in others}
@@ -371,7 +371,7 @@ class EngineWatchdog:
                 raise
             if self._busy_here or self._clock() - self._last_beat <= self.watchdog_s:
                 return
-            beat()  # whoever watches this process hears of it now
+            beat()  # tells this process's own watcher at once
             self._give_up(
                 f"made no progress for {self.watchdog_s:g} s (trainer.watchdog_s) while the trainer (process "
                 f"{os.getpid()}) waited for it in {what}: {self.processes.describe()}. It was killed; {RESUME}. If "
@@ -412,6 +412,6 @@ def _serve(calls: Calls) -> None:
         answer, function = call
         try:
             answer.set_result(function())
-        except BaseException as error:  # for whoever asked
+        except BaseException as error:  # re-raised in the calling thread
             answer.set_exception(error)
         del call, answer, function

@@ -234,7 +234,7 @@ def test_the_folder_is_found_however_one_points_at_it(tmp_path: Path, below: str
 
 def test_a_configuration_from_elsewhere_and_another_precision(checkpoint: Path, tmp_path: Path) -> None:
     shutil.move(checkpoint / "huggingface", tmp_path / "base")
-    with pytest.raises(CheckpointError, match="no config.json is beside.*--base_dir"):
+    with pytest.raises(CheckpointError, match="no config.json is next to.*--base_dir"):
         merged(checkpoint)
     found = merged(checkpoint, base_dir=tmp_path / "base", dtype="bfloat16")
     expected = make_model("qwen3").state_dict()
@@ -255,9 +255,9 @@ def test_an_output_matrix_that_is_not_there_is_the_embedding_only_if_one_says_so
     [
         ({"num_hidden_layers": 2, "layer_types": None}, "holds 3 layers, config.json says 2"),
         ({"num_hidden_layers": 2}, "(?s)config.json cannot be used.*layer_types"),
-        ({"num_key_value_heads": 4}, "linear_qkv.weight' has 64 rows.*wants 96"),
-        ({"intermediate_size": 20}, "linear_fc1.weight' has 48 rows.*wants 40"),
-        ({"vocab_size": 70}, "has 64 rows.*wants 70"),
+        ({"num_key_value_heads": 4}, "linear_qkv.weight' has 64 rows.*needs 96"),
+        ({"intermediate_size": 20}, "linear_fc1.weight' has 48 rows.*needs 40"),
+        ({"vocab_size": 70}, "has 64 rows.*needs 70"),
         ({"hidden_size": 24}, "has 16 rows|has shape"),
         (
             {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]},
@@ -283,7 +283,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
 def test_a_missing_or_surplus_tensor_is_named(checkpoint: Path) -> None:
     state = stacked(megatron_state(make_model("qwen3")))
     write_dist(checkpoint / "dist_ckpt", state | {"vision_model.weight": torch.ones(2)})
-    with pytest.raises(CheckpointError, match="no weight of .* is made of, first 'vision_model.weight'"):
+    with pytest.raises(CheckpointError, match="no weight of .* uses, first 'vision_model.weight'"):
         merged(checkpoint)
     del state["decoder.layers.self_attention.linear_proj.weight"]
     optimizer = {
@@ -381,7 +381,7 @@ def test_names_that_are_let_through_are_not_imported(tmp_path: Path, name: str) 
     """A class of the writer is noted, not called: what comes out is no description of tensors."""
     module, _, attribute = name.rpartition(".")
     (tmp_path / ".metadata").write_bytes(f"c{module}\n{attribute}\n(tR.".encode())
-    with pytest.raises(CheckpointError, match=f"a {name} stands where Metadata should"):
+    with pytest.raises(CheckpointError, match=f"a {name} found where Metadata is expected"):
         DistTensors(tmp_path)
 
 

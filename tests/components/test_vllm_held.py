@@ -246,7 +246,7 @@ def test_weights_under_lora_layers_are_found_by_the_names_of_the_files(
     with caplog.at_level(logging.INFO, "verl.rollout.vllm.base"):
         engine: Any = build_rollout("vllm", model, None, rollout_section())
     try:
-        assert "of 21 tensors are held, and compared, bit for bit" in caplog.text
+        assert "of 21 tensors are loaded, and compared, bit for bit" in caplog.text
         inner = worker_of(engine).model_runner.get_model()
         wrapped = [name for name, part in inner.named_modules() if isinstance(part, BaseLayerWithLoRA)]
         assert any(name.endswith("qkv_proj") for name in wrapped), "the wrappers are back"

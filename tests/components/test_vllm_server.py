@@ -210,7 +210,7 @@ def test_two_tensor_parallel_workers(
         engine = build_rollout("vllm", model, None, rollout_section(tensor_model_parallel_size=2))
     try:
         # The embeddings, of which each worker has a part, and five norms; linear weights are packed on CPUs.
-        assert "6 of 21 tensors are held, and compared, bit for bit" in caplog.text
+        assert "6 of 21 tensors are loaded, and compared, bit for bit" in caplog.text
         assert not engine.by_reference
         agree(engine, model, reference, temperature=1.0)
         shake(model)

@@ -13,7 +13,7 @@ from verl.doctor import software
 from verl.doctor.cli import machine_probes
 from verl.doctor.finding import Finding
 from verl.doctor.runner import run_groups
-from verl.requirements import Wanted, install_command, wanted_packages
+from verl.requirements import PackageRequirement, install_command, package_requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,14 +49,14 @@ def fake_package(folder: Path, name: str, version: str, code: str = "") -> Path:
     ],
 )
 def test_versions_are_compared_as_numbers(versions: str, accepted: list[str], refused: list[str]) -> None:
-    wanted = Wanted("x", versions)
+    wanted = PackageRequirement("x", versions)
     assert [v for v in accepted if not wanted.accepts(v)] == []
     assert [v for v in refused if wanted.accepts(v)] == []
 
 
 def test_what_is_wanted_is_what_the_project_says() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = wanted_packages()
+    wanted = package_requirements()
     core = [each.requirement for each in wanted if not each.extra]
     assert core == [line.replace(" ", "") for line in project["dependencies"]]
     assert {each.extra for each in wanted} - {""} == set(project["optional-dependencies"]) - {"dev", "all"}
@@ -94,7 +94,7 @@ def test_metadata_gives_the_same_packages(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     monkeypatch.setattr(ranges.Path, "is_file", lambda self: False)
     monkeypatch.setattr(ranges.metadata, "requires", lambda name: lines)
-    found = wanted_packages()
+    found = package_requirements()
     assert [(each.name, each.extra) for each in found] == [("torch", ""), ("vllm", "vllm")]
     assert found[1].accepts("0.30") and not found[1].accepts("0.33")
 
@@ -168,7 +168,7 @@ def test_a_damaged_torch_is_fatal_and_what_needs_it_is_not_tried(
 
 
 def test_torch_is_named_with_its_build() -> None:
-    versions = {each.name: each.versions for each in wanted_packages()}
+    versions = {each.name: each.versions for each in package_requirements()}
     finding = only(software.torch(versions["torch"]))
     assert finding.status == "ok" and "for C" in finding.seen
     assert only(software.torch(">=99")).status == "fatal"

@@ -182,7 +182,7 @@ def a_sleeping_engine_holds_no_cache_and_keeps_its_graphs() -> str:
     if DEVICE == "cpu":
         return "no device memory to give back"
     if engine.session is not session:
-        raise AssertionError("the cache cannot be parked here")
+        raise AssertionError("the cache cannot be put to sleep here")
     given = torch.cuda.mem_get_info()[0] - free
     if session.cache.bytes != 0 or given < held:
         raise AssertionError(f"{given} bytes came back of {held}")

@@ -179,10 +179,10 @@ def test_a_cache_that_comes_back_is_not_cleared(tiny: Callable[..., Any]) -> Non
     assert engine.session is not None
     cache = engine.session.cache
     memory: Any = SimpleNamespace(mapped=True)
-    memory.park = lambda: setattr(memory, "mapped", False)
-    memory.unpark = lambda: setattr(memory, "mapped", True)
+    memory.sleep = lambda: setattr(memory, "mapped", False)
+    memory.wake_up = lambda: setattr(memory, "mapped", True)
     cache._memory = memory
     cache.tensor.fill_(1)
-    assert cache.park() and cache.parked and cache.bytes == 0
-    assert cache.unpark() and not cache.parked
+    assert cache.sleep() and cache.asleep and cache.bytes == 0
+    assert cache.wake_up() and not cache.asleep
     assert bool((cache.tensor == 1).all())

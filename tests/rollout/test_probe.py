@@ -63,7 +63,7 @@ def verdicts(probes: list[Probe], precision: str = "bfloat16") -> list[str]:
         found.append(judge(history, probe, precision))
         if found[-1] == "wrong":
             break
-        history.append(replace(probe, stands_out=found[-1] == "stands out"))
+        history.append(replace(probe, outlier=found[-1] == "outlier"))
     return found
 
 
@@ -116,7 +116,7 @@ def test_a_policy_that_is_left_behind_stops_the_run() -> None:
 def test_a_gap_is_explained_by_the_noise_of_the_same_rows_or_by_earlier_gaps() -> None:
     before = [Probe(gap=0.05, noise=0.03, spread=3.0)] * BASELINE
     for gap, noise, verdict in (
-        (0.5, 0.03, "stands out"),
+        (0.5, 0.03, "outlier"),
         (0.5, 0.2, "explained"),
         (0.15, 0.03, "explained"),
     ):
@@ -139,7 +139,7 @@ def test_one_odd_probe_is_a_warning_and_no_end(caplog: pytest.LogCaptureFixture)
         "policy version 9 differ from the trainer's by 1.08" in text
         and "3 versions like this in a row end" in text
     )
-    assert [probe.stands_out for probe in check.history[-5:]] == [True, True, False, True, False]
+    assert [probe.outlier for probe in check.history[-5:]] == [True, True, False, True, False]
     check.add(10, rows, odd)
     check.add(11, rows, odd)
     with pytest.raises(TrainingHalted, match="vllm does not compute .* version 12: .* earlier gaps 0"):
@@ -211,7 +211,7 @@ def test_right_and_stale_weights_of_a_bfloat16_model(tiny: Callable[..., Any]) -
         tokens = rows()
         ours = ModuleWeights(trainer).log_probs(prompt, tokens)
         check.add(version, elsewhere(trainer, prompt, tokens), ours)
-    assert not any(probe.stands_out for probe in check.history)
+    assert not any(probe.outlier for probe in check.history)
 
     stale = copy.deepcopy(trainer)
     stale.lm_head.weight = torch.nn.Parameter(stale.lm_head.weight.clone())

@@ -183,7 +183,7 @@ def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, f
     message = str(caught.value)
     assert f"no progress for 6 s (trainer.watchdog_s) in {call}" in message, message
     at = message.index("rollout rank 0 on")
-    assert "stands still" in message[at : at + 300] and "time.sleep(100_000)" in message
+    assert "is stuck" in message[at : at + 300] and "time.sleep(100_000)" in message
     if call == "sync_weights":
         assert "waits for rollout rank 0 at" in message
     assert nobody_left()

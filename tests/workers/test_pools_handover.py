@@ -239,5 +239,5 @@ def test_a_follower_asks_the_trainer_for_what_the_host_asks(
 
 
 def test_a_rank_that_only_trains_says_where_to_ask() -> None:
-    with pytest.raises(RolloutError, match="processes of its own"):
+    with pytest.raises(RolloutError, match="separate processes"):
         RemoteEngine().generate([])

@@ -159,7 +159,7 @@ def test_no_room_says_what_there_is(overrides, joined):
     cluster.connect()
     try:
         with pytest.raises(ClusterError, match="trainer.nnodes=3 nodes with 3 CPU each are needed"):
-            cluster.place(1.0, "verl.workers.train_rank:TrainRank")
+            cluster.start_actors(1.0, "verl.workers.train_rank:TrainRank")
     finally:
         cluster.close()
 
@@ -175,7 +175,7 @@ def test_nodes_a_cluster_lacks_are_waited_for_briefly_and_not_in_silence(
     cluster.connect()
     try:
         with caplog.at_level("INFO"), pytest.raises(ray_cluster.ClusterError, match="trainer.nnodes=4"):
-            cluster.place(100_000.0, "verl.workers.train_rank:TrainRank")
+            cluster.start_actors(100_000.0, "verl.workers.train_rank:TrainRank")
     finally:
         cluster.close()
     assert "waiting for the Ray cluster: trainer.nnodes=4" in caplog.text
@@ -193,7 +193,7 @@ def test_several_processes_are_gpus_unless_the_cpu_is_named(overrides, joined, m
     cluster.connect()
     try:
         with pytest.raises(ray_cluster.ClusterError, match="trainer.device=cpu for CPU processes"):
-            cluster.place(100_000.0, "verl.workers.train_rank:TrainRank")
+            cluster.start_actors(100_000.0, "verl.workers.train_rank:TrainRank")
     finally:
         cluster.close()
 

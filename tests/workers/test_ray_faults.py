@@ -86,8 +86,8 @@ def test_a_hang_is_noticed_and_says_who_waits_for_whom(
     call = "generate" if phase == "testing" else phase
     assert f"no progress for 4 s (trainer.watchdog_s) in {call}" in message, message
     assert "(process " in message and "time.sleep(100_000)" in message, message
-    assert re.search(r"rank 1 on \S+ \(process \d+\) stands still at ", message), message
-    assert not re.search(r"rank 0 on \S+ \(process \d+\) stands still", message), message
+    assert re.search(r"rank 1 on \S+ \(process \d+\) is stuck at ", message), message
+    assert not re.search(r"rank 0 on \S+ \(process \d+\) is stuck", message), message
     assert nobody_left()
 
 

@@ -184,8 +184,8 @@ def gdpo(
     config: Any = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Each reward key [B] normalised within its groups on its own, their weighted sum whitened over the batch:
-    a key with a small range keeps its say beside one with a large range.
+    """Each reward key [B] normalised within its groups separately, their weighted sum whitened over the batch:
+    a key with a small range keeps its influence next to one with a large range.
 
     Keys and weights come from `config.gdpo_reward_keys` and `config.gdpo_reward_weights`; without keys, all of
     `rewards_by_key` count."""
@@ -294,7 +294,7 @@ def advantage_scan(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, 
 
 
 class _Compaction:
-    """Moves policy tokens to the left of their row, and back. Does nothing where they stand there already."""
+    """Moves policy tokens to the left of their row, and back. Does nothing where they are there already."""
 
     def __init__(self, flags: Tensor) -> None:
         count = flags.cumsum(-1)

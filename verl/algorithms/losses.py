@@ -204,7 +204,7 @@ def clip_cov_choice(
     config: Any = None,
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
-    """`clip_cov_dropped` [B, T]: the tokens that get loss 0. Drawn on the CPU, so that every device chooses alike;
+    """`clip_cov_dropped` [B, T]: the tokens that get loss 0. Drawn on the CPU, so that all devices choose the same;
     without a generator, from one seeded with `config.policy_loss.seed`."""
     x = LossInputs.of(old_log_prob, log_prob, advantages, response_mask, config, clamp=20)
     plain, clipped = x.surrogates()

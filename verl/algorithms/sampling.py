@@ -56,7 +56,7 @@ def dynamic_sampling_failed(rounds: int, groups: int, constant: int, wanted: int
     return TrainingHalted(
         f"dynamic sampling found {groups - constant} of {wanted} prompts in {rounds} rounds of generation: in "
         f"{constant} of {groups} groups ({share:.0%}) every response had the same value. The data is too easy or too "
-        "hard for this model, or the reward does not tell responses apart. Raise "
+        "hard for this model, or the reward does not distinguish responses. Raise "
         "algorithm.filter_groups.max_num_gen_batches (0: no limit) or actor_rollout_ref.rollout.n, or set "
         "algorithm.filter_groups.enable=False"
     )

@@ -99,7 +99,7 @@ class ChecksumFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                # Another alignment is wanted, or a write stopped inside a block: go on without O_DIRECT.
+                # Another alignment is required, or a write stopped inside a block: continue without O_DIRECT.
                 flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
                 self._direct = False
@@ -127,7 +127,7 @@ def write_file(path: Path, text: str) -> FileRecord:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """`path` holds `text` afterwards, or what it held before, whatever happens in between."""
+    """Replace the content atomically: after a crash `path` has the old text or the new one."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     write_file(temporary, text)

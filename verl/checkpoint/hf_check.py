@@ -43,7 +43,7 @@ def check_tensors(folder: Path, reader: CheckpointReader, model: Any, dtype: tor
 def check_logits(
     folder: Path, reader: CheckpointReader, config: Any, dtype: torch.dtype, *, value_model: bool
 ) -> None:
-    """The model transformers loads from the folder answers a fixed prompt exactly as one made of the checkpoint's
+    """The model transformers loads from the folder answers a fixed prompt exactly as one built from the checkpoint's
     own tensors. The two are in memory one after the other."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 

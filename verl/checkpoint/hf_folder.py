@@ -285,7 +285,7 @@ def check_names(reader: CheckpointReader, model: Any) -> list[str]:
             raise CheckpointError(f"the checkpoint has {name!r}, which {type(model).__name__} does not have")
         if weight.shape != wanted[name].shape:
             raise CheckpointError(
-                f"{name!r} has shape {list(weight.shape)}; the architecture wants {list(wanted[name].shape)}"
+                f"{name!r} has shape {list(weight.shape)}; the architecture needs {list(wanted[name].shape)}"
             )
     both = {name for name, twin in ties.items() if name in saved and twin in saved}
     for name in both:

@@ -242,7 +242,7 @@ class CheckpointManager:
         return op.hf_steps(engines, tokenizer)
 
     def _finish(self, op: SaveOperation) -> Path | None:
-        """Write the tensors, wait for the other ranks' files, commit. Without collectives, as it may run beside
+        """Write the tensors, wait for the other ranks' files, commit. Without collectives, as it may run during
         training."""
         written = self._run_or_warn(op.write, op)
         if not written:

@@ -54,7 +54,7 @@ class MergeOptions:
     is_value_model: bool = False
     base_dir: Path | None = None
     """For a LoRA checkpoint: the folder of the base model; default: where the adapter says it is. For a Megatron
-    checkpoint: where config.json and tokenizer are; default: beside it."""
+    checkpoint: where config.json and tokenizer are; default: next to it."""
     overwrite: bool = False
     logits: bool = True
 

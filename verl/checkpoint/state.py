@@ -326,7 +326,7 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _free_name(path: str, taken: Mapping[str, torch.Tensor]) -> str:
-    """Keys may hold dots, so two paths can read alike."""
+    """Keys may contain dots, so two paths can be equal."""
     name = path or "value"
     while name in taken:
         name += "'"

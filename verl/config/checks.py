@@ -206,7 +206,7 @@ def _training_errors(config: PPOConfig) -> list[str]:
         )
     if rollout.temperature == 0:
         errors.append(
-            f"'{ROLLOUT}.temperature' is 0: greedy responses are all alike and teach nothing; set it to 1.0"
+            f"'{ROLLOUT}.temperature' is 0: greedy responses are all equal and teach nothing; set it to 1.0"
         )
     # The adaptive weight is multiplied by as little as 1 - 0.2 * sequences / horizon, which must stay above 0.
     control, sequences = algorithm.kl_ctrl, config.data.train_batch_size * rollout.n

@@ -179,8 +179,8 @@ def to_dict(config: Any) -> Any:
 
 
 def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
-    """The known keys closest to an unknown one: another trainer's name for it, spelt alike in its section, of the same
-    last name, spelt alike anywhere."""
+    """The known keys closest to an unknown one: another trainer's name for it, similar ones in its section, the same
+    last name elsewhere, similar ones anywhere."""
     keys = list(schema_keys(kind))
     section, _, last = name.rpartition(".")
     if name in sections(kind):
@@ -188,8 +188,8 @@ def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
     first = name.partition(".")[0]
     found = [other for other in OTHER_NAMES.get(last.lower().removesuffix("s"), "").split() if other in keys]
     found.sort(key=lambda other: other.partition(".")[0] != first)
-    beside = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
-    found += [beside[match] for match in difflib.get_close_matches(last, beside, limit, cutoff=0.7)]
+    siblings = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
+    found += [siblings[match] for match in difflib.get_close_matches(last, siblings, limit, cutoff=0.7)]
     same_last = [other for other in keys if other.rpartition(".")[2] == last]
     found += sorted(same_last, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
     lasts = {other.rpartition(".")[2]: other for other in reversed(keys)}

@@ -201,7 +201,7 @@ def hub_error(address: str, request_s: float = 5.0, all_s: float = 8.0) -> str |
         try:
             code = httpx.head(f"{address}/api/models?limit=1", timeout=request_s).status_code
             found.append(f"it answers {code}" if code >= 500 else None)
-        except ImportError:  # httpx speaks to SOCKS proxies only with a further package
+        except ImportError:  # httpx supports SOCKS proxies only with a further package
             found.append("")
         except Exception as error:  # names, sockets, certificates and proxies fail in many ways
             found.append(" ".join(str(error).split()) or type(error).__name__)

@@ -113,7 +113,7 @@ def _too_large(
     cache = memory.phases[0].parts.get("KV cache")
     if cache is not None and cache < min(memory.sequence_bytes, memory.cache_bytes):
         lines.append(
-            f"'generate' has no memory for the KV cache of one sequence beside the weights: raise "
+            f"'generate' has no memory for the KV cache of one sequence besides the weights: raise "
             f"{ROLLOUT}.gpu_memory_utilization, or shorten data.max_response_length"
         )
     return lines

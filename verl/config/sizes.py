@@ -2,7 +2,7 @@
 one rank needs in each phase of a step, and the size of a run's checkpoints.
 
 Exact: weights, gradients (summed in float32), optimiser state, KV cache. Estimated: activations. Logits are never
-held: the output matrix is applied in chunks, which are counted.
+stored: the output matrix is applied in chunks, which are counted.
 """
 
 from __future__ import annotations

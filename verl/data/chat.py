@@ -234,7 +234,7 @@ class ChatFormat:
         if messages[-1]["role"] == "assistant":
             self._warn_once(
                 "prefill",
-                f"the prompt of {where} ends with the assistant's message: the policy goes on inside it",
+                f"the prompt of {where} ends with the assistant's message: the policy continues it",
             )
         return messages, self.render(messages, generate=True, where=where)
 

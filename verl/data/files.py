@@ -198,7 +198,7 @@ def _expand(entry: str | Path, split: str, key: str) -> list[_File]:
 
 
 def _data_files(folder: Path, key: str) -> list[Path]:
-    """The data files of a folder, sorted; a dataset saved by `datasets` keeps json beside its arrow files."""
+    """The data files of a folder, sorted; a dataset saved by `datasets` keeps json next to its arrow files."""
     found = sorted(
         path
         for path in folder.rglob("*")
@@ -229,8 +229,8 @@ def _not_found(path: Path, key: str) -> str:
     if parent != path.parent:
         return f"{key}: {path} does not exist (nor does its folder; the nearest that does is {parent})."
     shown = [p for p in parent.iterdir() if not p.name.startswith(".") and (is_data_file(p) or p.is_dir())]
-    beside = [p.name for p in sorted(shown, key=lambda p: (p.is_dir(), p.name))][:8]
-    return f"{key}: {path} does not exist. The folder {parent.resolve()} holds: {', '.join(beside) or 'no data files'}."
+    names = [p.name for p in sorted(shown, key=lambda p: (p.is_dir(), p.name))][:8]
+    return f"{key}: {path} does not exist. The folder {parent.resolve()} holds: {', '.join(names) or 'no data files'}."
 
 
 # -- reading --------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class EpochOrder:
         part's share, `size` rows in all, and visits every row of a part equally often."""
         if difficulty is not None and len(difficulty) != size and not mixture:
             raise DataError(f"There are {len(difficulty)} difficulties for {size} rows.")
-        self._whole = MixturePart("all", 1.0, np.arange(size))
+        self._all_rows = MixturePart("all", 1.0, np.arange(size))
         self._parts = list(mixture or ())
         for part in self._parts:
             if not len(part.positions):
@@ -84,11 +84,12 @@ class EpochOrder:
     def positions(self, epoch: int) -> np.ndarray:
         """What this epoch visits, in order."""
         if self._turns is None:
-            return self._pass(self._whole, 0, epoch)
+            return self._pass(self._all_rows, 0, epoch)
         out = np.empty(self._size, dtype=np.int64)
         for which, part in enumerate(self._parts):
             slots = np.flatnonzero(self._turns == which)
-            first = epoch * len(slots)  # a part's passes go on across epochs, so no row falls behind
+            # A part's passes continue across epochs, so that every row is visited equally often.
+            first = epoch * len(slots)
             wanted = np.arange(first, first + len(slots))
             passes = wanted // len(part.positions)
             for number in np.unique(passes):

@@ -201,7 +201,7 @@ class RLDataset:
         return values
 
     def data_sources(self) -> list[str]:
-        """Every `data_source` among the usable rows, sorted; "" stands for none."""
+        """Every `data_source` among the usable rows, sorted; "" if a row has none."""
         given = list(self.rows.column("data_source"))
         return sorted({"" if given[number] is None else str(given[number]) for number in map(int, self.kept)})
 
@@ -225,9 +225,9 @@ def training_loader(
 ) -> Loader:
     """The training prompts of the data section: files or mixture, shuffled or easiest first, resumable.
 
-    `fit` hears how many rows an epoch has, before the size of a batch is read from `config`."""
+    `fit` is called with the rows per epoch before the size of a batch is read from `config`."""
     if config.dataloader_num_workers:
-        # Calls with padding change a tokenizer while they last; the threads keep to one nobody else calls.
+        # Calls with padding change a tokenizer while they last; the threads use a copy that nothing else calls.
         tokenizer = copy.deepcopy(tokenizer)
     mixture, rows = _mixture_rows(config)
     dataset = RLDataset(config, rows or config.train_files, tokenizer, tools=tools)

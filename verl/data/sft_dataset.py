@@ -192,7 +192,7 @@ def sft_loader(
 ) -> Loader | None:
     """The loader of the data section's training or validation rows; None without val_files.
 
-    `fit` hears how many rows an epoch has, before the size of a batch is read from `config`."""
+    `fit` is called with the rows per epoch before the size of a batch is read from `config`."""
     files = config.train_files if training else config.val_files
     if not files and not training:
         return None

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-# A word with the space before it, one digit, one sign with the space before it, or a space on its own.
-PIECES = r" ?[A-Za-z]+|[0-9]| ?[^A-Za-z0-9 ]+| "
+# A word with the space before it, one digit, one sign with the space before it, or a single space.
+TOKEN_PATTERN = r" ?[A-Za-z]+|[0-9]| ?[^A-Za-z0-9 ]+| "
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -33,9 +33,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     special = [PAD, END, UNKNOWN, *ROLES]
-    vocabulary = {token: number for number, token in enumerate([*special, *_pieces()])}
+    vocabulary = {token: number for number, token in enumerate([*special, *_tokens()])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(special)
     return PreTrainedTokenizerFast(
@@ -49,8 +49,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _pieces() -> list[str]:
-    """Every piece that a story or an answer can be cut into."""
+def _tokens() -> list[str]:
+    """Every token that a story or an answer can contain."""
     parts = [
         template.format(who=who, other=who, they=they, things=things, a=10, b=1)
         for templates in stories.TEMPLATES.values()
@@ -61,7 +61,7 @@ def _pieces() -> list[str]:
     parts += [
         stories.Story("", things, 47, 5, plan).worked() for things in stories.THINGS for plan in stories.PLANS
     ]
-    found = {piece for part in parts for piece in re.findall(PIECES, part)}
+    found = {token for part in parts for token in re.findall(TOKEN_PATTERN, part)}
     return sorted(found | set("0123456789"))
 
 

@@ -25,7 +25,7 @@ from verl.errors import ConfigError
 from verl.observe.terminal import escape_control, raw
 
 if TYPE_CHECKING:
-    from verl.requirements import Wanted
+    from verl.requirements import PackageRequirement
 
 DEFAULT_FOLDER = "checkpoints"
 SOFTWARE, MACHINE, CONFIG, RUN = "software", "machine", "this config", "this run"
@@ -121,11 +121,11 @@ def _probe(label: str, target: str, section: str, **arguments: Any) -> Probe:
 
 def machine_probes(folder: str, *, quick: bool = False) -> list[list[Probe]]:
     """Groups of probes, each run in one process. `folder`: where run folders go."""
-    from verl.requirements import wanted_packages
+    from verl.requirements import package_requirements
 
-    wanted = wanted_packages()
-    packages = {each.name: _package_probe(each, quick) for each in wanted}
-    core = [each.name for each in wanted if not each.extra]
+    required = package_requirements()
+    packages = {each.name: _package_probe(each, quick) for each in required}
+    core = [each.name for each in required if not each.extra]
     torch = replace(packages["torch"], target="verl.doctor.software:torch", required=True)
     torch = replace(torch, arguments={"versions": torch.arguments["versions"]})
     light = [
@@ -140,20 +140,20 @@ def machine_probes(folder: str, *, quick: bool = False) -> list[list[Probe]]:
         _probe("hostname", "software:hostname", MACHINE),
         _probe("sandbox", "machine:sandbox", MACHINE),
     ]
-    extras = [[packages[each.name]] for each in wanted if each.extra]
+    extras = [[packages[each.name]] for each in required if each.extra]
     ray = _probe("ray cluster", "software:ray_cluster", MACHINE)
     return [light, [torch, _probe("gpu", "software:gpus", MACHINE), packages["transformers"]], [ray], *extras]
 
 
-def _package_probe(wanted: Wanted, quick: bool) -> Probe:
+def _package_probe(package: PackageRequirement, quick: bool) -> Probe:
     return Probe(
-        wanted.name,
+        package.name,
         "verl.doctor.software:package",
         SOFTWARE,
         limit_s=180.0,  # importing vLLM on a busy machine
-        on_failure="warning" if wanted.extra else "fatal",
-        fix=f"pip install --force-reinstall '{wanted.requirement}'",
-        arguments={**asdict(wanted), "load": not (quick and wanted.extra)},
+        on_failure="warning" if package.extra else "fatal",
+        fix=f"pip install --force-reinstall '{package.requirement}'",
+        arguments={**asdict(package), "load": not (quick and package.extra)},
     )
 
 

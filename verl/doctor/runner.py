@@ -1,6 +1,6 @@
 """Runs probes in child processes that can be killed.
 
-Every probe gets at least one finding: of its own, or one that says that it hung or crashed. The probes after it then
+Every probe gets at least one finding: its result, or one that says that it hung or crashed. The probes after it then
 run in a new process.
 """
 
@@ -60,14 +60,14 @@ class Answer:
 
 
 def run_groups(groups: Sequence[Sequence[Probe]], limit_s: float | None = None) -> list[Answer]:
-    """Run each group in a process of its own, a few at once; `limit_s` replaces the limits of the probes."""
+    """Run each group in a separate process, a few at once; `limit_s` replaces the limits of the probes."""
     running: set[subprocess.Popen[bytes]] = set()
     with ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 1)), thread_name_prefix="verl-doctor") as pool:
         futures = [pool.submit(_run_group, list(group), limit_s, running) for group in groups]
         try:
             return [answer for future in futures for answer in future.result()]
         except BaseException:
-            # The children have sessions of their own: an interrupt of this process does not reach them.
+            # The children run in separate sessions: an interrupt of this process does not reach them.
             for future in futures:
                 future.cancel()
             for process in list(running):

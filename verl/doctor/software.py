@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from verl.doctor.finding import Finding, Status, one_line, size
-from verl.requirements import Wanted, install_command, installed_version
+from verl.requirements import PackageRequirement, install_command, installed_version
 
 _MODULES = {"hydra-core": "hydra", "megatron-core": "megatron.core"}
 _CUDA_BUILD = "install the build of torch for your CUDA: see pytorch.org/get-started"
@@ -33,8 +33,8 @@ def package(
     name: str, versions: str, extra: str = "", load: bool = True, options: str = ""
 ) -> Iterator[Finding]:
     """Whether a package is installed, in the accepted range, and (with `load`) importable."""
-    wanted = Wanted(name, versions, extra, options)
-    install = f"pip install '{wanted.requirement}'"
+    package = PackageRequirement(name, versions, extra, options)
+    install = f"pip install '{package.requirement}'"
     version, module = installed_version(name), _MODULES.get(name, name.replace("-", "_"))
     if version is None and not _is_here(module):
         group = "missing extras" if extra else "missing packages"
@@ -42,7 +42,7 @@ def package(
         return
     serious: Status = "warning" if extra else "fatal"
     data = {"version": version, "accepted": versions}
-    if version is not None and not wanted.accepts(version):
+    if version is not None and not package.accepts(version):
         yield Finding(
             name, serious, f"{version} is installed; verl works with {versions}", install, data=data
         )
@@ -52,7 +52,9 @@ def package(
             importlib.import_module(module)
     except BaseException as error:  # packages end a program on import, too
         seen = f"{version} is installed but cannot be imported: {one_line(error)}"
-        yield Finding(name, serious, seen, f"pip install --force-reinstall '{wanted.requirement}'", data=data)
+        yield Finding(
+            name, serious, seen, f"pip install --force-reinstall '{package.requirement}'", data=data
+        )
         return
     yield Finding(
         name, "ok", version or "unknown version", group="extras" if extra else "packages", data=data

@@ -1,8 +1,8 @@
 """Tokens per micro-batch: as many as the device is fast with, and no more than fit into memory.
 
 The cap by throughput is a table of measurements (`best_tokens`): nothing is timed in a run, so that two runs of a
-config split alike. Memory is measured with a small pass; rounding down to a power of two keeps small differences in
-free memory from changing the split.
+config have the same split. Memory is measured with a small pass; rounding down to a power of two keeps small
+differences in free memory from changing the split.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measure(
     probe: Callable[[int], None], device: torch.device, *, cap: int, reserve_bytes: int = 0, label: str = ""
 ) -> int:
     """Tokens per micro-batch, at most `cap`. `probe(n)` runs one pass over n tokens; `reserve_bytes` will be needed
-    beside what the probe takes."""
+    besides what the probe takes."""
     try:
         fixed, slope = _cuda_cost(probe, device) if device.type == "cuda" else _host_cost(probe)
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Keeps ranks in step when one of them runs out of memory inside a sharded forward or backward pass.
+"""Keeps the ranks' collectives matched when one rank runs out of memory in a sharded forward or backward pass.
 
 Every rank must issue the same all-gathers and reduce-scatters in the same order, or all of them wait for ever. A rank
 whose pass fails half-way has issued some of them, and its peers are waiting in the next one. So it repeats the pass on

@@ -1,6 +1,6 @@
 """The FSDP2 training engine; with one rank a plain module, nothing sharded.
 
-Parameters are always the same objects, so that whoever shares them (the native rollout engine) sees every update.
+Parameters are always the same objects, so that every user of them (the native rollout engine) sees each update.
 Whatever a method needs is brought back to the device first, wherever it was offloaded to.
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.models.vmm_buffer import Parkable, reserve_tensors
+from verl.models.vmm_buffer import SleepableMemory, reserve_tensors
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class ModelMemory:
 
     def __init__(self, model: nn.Module, device: torch.device, sharded: bool) -> None:
         self.model, self.device, self.sharded = model, device, sharded
-        self._memory: Parkable | None = None
+        self._memory: SleepableMemory | None = None
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By id: the parameter or buffer and its view of `_memory`."""
 
@@ -52,7 +52,7 @@ class ModelMemory:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         if self._memory is not None:
-            self._memory.park()
+            self._memory.sleep()
 
     @torch.no_grad()
     def onload(self) -> None:
@@ -76,7 +76,7 @@ class ModelMemory:
             self._views = {id(x): (x, view) for x, view in zip(tensors, views, strict=True)}
             return
         try:
-            self._memory.unpark()
+            self._memory.wake_up()
         except RuntimeError as error:
             log.warning("%s: its weights move to other addresses, CUDA graphs are captured again", error)
             self._memory, self._views = None, {}

@@ -1,7 +1,7 @@
 """The optimiser of one rank: AdamW over float32 master weights, whatever the precision of the parameters.
 
 Updates, moments and sums of gradients over micro-batches are float32. A float32 parameter is its own master; a
-half-precision one is overwritten in place after each step, so that whoever shares the tensor (the native rollout
+half-precision one is overwritten in place after each step, so that every user of the tensor (the native rollout
 engine) sees the new weights. A step whose gradient is not finite changes nothing. `moments` and `stochastic_rounding`
 trade some of this for memory.
 """
@@ -293,7 +293,7 @@ class MasterAdamW:
             self.rule.load(name, {key: values[name] for key, values in state.items()})
 
     def bytes_to_allocate(self, kind: str, moments_on_host: bool) -> int:
-        """What the optimiser will still allocate on the device beside a pass of `kind` ("train" or "forward"): moments
+        """What the optimiser will still allocate on the device besides a pass of `kind` ("train" or "forward"): moments
         before the first step and, in training, float32 sums of gradients."""
         sizes = {name: local(master).numel() for name, master in self.masters.items()}
         each = 2 if isinstance(self.rule, LowMemoryAdamW) and self.rule.int8 else 8

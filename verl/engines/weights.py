@@ -18,7 +18,7 @@ from verl.engines.sharding import Ranks, fsdp_modules, group_modules
 from verl.errors import RolloutError
 from verl.models.introspection import class_of
 from verl.models.value_model import ValueModel
-from verl.models.vmm_buffer import Parkable, reserve_tensors
+from verl.models.vmm_buffer import SleepableMemory, reserve_tensors
 from verl.models.weight_source import (
     Adapter,
     NamedTensors,
@@ -47,7 +47,7 @@ class FSDPWeights(WeightSource):
         ranks: Ranks,
         gather: Callable[[], AbstractContextManager[nn.Module]],
     ) -> None:
-        """`gather`: a context with the whole model, for generating."""
+        """`gather`: a context with the unsharded model, for generating."""
         self._engine, self._model, self._ranks, self._gather = engine, model, ranks, gather
         self.dtype, self.device = engine.info.dtype, engine.info.device
 
@@ -106,12 +106,12 @@ class GatheredCopy:
     def __init__(
         self, model: nn.Module, module: nn.Module, device: torch.device, compute_dtype: torch.dtype
     ) -> None:
-        """`model` is sharded; `module` is what `copy_to_meta` made of it before."""
+        """`model` is sharded; `module` is its copy by `copy_to_meta`."""
         self.module = module
         self._device, self._compute_dtype = device, compute_dtype
         self._pairs = list(zip(model.modules(), module.modules(), strict=True))
         self._fsdp_modules = fsdp_modules(model)
-        self._memory: Parkable | None = None
+        self._memory: SleepableMemory | None = None
         self._fills: list[tuple[list[torch.Tensor], list[tuple[nn.Module, str]]]] = []
         self._users = 0
 
@@ -126,7 +126,7 @@ class GatheredCopy:
         finally:
             self._users -= 1
             if self._users == 0 and self._memory is not None:
-                self._memory.park()
+                self._memory.sleep()
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -134,14 +134,14 @@ class GatheredCopy:
             if self._memory is None:
                 self._allocate()
             else:
-                self._memory.unpark()
+                self._memory.wake_up()
         except RuntimeError as error:
             raise RolloutError(
                 f"the gathered model for generating does not fit into device memory: {str(error).splitlines()[0]}; "
                 "set actor.fsdp_config.optimizer_offload=true or param_offload=true"
             ) from error
         # `unshard` is an all-gather: every rank visits the FSDP modules in the same order. One of them is gathered at
-        # a time, so that beside the copy itself only one layer is whole.
+        # a time, so that besides the copy itself only one layer is unsharded.
         for module, (targets, sources) in zip(self._fsdp_modules, self._fills, strict=True):
             module.unshard()
             if targets:

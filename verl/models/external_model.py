@@ -59,7 +59,7 @@ def _plain(model: nn.Module) -> nn.Module:
     inner: Any = model.module if isinstance(model, FullyShardedDataParallel) else model
     kind = type(inner)
     if issubclass(kind, FSDPModule):
-        kind = kind.__bases__[1]  # fully_shard puts a class of its own between the module and its class
+        kind = kind.__bases__[1]  # fully_shard puts its own class between the module and its class
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     try:
         with parameters_on_meta():

@@ -1,7 +1,7 @@
 """Run a half-precision model in float32 without a float32 copy of it, to compare two computations exactly.
 
 Inside `float32_arithmetic` every operation widens the half-precision tensors it reads: at any time at most one weight
-exists twice. The module is not touched, so it works alike for LoRA, tied, mixture-of-experts and FSDP2-sharded models.
+exists twice. The module is not touched, so LoRA, tied, mixture-of-experts and FSDP2-sharded models work too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 SEEDS = (11, 12, 13, 14, 15)
 
 
-def settled(compare: Callable[[int], str | None]) -> str | None:
+def majority_fault(compare: Callable[[int], str | None]) -> str | None:
     """None where the first comparison finds no fault, or most do not; else the fault. Rarely, a router of a mixture of
     experts is so undecided about a token that rounding decides, in float32 too: one difference is not yet a fault."""
     first = compare(SEEDS[0])
@@ -138,7 +138,7 @@ def _widened(x: Any) -> Any:
 
 
 def _pause_in_fsdp_hooks(module: nn.Module, mode: _Float32Mode) -> Callable[[], None]:
-    """FSDP2's own hooks gather and free weights, which must go on in the sharded types, and round the module's inputs,
+    """FSDP2's own hooks gather and free weights, which must stay in the sharded types, and round the module's inputs,
     which is undone. Returns what takes the hooks out again."""
     inputs: list[tuple[Any, Any]] = []
 

@@ -31,7 +31,7 @@ HeadKernel = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How logits are made of the matrix product, and which answers are wanted."""
+    """How logits are computed from the matrix product, and which outputs are needed."""
 
     temperature: float = 1.0
     softcap: float | None = None
@@ -56,14 +56,14 @@ class HeadOutput:
 
 
 def slice_columns(tokens: int, device: torch.device) -> int:
-    """Columns of the logits held at once: enough for an efficient product, little beside the model."""
+    """Columns of the logits in memory at once: enough for an efficient product, little compared to the model."""
     budget = _SLICE_BYTES_CUDA if device.type == "cuda" else _SLICE_BYTES_CPU
     columns = budget // (4 * max(tokens, 1))
     return max(columns // FEWEST_COLUMNS * FEWEST_COLUMNS, FEWEST_COLUMNS)
 
 
 def slice_bytes(tokens: int, vocab: int, device: torch.device) -> int:
-    """Of one slice of float32 logits and its gradient, which are held together."""
+    """Of one slice of float32 logits and its gradient, which are in memory together."""
     return 2 * 4 * tokens * min(slice_columns(tokens, device), vocab)
 
 

@@ -40,7 +40,7 @@ def backbone_of(model: Any) -> Any:
     if inner is model:  # its backbone has another name than `base_model_prefix` (Llama-4's text model)
         inner = getattr(model, "model", None)
     if inner is None or inner is model:
-        raise ModelError(f"{type(model).__name__} has no backbone apart from its output head")
+        raise ModelError(f"{type(model).__name__} has no backbone separate from its output head")
     return inner
 
 

@@ -107,7 +107,7 @@ def _placeholder_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """An adapted linear layer; scaling and sum happen inside the second product, not as passes of their own."""
+    """An adapted linear layer; scaling and sum happen inside the second product, not as separate passes."""
     result: torch.Tensor = module.base_layer(x)
     if module.disable_adapters or module.merged:
         return result
@@ -161,7 +161,7 @@ def merge_lora(
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight, whole, under the name it had before adapters, with the adapter's product added."""
+    """Every weight, unsharded, under the name it had before adapters, with the adapter's product added."""
     deltas = {f"{name}.base_layer.weight": module for name, module in _adapted(model)}
     for name, value in model.state_dict(keep_vars=True).items():
         plain = plain_name(name)

@@ -3,7 +3,7 @@
 Buffers, which the files do not have, are real. Reading rows of a parameter reads those rows of the files and no others,
 and leaves nothing mapped. Most parameters are one tensor of the files; the experts of a mixture, which transformers
 joins on loading, are many. A model that transformers would load otherwise than by copying is refused (`CannotStream`)
-and must be loaded as a whole.
+and must be loaded completely.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SafetensorsFiles:
 
     @classmethod
     def of(cls, path: str) -> SafetensorsFiles:
-        """The files transformers would read; others beside them are ignored."""
+        """The files transformers would read; other files are ignored."""
         single = model_file(path, _SINGLE)
         if single is not None:
             with _opened(single) as handle:
@@ -129,8 +129,8 @@ class JoinedExperts:
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
         first = [shapes[name] for name in self.rows[0]]
-        alike = all([shapes[name] for name in row] == first for row in self.rows)
-        if not alike or any(shape[1:] != first[0][1:] for shape in first):
+        uniform = all([shapes[name] for name in row] == first for row in self.rows)
+        if not uniform or any(shape[1:] != first[0][1:] for shape in first):
             raise CannotStream(f"the experts around {self.rows[0][0]} differ in shape")
         return (len(self.rows), sum(shape[0] for shape in first), *first[0][1:])
 

@@ -21,7 +21,14 @@ import torch
 from torch import nn
 
 from verl.models.attention import AttentionObserver, observe_attention
-from verl.models.float32 import FAULTS, exact_if_possible, first_line, float32_arithmetic, is_half, settled
+from verl.models.float32 import (
+    FAULTS,
+    exact_if_possible,
+    first_line,
+    float32_arithmetic,
+    is_half,
+    majority_fault,
+)
 from verl.models.introspection import backbone_of
 from verl.models.packing import FORWARD_METHOD, pack, packed_forward, pad
 
@@ -47,8 +54,8 @@ class AttentionCall:
     sliding_window: int | None
     mask: Callable[..., torch.Tensor] | None
     """transformers' function of (batch, head, query position, key position); None: there is none."""
-    own_mask: bool
-    """Whether the layer made a mask tensor by itself."""
+    custom_mask: bool
+    """Whether the layer built the mask tensor itself."""
     tensors: tuple[str, ...]
     """Names of keyword arguments that hold tensors and mean something we do not implement (sinks, biases, indices)."""
     has_context: bool
@@ -91,7 +98,7 @@ def attention_calls(model: nn.Module, backbone: nn.Module) -> list[AttentionCall
                 device=k.device,
                 sliding_window=named["sliding_window"],
                 mask=known,
-                own_mask=known is None and mask_tensor is not None,
+                custom_mask=known is None and mask_tensor is not None,
                 tensors=tuple(name for name in others if not name.startswith("cu_seq")),
                 has_context=named["verl_attn"] is not None,
             )
@@ -116,7 +123,7 @@ def attention_fault(calls: Sequence[AttentionCall], config: Any) -> str | None:
         return f"its attention takes more than queries, keys and values ({', '.join(others)})"
     longest = min(int(getattr(config, "max_position_embeddings", None) or _LONGEST), _LONGEST)
     for call in calls:
-        if call.own_mask:
+        if call.custom_mask:
             return f"layer {call.layer} computes its own attention mask"
         if call.mask is not None and not _same_mask(call, longest):
             window = "" if call.sliding_window is None else f" within {call.sliding_window} tokens"
@@ -127,7 +134,7 @@ def attention_fault(calls: Sequence[AttentionCall], config: Any) -> str | None:
 def _same_mask(call: AttentionCall, longest: int) -> bool:
     """Whether the last position sees exactly the earlier ones within the window that the attention call names."""
     assert call.mask is not None
-    with call.device:  # a mask may have tensors of its own
+    with call.device:  # a mask may create tensors
         zero, last, positions = torch.tensor(0), torch.tensor(longest - 1), torch.arange(longest + 1)
     try:
         theirs = call.mask(zero, zero, last, positions).expand(longest + 1)
@@ -195,7 +202,7 @@ class Probe:
         return self._run(check)[batch.slot.argsort()]
 
     def alone(self, rows: Rows, times: int = 1) -> torch.Tensor:
-        """Each row as a batch of its own (`times` equal rows), without padding."""
+        """Each row as a separate batch (`times` equal rows), without padding."""
         outputs = []
         for row, (start, stop) in enumerate(_SPANS):
             ids, attended, wanted = (x[row : row + 1, start:stop].repeat(times, 1) for x in rows)
@@ -206,7 +213,7 @@ class Probe:
         batch = (pack if packed else pad)(*rows, self.device)
         return self._run(lambda model: packed_forward(model, batch)["log_probs"])
 
-    def own_log_probs(self, ids: torch.Tensor) -> torch.Tensor:
+    def stock_log_probs(self, ids: torch.Tensor) -> torch.Tensor:
         """Of the first row, by the model's own forward."""
         ids = ids.to(self.device)
 
@@ -302,7 +309,7 @@ def packing_fault(model: Any, device: torch.device, stock_attention: str) -> str
         gap = probe.gap(together, alone)
         if not gap <= bound:
             other = probe(probe_rows(_vocab(model), seed, neighbour=seed + 200), packed=True)
-            first = slice(_SPANS[0][1] - _SPANS[0][0] - 1)  # the longer row, which stands behind the other
+            first = slice(_SPANS[0][1] - _SPANS[0][0] - 1)  # the longer row, which comes after the other
             leak = probe.gap(together[first], other[first])
             if not leak <= bound:
                 return f"one sequence changes its neighbour's answer by {leak:.3g}"
@@ -311,7 +318,7 @@ def packing_fault(model: Any, device: torch.device, stock_attention: str) -> str
 
     failure = "its forward does not take packed sequences"
     # The calls are the same for every seed: tried once, since a model that raises does so every time.
-    return _guarded(failure, calls_fault)(0) or settled(_guarded(failure, compare))
+    return _guarded(failure, calls_fault)(0) or majority_fault(_guarded(failure, compare))
 
 
 def _kernel_fault(packed: torch.Tensor, stock: torch.Tensor, exact: torch.Tensor) -> str | None:
@@ -333,7 +340,7 @@ def padding_fault(model: Any, device: torch.device) -> str | None:
         return None if gap <= bound else f"padding changes its answers by {gap:.3g}"
 
     failure = "its forward does not take token ids, positions and a padding mask"
-    return settled(_guarded(failure, compare))
+    return majority_fault(_guarded(failure, compare))
 
 
 @torch.no_grad()
@@ -350,12 +357,12 @@ def randomness_fault(model: Any, device: torch.device, packed: bool) -> str | No
             model.eval()
         return None if gap <= bound else f"its answers in training mode differ by {gap:.3g}"
 
-    return settled(_guarded("its forward fails in training mode", compare))
+    return majority_fault(_guarded("its forward fails in training mode", compare))
 
 
 @torch.no_grad()
 def head_fault(model: Any, device: torch.device, packed: bool, stock_attention: str) -> str | None:
-    """Why log-probabilities cannot be made of hidden states and output matrix, or None: the model's own forward may
+    """Why log-probabilities cannot be computed from hidden states and output matrix, or None: the model's forward may
     do more to its logits than we know."""
     start, stop = _SPANS[0]
 
@@ -363,11 +370,11 @@ def head_fault(model: Any, device: torch.device, packed: bool, stock_attention: 
         ids, attended, wanted = (x[:1, start:stop] for x in probe_rows(_vocab(model), seed))
         with _attention(model, stock_attention):
             probe, own, bound = _reference(
-                model, device, lambda probe, times: probe.own_log_probs(ids.repeat(times, 1))
+                model, device, lambda probe, times: probe.stock_log_probs(ids.repeat(times, 1))
             )
         gap = probe.gap(probe.log_probs((ids, attended, wanted), packed), own)
         if gap <= bound:
             return None
         return f"its logits are not hidden states times output matrix (log-probabilities differ by {gap:.3g})"
 
-    return settled(_guarded("its output head is not one we can train", compare))
+    return majority_fault(_guarded("its output head is not one we can train", compare))

@@ -2,7 +2,7 @@
 
 Captured graphs hold addresses; capturing them again after every training phase would cost more than generating. So the
 address range stays reserved and only the memory behind it comes and goes (CUDA's virtual memory management, called
-through the driver's library). While parked, nobody may touch the range; memory is mapped or released only when the
+through the driver's library). While asleep, nothing may touch the range; memory is mapped or released only when the
 device is idle.
 """
 
@@ -80,7 +80,7 @@ class VMMBuffer:
             ctypes.c_uint64(0),
             ctypes.c_uint64(0),
         )
-        self.unpark()
+        self.wake_up()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class VMMBuffer:
             "version": 3,
         }
 
-    def unpark(self) -> None:
+    def wake_up(self) -> None:
         """Allocate memory behind the range; its content is undefined. RuntimeError when there is too little."""
         if self.mapped:
             return
@@ -116,7 +116,7 @@ class VMMBuffer:
             ctypes.c_uint64(0),
         )
 
-    def park(self) -> None:
+    def sleep(self) -> None:
         """Release the memory."""
         if not self.mapped:
             return
@@ -127,7 +127,7 @@ class VMMBuffer:
 
     def __del__(self) -> None:
         try:
-            self.park()
+            self.sleep()
             self._driver("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
         except (RuntimeError, AttributeError, TypeError):  # the process ends, or __init__ failed
             pass
@@ -151,25 +151,25 @@ def reserve(size: int, device: torch.device) -> tuple[VMMBuffer, torch.Tensor] |
         return None
 
 
-class Parkable(Protocol):
+class SleepableMemory(Protocol):
     """Memory that can be released and allocated again; its content is lost."""
 
-    def park(self) -> None: ...
+    def sleep(self) -> None: ...
 
-    def unpark(self) -> None: ...
+    def wake_up(self) -> None: ...
 
 
 class _HostMemory:
-    """Pages of the host: released to the system while parked, the address range stays."""
+    """Pages of the host: released to the system while asleep, the address range stays."""
 
     def __init__(self, size: int) -> None:
         self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
 
-    def park(self) -> None:
+    def sleep(self) -> None:
         self._pages.madvise(mmap.MADV_DONTNEED)
 
-    def unpark(self) -> None:
+    def wake_up(self) -> None:
         pass  # the system maps pages when they are written
 
 
@@ -180,25 +180,25 @@ class _AllocatorMemory:
         self._size = size
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def park(self) -> None:
+    def sleep(self) -> None:
         self.bytes.untyped_storage().resize_(0)
 
-    def unpark(self) -> None:
+    def wake_up(self) -> None:
         self.bytes.untyped_storage().resize_(self._size)
 
 
 def reserve_tensors(
     shapes: Iterable[tuple[torch.Size, torch.dtype]], device: torch.device
-) -> tuple[Parkable, list[torch.Tensor]]:
-    """Tensors of these shapes in one block of parkable memory, on any device. Their addresses stay, but for a GPU
-    without virtual memory management."""
+) -> tuple[SleepableMemory, list[torch.Tensor]]:
+    """Tensors of these shapes in one block of memory that can be released, on any device. Their addresses stay,
+    except on a GPU without virtual memory management."""
     offsets, size = [], 0
     for shape, dtype in shapes:
         offsets.append((size, shape, dtype))
         size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     reserved = reserve(max(size, 1), device)
     if reserved is not None:
-        memory: Parkable = reserved[0]
+        memory: SleepableMemory = reserved[0]
         raw = reserved[1]
     else:
         ordinary = _HostMemory(size) if device.type == "cpu" else _AllocatorMemory(size, device)

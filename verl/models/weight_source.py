@@ -21,12 +21,12 @@ Names = Literal["hf", "module"]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter apart from its base weights."""
+    """A LoRA adapter without its base weights."""
 
     config: Any
     """peft's `LoraConfig`."""
     named_tensors: NamedTensors
-    """Under the names of the module's state dict, whole, one at a time."""
+    """Under the names of the module's state dict, unsharded, one at a time."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class WeightSource(ABC):
 
     @abstractmethod
     def named_tensors(self, names: Names = "hf") -> NamedTensors:
-        """Every weight, whole, one at a time, adapters merged; a tied weight under each of its names."""
+        """Every weight, unsharded, one at a time, adapters merged; a tied weight under each of its names."""
 
     @abstractmethod
     def base_tensors(self, names: Names = "hf") -> NamedTensors:
-        """Every weight without the adapter, whole, one at a time."""
+        """Every weight without the adapter, unsharded, one at a time."""
 
     @abstractmethod
     def adapter(self) -> Adapter | None:
-        """The LoRA adapter apart from its base; None without LoRA."""
+        """The LoRA adapter without its base weights; None without LoRA."""
 
     @abstractmethod
     def module(self) -> AbstractContextManager[nn.Module]:
-        """The live module with whole weights, for engines in this process; released on exit."""
+        """The live module with unsharded weights, for engines in this process; released on exit."""
 
     @abstractmethod
     def structure(self) -> AbstractContextManager[nn.Module]:
@@ -109,7 +109,7 @@ def adapter_of(model: Any, dtype: torch.dtype) -> Adapter | None:
 
 
 def _renamed(model: Any, name: str, value: torch.Tensor, names: Names) -> NamedTensors:
-    """Where transformers joins tensors on loading (the experts of a mixture), files have them apart."""
+    """Splits tensors that transformers joins on loading (the experts of a mixture), as the model's files do."""
     if names == "module" or isinstance(model, ValueModel):
         yield name, value
         return

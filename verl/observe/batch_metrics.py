@@ -242,7 +242,7 @@ def _group_facts(score_B: torch.Tensor, uids: list[str]) -> dict[str, float | in
 
 
 def _repetitive(responses_BT: torch.Tensor, length_B: torch.Tensor) -> torch.Tensor:
-    """[B] bool: long responses made of few distinct tokens."""
+    """[B] bool: long responses with few distinct tokens."""
     responses_BT, length_B = responses_BT.cpu(), length_B.cpu()
     behind = torch.arange(responses_BT.shape[1])[None, :] >= length_B[:, None]
     ordered = responses_BT.masked_fill(behind, -1).sort(dim=-1).values

@@ -183,7 +183,7 @@ def _decimals(form: str) -> int:
 
 
 class Counter:
-    """Counts up to `total`; `about` is shown beside it."""
+    """Counts up to `total`; `about` is shown next to it."""
 
     def __init__(self, title: str, total: int, done: int, bar: Progress | None) -> None:
         self.title, self.total, self.done = title, total, done

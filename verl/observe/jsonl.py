@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def append_line(path: Path, text: str) -> None:
-    """Add a line, whole or not at all."""
+    """Append a line, or nothing if the write fails."""
     with open(path, "a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         cut = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"

@@ -56,7 +56,7 @@ class NewestStep(Collector):
 
 
 class _Server(ThreadingWSGIServer):
-    """A thread per connection, and so many connections: for a new one beyond that, the oldest is closed."""
+    """A thread per connection, and a limit on connections: for a new one beyond that, the oldest is closed."""
 
     request_queue_size = 128  # a client that finds the queue full is kept waiting for a second by the kernel
 
@@ -87,7 +87,7 @@ class _Server(ThreadingWSGIServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        return None  # a client that went away or said nothing for too long is no concern of the run
+        return None  # a client that disconnected or timed out must not disturb the run
 
 
 class _Handler(WSGIRequestHandler):
@@ -98,7 +98,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class PrometheusTracker:
-    """A tracker that answers scrapes from threads of its own. `run` is the label of every metric."""
+    """A tracker that answers scrapes from its own threads. `run` is the label of every metric."""
 
     def __init__(self, host: str, port: int, run: str) -> None:
         self._newest = NewestStep(run)

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from verl.observe.jsonl import read_jsonl, read_metrics
 from verl.observe.run_folder import write_atomically
 
-# Curves worth a place, in this order; whatever validation measured comes after them.
+# Curves that are shown, in this order; whatever validation measured comes after them.
 _CURVES = (
     "reward/mean", "train/loss", "val/loss", "response_length/mean", "response_length/clip_ratio", "actor/entropy",
     "actor/kl_loss", "actor/kl", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm", "critic/vf_loss",
@@ -94,24 +94,24 @@ def curve_svg(name: str, points: Sequence[tuple[float, float]]) -> Markup:
     x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
     width, height, left, bottom = 320.0, 120.0, 6.0, 14.0
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
         across = (x - x0) / (x1 - x0) if x1 > x0 else 0.5
         up = (y - y0) / (y1 - y0) if y1 > y0 else 0.5
         return left + across * (width - 2 * left), height - bottom - up * (height - bottom - 12)
 
-    placed = [place(x, y) for x, y in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+    scaled = [to_pixels(x, y) for x, y in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in scaled)
     return _FIGURE.format(
         name=name,
         last=ys[-1],
-        line=Markup("<polyline points='{}'/>").format(line) if len(placed) > 1 else "",
+        line=Markup("<polyline points='{}'/>").format(line) if len(scaled) > 1 else "",
         width=width,
         height=height,
         left=left,
         right=width - left,
         bottom=height - 3,
-        x=placed[-1][0],
-        y=placed[-1][1],
+        x=scaled[-1][0],
+        y=scaled[-1][1],
         high=y1,
         low=y0,
         steps=x1,

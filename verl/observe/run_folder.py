@@ -232,7 +232,7 @@ def locked_by_this_process(folder: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`, whole or not at all, also when the machine stops in the middle."""
+    """Replace `path` by `text` atomically, also when the machine stops in the middle."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

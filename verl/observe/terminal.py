@@ -59,7 +59,7 @@ class SafeStream:
 
 
 def raw(stream: Any) -> Any:
-    """The stream below, for a writer that puts control codes of its own around text it has escaped."""
+    """The stream below, for a writer that puts its own control codes around text it has escaped."""
     while isinstance(stream, SafeStream):
         stream = stream.raw
     return stream

@@ -235,7 +235,7 @@ def _find_function(module: ModuleType, name: str | None, spec: FunctionSpec) -> 
 
 @dataclass(frozen=True)
 class Signature:
-    """A function's parameters as plain data, because the function itself may live in another process."""
+    """A function's parameters as plain data, because the function itself may be in another process."""
 
     name: str
     positional_only: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""A language model as judge, behind any endpoint that speaks OpenAI's chat protocol.
+"""A language model as judge, behind any OpenAI-compatible chat endpoint.
 
 Requests start as responses finish and overlap up to a limit. A request has a deadline and is repeated when the server
 is busy or unreachable, within the rate limit. A judge without a usable answer costs the sample its score.

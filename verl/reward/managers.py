@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 ManagerFactory = Callable[..., RewardManager]
 RewardModelFactory = Callable[[], Backend]
-"""Starts the reward model on GPUs of its own."""
+"""Starts the reward model on separate GPUs."""
 FACTORIES: dict[str, ManagerFactory] = {}
 
 
@@ -224,7 +224,7 @@ def build_reward_manager(
     reward_model_factory: RewardModelFactory | None = None,
 ) -> RewardManager:
     """The manager the config names. `function`, a callable or a list of them, replaces the config's functions.
-    `reward_model_factory` starts a reward model on GPUs of its own; only where `reward.reward_model.n_gpus_per_node`
+    `reward_model_factory` starts a reward model on separate GPUs; only where `reward.reward_model.n_gpus_per_node`
     is set is it passed on and called."""
     name = reward_cfg.reward_manager.name
     if name not in FACTORIES:
@@ -249,7 +249,7 @@ def build_reward_manager(
                 else f"with reward.reward_manager.name={name}, which takes no argument for it"
             )
             raise ConfigError(
-                f"A reward model on GPUs of its own (reward.reward_model.n_gpus_per_node={gpus}) is not possible "
+                f"A reward model on separate GPUs (reward.reward_model.n_gpus_per_node={gpus}) is not possible "
                 f"{why}; set it to 0 or use one of {', '.join(REWARD_MANAGERS)}."
             )
         arguments["reward_model_factory"] = reward_model_factory

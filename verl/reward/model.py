@@ -1,8 +1,8 @@
 """A sequence-classification model as reward: one number for a whole conversation.
 
 Conversations are encoded with the reward model's own tokenizer and template and scored in batches of similar length. On
-the trainer's GPUs the model stays in host memory while it is not used; `verl.workers.reward_model_pool` runs it on GPUs
-of its own. Scores do not depend on how samples are batched.
+the trainer's GPUs the model stays in host memory while it is not used; `verl.workers.reward_model_pool` runs it on
+separate GPUs. Scores do not depend on how samples are batched.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def estimated_work(sample: RewardSample, hidden_size: int) -> int:
 
 def next_share(work: Sequence[int], processes: int, batch_size: int) -> list[int]:
     """Positions in `work` (one number for each waiting sample) that one of `processes` scores next: its share, largest
-    first so that all finish about together, at least `batch_size` samples where there are enough for everyone."""
+    first so that all finish about together, at least `batch_size` samples where there are enough for all."""
     if not work:
         return []
     order = sorted(range(len(work)), key=lambda position: (-work[position], position))

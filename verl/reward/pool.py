@@ -69,7 +69,7 @@ class WorkerPool(Backend):
             cfg.sandbox_fusion, max_concurrent=max(1, cfg.sandbox_fusion.max_concurrent // num_workers)
         )
         self._setup = WorkerSetup(tuple(specs), replace(cfg, sandbox_fusion=fusion), dict(scorers or {}))
-        # Programs in the sandbox are descendants too, and have a limit of their own.
+        # Programs in the sandbox are descendants too, and have a separate limit.
         self._memory_limit = (
             (cfg.memory_limit_mb + cfg.sandbox.memory_limit_mb) << 20
             if cfg.memory_limit_mb

@@ -57,7 +57,7 @@ class Request:
     n: int = 1
     seed: int = 0
     partial: tuple[Sequence[int], ...] = ()
-    """Tokens already produced for each sample (a resumed request); generation goes on after them, and they
+    """Tokens already produced for each sample (a resumed request); generation continues after them, and they
     count towards `max_tokens`. The response then holds only the new tokens: the caller kept the old ones."""
     prefix_id: str | None = None
     """Keep the KV blocks of this request's tokens (prompt and response) after it has finished, until `release` of this
@@ -87,7 +87,7 @@ class RolloutStats:
     kv_blocks_used: int = 0
     kv_blocks: int = 0
     generated_tokens: int = 0
-    """Of responses handed out since the engine was built."""
+    """Of responses returned since the engine was built."""
     prefilled_tokens: int = 0
     """Prompt tokens computed since the engine was built; those found in the KV cache do not count."""
     preemptions: int = 0
@@ -142,7 +142,7 @@ class RolloutEngine(ABC):
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
         """Submit, then yield each sample as it finishes. Closing the iterator aborts the rest.
 
-        For an engine with no other requests outstanding: `poll` would hand out their responses here."""
+        For an engine with no other requests outstanding: `poll` would return their responses here."""
         requests = list(requests)
         stats = self.stats()
         if stats.running or stats.waiting:

@@ -1,7 +1,7 @@
 """What engines with their own copy of the weights have in common: a stream of samples, and checked weight updates.
 
 After `update_weights` log-probs have shown that the engine computes with the new weights (where it sleeps, after
-`wake`). `TPFollower` and `RemoteEngine` take an engine's place on ranks that do not host one.
+`wake`). `TPFollower` and `RemoteEngine` replace the engine on ranks that do not host one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from verl.errors import ConfigError, RolloutError, missing_package
 from verl.models.weight_source import Adapter, NamedTensors, WeightSource
-from verl.requirements import installed_version, wanted_package
+from verl.requirements import installed_version, package_requirement
 from verl.rollout.base import (
     BatchEngine,
     FinishReason,
@@ -46,13 +46,13 @@ _SLEEP_ARGUMENT = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
 
 def require_engine(name: str) -> str:
     """The installed version; MissingPackage without one, ConfigError outside the range of pyproject.toml."""
-    version, wanted = installed_version(name), wanted_package(name)
+    version, required = installed_version(name), package_requirement(name)
     if version is None or util.find_spec(name) is None:
         raise missing_package(name, name, f"rollout.name={name}")
-    if wanted is not None and not wanted.accepts(version):
+    if required is not None and not required.accepts(version):
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={name}: {name} {version} is installed, verl works with "
-            f"{wanted.versions}; pip install '{wanted.requirement}', or set actor_rollout_ref.rollout.name=native"
+            f"{required.versions}; pip install '{required.requirement}', or set actor_rollout_ref.rollout.name=native"
         )
     return version
 
@@ -133,8 +133,8 @@ class ExternalRollout(RolloutEngine):
     """The parts of an engine that do not depend on which one it is."""
 
     name: str
-    lora_apart = False
-    """The engine takes LoRA adapters apart from their base weights."""
+    separate_adapter = False
+    """The engine takes LoRA adapters separately from their base weights."""
 
     def __init__(
         self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig, *, watchdog_s: float
@@ -153,7 +153,7 @@ class ExternalRollout(RolloutEngine):
         self.can_sleep = bool(extra.get(_SLEEP_ARGUMENT[self.name], can_sleep))
         self.version = 0
         self.asleep: set[str] = set()
-        """What was given back: `weights`, `kv_cache`."""
+        """What has been released: `weights`, `kv_cache`."""
         self._lock = threading.Lock()
         self._outstanding: dict[str, Sample] = {}
         self._finished: list[Response] = []
@@ -191,14 +191,14 @@ class ExternalRollout(RolloutEngine):
         """One step, or a short wait of at most `timeout_s`: what finished in it, each by `_finish`."""
 
     def _cancel(self, samples: Sequence[Sample]) -> None:
-        """Nobody waits for these samples any more (they are marked aborted)."""
+        """These samples are no longer needed (they are marked aborted)."""
 
     @abstractmethod
     def _send_weights(self, tensors: NamedTensors) -> None:
         """Bring these weights over as `self.version` and check their arrival."""
 
     def _send_adapter(self, adapter: Adapter) -> None:
-        """The same with a LoRA adapter; only where `lora_apart`."""
+        """The same with a LoRA adapter; only where `separate_adapter`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -287,7 +287,7 @@ class ExternalRollout(RolloutEngine):
         self.source, self.version = source, version
         if "weights" in self.asleep:
             self._wake_up(["weights"])
-        if not self.lora_apart:
+        if not self.separate_adapter:
             self._send_weights(source.named_tensors())
         else:
             if not self._base_sent:
@@ -361,7 +361,7 @@ class RemoteEngine(BatchEngine):
     """On a trainer's rank when generation has its own processes; they are given new weights directly."""
 
     def run_batch(self, requests: list[Request]) -> Iterator[Response]:
-        raise RolloutError("this rank only trains: actor_rollout_ref.rollout has processes of its own")
+        raise RolloutError("this rank only trains: actor_rollout_ref.rollout runs in separate processes")
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """The rollout processes take the weights in a call to both sides."""
@@ -377,7 +377,7 @@ class TPFollower(ExternalRollout):
         super().__init__(source, tokenizer, config, watchdog_s=0.0)
 
     def _launch(self) -> None:
-        self.lora_apart = self.name == "vllm" and self.info.lora_rank > 0
+        self.separate_adapter = self.name == "vllm" and self.info.lora_rank > 0
 
     def submit(self, requests: Iterable[Request]) -> None:
         raise RolloutError(f"this rank follows the one that hosts {self.name}; requests go to that one")

@@ -52,7 +52,7 @@ def server_devices(config: RolloutConfig, info: ModelInfo) -> dict[str, str]:
     visible = named or [str(number) for number in range(torch.cuda.device_count())]
     if len(visible) < count + 1:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.n_gpus_per_node is {count}, beside the trainer's one; torch sees "
+            f"actor_rollout_ref.rollout.n_gpus_per_node is {count}, in addition to the trainer's one; torch sees "
             f"{len(visible)} GPUs. Lower it together with actor_rollout_ref.rollout.tensor_model_parallel_size"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[1 : count + 1])}

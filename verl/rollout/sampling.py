@@ -25,7 +25,7 @@ from verl.rollout.base import SamplingParams
 
 _BLOCK = 256
 _NUCLEUS_GUESS = 512
-"""Most nuclei fit in this many tokens; only rows that do not are sorted whole."""
+"""Most nuclei fit in this many tokens; only rows that do not are fully sorted."""
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_A = 0xBF58476D1CE4E5B9
@@ -140,7 +140,7 @@ class SamplingBatch:
 
 
 def seen_tokens(history_BL: torch.Tensor, vocab: int) -> torch.Tensor:
-    """[B, V]: which tokens stand in each row's history (prompt and response, padded with -1)."""
+    """[B, V]: which tokens occur in each row's history (prompt and response, padded with -1)."""
     seen_BV = torch.zeros(len(history_BL), vocab + 1, dtype=torch.bool, device=history_BL.device)
     return seen_BV.scatter_(1, torch.where(history_BL < 0, vocab, history_BL), True)[:, :vocab]
 
@@ -173,7 +173,7 @@ def _top_p_floor(weights_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tenso
 
 
 def _mass(weights: torch.Tensor) -> torch.Tensor:
-    """Weights in units of 2^-44. Sums of integers are exact, whoever adds them up and in which order."""
+    """Weights in units of 2^-44. Sums of integers are exact in any order."""
     return (weights * 2.0**44).to(torch.int64)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from verl.errors import RolloutError
 from verl.models.attention import ATTENTION_NAME, register_attention
-from verl.models.float32 import FAULTS, exact_if_possible, first_line, float32_arithmetic, settled
+from verl.models.float32 import FAULTS, exact_if_possible, first_line, float32_arithmetic, majority_fault
 from verl.models.weight_source import (
     Adapter,
     NamedTensors,
@@ -84,7 +84,7 @@ def _log_probs(
 
 
 def as_source(source: WeightSource | nn.Module) -> WeightSource:
-    """A module handed in by a user is a source of its own weights."""
+    """A module handed in by a user serves as its own weight source."""
     return source if isinstance(source, WeightSource) else ModuleWeights(source)
 
 
@@ -141,7 +141,7 @@ def cannot_generate(model: Any, fault: str, engine: str = "native") -> RolloutEr
 def verify(model: Any, engine: str, generate: Callable[[list[Request]], list[Response]]) -> None:
     """RolloutError where `generate`, which uses this model, gives other log-probs than the model's own forward."""
     try:
-        fault = settled(lambda seed: _difference(model, generate, seed))
+        fault = majority_fault(lambda seed: _difference(model, generate, seed))
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
@@ -151,7 +151,7 @@ def verify(model: Any, engine: str, generate: Callable[[list[Request]], list[Res
 
 
 def _difference(model: Any, generate: Callable[[list[Request]], list[Response]], seed: int) -> str | None:
-    def own_log_probs(
+    def stock_log_probs(
         rows: list[tuple[list[int], list[int]]], temperature: float, times: int = 1
     ) -> torch.Tensor:
         """Each row alone (in a batch of `times` equal ones), by the stock forward."""
@@ -174,16 +174,16 @@ def _difference(model: Any, generate: Callable[[list[Request]], list[Response]],
             )
             rows = [(prompts[int(response.request_id)], response.token_ids) for response in responses]
             ours = torch.tensor([response.log_probs for response in responses]).double()
-            own = own_log_probs(rows, temperature)
+            stock = stock_log_probs(rows, temperature)
             # Without float32 the size of rounding errors is seen from another batch size, which takes other kernels.
-            noise = 0.0 if exact else float((own - own_log_probs(rows, temperature, 3)).abs().mean())
-            return ours, own, noise
+            noise = 0.0 if exact else float((stock - stock_log_probs(rows, temperature, 3)).abs().mean())
+            return ours, stock, noise
 
     found, exact = exact_if_possible(compare)
     if found is None:
         return None
-    ours, own, noise = found
-    differences = (ours - own).abs()
+    ours, stock, noise = found
+    differences = (ours - stock).abs()
     gap = float(differences.max() if exact else differences.mean())
     if gap <= (_BOUND if exact else max(10 * _BOUND, _NOISE * noise)):
         return None
@@ -191,7 +191,7 @@ def _difference(model: Any, generate: Callable[[list[Request]], list[Response]],
 
 
 def _probe_prompts(model: Any, seed: int) -> list[list[int]]:
-    """Two prompts that begin alike, so that blocks of the cache are shared."""
+    """Two prompts with a common prefix, so that blocks of the cache are shared."""
     vocab = int(model.get_input_embeddings().num_embeddings)
     longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
     length = max(min(23, longest - _PROBE_TOKENS), 2)

@@ -1,6 +1,6 @@
 """Scratch folders named after their process, so that those of killed processes can be found and removed.
 
-A folder is called `verl-<kind>-<place>-<pid>-<start>-<random>`. Only this user's folders are removed whose owner ran on
+A folder is called `verl-<kind>-<host>-<pid>-<start>-<random>`. Only this user's folders are removed whose owner ran on
 this boot of this machine, in this container's pid namespace, and has ended.
 """
 
@@ -33,7 +33,7 @@ _SEGMENTS = "shared_memory"
 def new_path(kind: str, parent: Path | None = None) -> Path:
     """A path for a folder of this process, by default where temporary files are; it is not created."""
     pid = os.getpid()
-    name = f"verl-{kind}-{_place()}-{pid:x}-{start_time(pid):x}-{secrets.token_hex(4)}"
+    name = f"verl-{kind}-{_host_id()}-{pid:x}-{start_time(pid):x}-{secrets.token_hex(4)}"
     path = (parent or Path(tempfile.gettempdir())) / name
     fits = len(os.fsencode(path)) + _SOCKET_NAME <= _MAX_SOCKET_PATH
     return path if fits or parent or not _SHORT.is_dir() else _SHORT / name
@@ -45,9 +45,9 @@ def sweep(parents: Iterable[Path] | None = None) -> list[Path]:
     for parent in parents if parents is not None else {Path(tempfile.gettempdir()), _SHORT, MEMORY}:
         for folder in parent.glob("verl-*"):
             name = _NAME.fullmatch(folder.name)
-            if not name or name[1] != _place() or not _is_ours(folder):
+            if not name or name[1] != _host_id() or not _is_ours(folder):
                 continue
-            if _place() != "unknown" and not is_alive(int(name[2], 16), int(name[3], 16)):
+            if _host_id() != "unknown" and not is_alive(int(name[2], 16), int(name[3], 16)):
                 remove(folder)
                 removed.append(folder)
     if removed:
@@ -72,7 +72,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _place() -> str:
+def _host_id() -> str:
     """This boot of this machine and this pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -59,7 +59,7 @@ def estimate(batch: DataProto, cfg: AlgorithmConfig) -> None:
 
 
 def rewards_by_key(batch: DataProto, keys: list[str]) -> dict[str, torch.Tensor]:
-    """One [B] tensor for each of the rewards that gdpo normalises on its own."""
+    """One [B] tensor for each of the rewards that gdpo normalises separately."""
     extras = batch.non_tensor_batch["reward_extra"]
     failed = [error is not None for error in batch.non_tensor_batch["reward_error"]]
     for row, extra in enumerate(extras):

@@ -36,7 +36,7 @@ TRIED_ROWS = 4
 
 @dataclass
 class RunParts:
-    """Everything a run needs beside its models, checked."""
+    """Everything a run needs besides its models, checked."""
 
     tokenizer: Any
     train_loader: Any

@@ -237,7 +237,7 @@ def _result(data: EvaluationDataConfig, scored: Sequence[ScoredRow]) -> Evaluati
 
 
 def metrics_path(data: EvaluationDataConfig) -> Path:
-    """`data.metrics_path`, or beside the first input file; for a hub id, the working directory."""
+    """`data.metrics_path`, or next to the first input file; for a hub id, the working directory."""
     if data.metrics_path:
         return Path(data.metrics_path)
     first = Path(data.path[0])

@@ -1,6 +1,6 @@
 """From prompts to scored responses: generate, score while generating; dynamic sampling; validation.
 
-A response without a score (its reward function failed) has an empty response mask and a group of its own: it adds
+A response without a score (its reward function failed) has an empty response mask and a separate group: it adds
 nothing to the loss and does not change the baseline of the others.
 """
 
@@ -101,7 +101,7 @@ class SyncExperience(Experience):
 class DynamicSampling:
     """Keeps the groups whose responses differ (`algorithm.filter_groups`) until a batch is full.
 
-    A prompt stays or goes with all its responses, also those without a score, so that groups stay whole."""
+    A prompt stays or goes with all its responses, also those without a score, so that groups stay complete."""
 
     def __init__(self, cfg: PPOConfig, pad_token_id: int) -> None:
         self.cfg, self.rules = cfg, cfg.algorithm.filter_groups
@@ -199,7 +199,7 @@ def attach_baselines(batch: DataProto, greedy: DataProto, n: int) -> None:
 
 
 def reward_metrics(batch: DataProto) -> dict[str, float]:
-    """Failures, and the mean of every number the reward functions returned beside the score."""
+    """Failures, and the mean of every number the reward functions returned besides the score."""
     errors = batch.non_tensor_batch["reward_error"]
     metrics = {"reward/failed": float(sum(error is not None for error in errors))}
     numbers: dict[str, list[float]] = {}

@@ -108,7 +108,7 @@ class ExternalLoader:
 
 def _of_rows(batches: Any) -> Any:
     """A torch DataLoader of the same batches, in the same order, whose rows stay as they are: its default collation
-    takes conversations apart, and refuses those of different lengths."""
+    splits conversations into columns, and refuses those of different lengths."""
     if not isinstance(batches, DataLoader) or batches.collate_fn is not default_collate:
         return batches
     twin = copy.copy(batches)

@@ -119,7 +119,7 @@ def _adapter_folder(folder: Path, key: str) -> Path:
 
 
 def _tokenizer(path: str, adapter: Path | None) -> str:
-    """The model's own; a folder saved beside an adapter may have a newer one."""
+    """The model's own; a folder saved next to an adapter may have a newer one."""
     if adapter is not None and any(adapter.parent.glob(f"{HF_FOLDER}/tokenizer*")):
         return str(adapter.parent / HF_FOLDER)
     return path

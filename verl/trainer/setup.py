@@ -83,9 +83,7 @@ def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
     if cfg.trainer.default_local_dir == str(
         default_run_path(cfg.trainer.project_name, cfg.trainer.experiment_name)
     ):
-        now["trainer"]["default_local_dir"] = (
-            ""  # whoever repeats the run under another name gets another folder
-        )
+        now["trainer"]["default_local_dir"] = ""  # the same run under another name gets another folder
     changed = changes(before, jsonable(now)) if before is not None else []
     if changed:
         shown = ", ".join(f"{key} {old!r} -> {new!r}" for key, old, new in changed[:_SHOWN])

@@ -220,7 +220,7 @@ class RayLoop:
         self._calls: RankCalls | None = None
         try:
             self._cluster.connect()
-            actors = self._cluster.place(START_S, "verl.trainer.sft_loop:SFTRank")
+            actors = self._cluster.start_actors(START_S, "verl.trainer.sft_loop:SFTRank")
             self._calls = RankCalls(actors, cfg.trainer.watchdog_s)
             setup = RankSetup(
                 cfg=copy.deepcopy(cfg),

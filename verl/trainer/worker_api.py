@@ -133,7 +133,7 @@ class RolloutWorker:
 class TrainerWorker:
     """Learns from what a RolloutWorker generated: one optimiser step per `train_step`, with your optimiser.
 
-    Rewards come from `reward_function` (any signature of the reward page) or stand in the data as
+    Rewards come from `reward_function` (any signature of the reward page) or are in the data as
     `token_level_scores`. Advantages are by `adv_estimator`: grpo where prompts have several responses,
     reinforce_plus_plus otherwise."""
 

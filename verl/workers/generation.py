@@ -65,7 +65,7 @@ def _ray_engine(
     calls: RankCalls | None = None
     try:
         cluster.connect()
-        actors = cluster.place(START_S, "verl.workers.generation:GenerationRank")
+        actors = cluster.start_actors(START_S, "verl.workers.generation:GenerationRank")
         calls = RankCalls(actors, cfg.trainer.watchdog_s, "generation rank")
         setup = RankSetup(cfg=copy.deepcopy(cfg), tokenizer=tokenizer, training_steps=0, run_folder=Path())
         build_ranks(cluster, calls, setup, path, adapter, joined=False)
@@ -101,7 +101,7 @@ def _load(cfg: GenerationConfig, path: str, adapter: Path | None) -> nn.Module:
 
 
 class GenerationRank(RolloutServer):
-    """One engine with weights of its own."""
+    """One engine with its own copy of the weights."""
 
     role = "generation rank"
     _engine: RolloutEngine | None = None

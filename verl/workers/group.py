@@ -91,7 +91,7 @@ class WorkerGroup(ABC):
         return metrics
 
     def _prepared(self, mini: DataProto, prepare: Prepare, number: int) -> dict[str, torch.Tensor]:
-        """What a loss chooses by comparing tokens across the mini-batch, which no micro-batch and no rank has whole."""
+        """What a loss chooses by comparing tokens across the mini-batch, before that is split into micro-batches."""
         actor = self.cfg.actor_rollout_ref.actor
         log_prob = self.log_probs(mini).batch["old_log_probs"]
         # A seed per mini-batch instead of a generator's state: a resumed run draws the same tokens.

@@ -64,7 +64,7 @@ def build_reward_model(cfg: PPOConfig) -> Backend:
     """Start the reward model on the GPUs that `reward.reward_model.n_gpus_per_node` gives it."""
     if importlib.util.find_spec("ray") is None:
         asked = f"reward.reward_model.n_gpus_per_node={cfg.reward.reward_model.n_gpus_per_node}"
-        raise missing_package("ray", "ray", f"a reward model on GPUs of its own ({asked})")
+        raise missing_package("ray", "ray", f"a reward model on separate GPUs ({asked})")
     require_ray(cfg)
     from verl.workers.reward_model_pool import ModelPoolBackend
 
@@ -86,7 +86,7 @@ def _several(cfg: PPOConfig | SFTConfig | GenerationConfig) -> str:
     rollout = getattr(getattr(cfg, "actor_rollout_ref", None), "rollout", None)
     if world_size(cfg) == 1 and rollout is not None and rollout.n_gpus_per_node:
         key = "actor_rollout_ref.rollout"
-        return f"generating in {rollout.nnodes * rollout.n_gpus_per_node} processes of its own ({key}.n_gpus_per_node)"
+        return f"generating in {rollout.nnodes * rollout.n_gpus_per_node} separate processes ({key}.n_gpus_per_node)"
     return f"training on {world_size(cfg)} processes {ranks}"
 
 

@@ -78,7 +78,7 @@ class RankCalls:
     def each(
         self, call: str, args: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """One call to every rank, with arguments of its own."""
+        """One call to every rank, each with its own arguments."""
         refs = {
             actor.serve.remote(call, *own, **(kwargs or {})): rank
             for rank, (actor, own) in enumerate(zip(self.actors, args, strict=True))
@@ -208,8 +208,8 @@ class RankCalls:
         # A rank that was idle for long has not hung: only the time since it was asked counts.
         if min(*quiet, now - asked) > self.watchdog_s:
             self.broken = True
-            everyone, _ = self._statuses(range(len(self.actors)))
-            raise WorkersLost(format_hang_report(call, self.watchdog_s, self.names, ranks, everyone))
+            statuses, _ = self._statuses(range(len(self.actors)))
+            raise WorkersLost(format_hang_report(call, self.watchdog_s, self.names, ranks, statuses))
 
     def _statuses(self, ranks: Sequence[int]) -> tuple[dict[int, RankStatus], dict[int, Problem]]:
         """Statuses of the ranks that answer in time, and errors of those known to be dead."""

@@ -44,7 +44,7 @@ _SIGNAL_S = 1.0
 
 
 class ClusterError(VerlError):
-    """Ray could not be started or joined, or has no room for the ranks."""
+    """Ray could not be started or joined, or has not enough resources for the ranks."""
 
 
 def usable_cpus() -> int:
@@ -60,7 +60,7 @@ class Cluster:
         self._key = key
         self._connected_here = False
         self.started_here = False
-        """Then nobody adds nodes to it."""
+        """No other node can join it then."""
         self._group: PlacementGroup | None = None
         self.actors: list[Any] = []
 
@@ -145,7 +145,7 @@ class Cluster:
         need = "several nodes" if several else f"{gpus} GPUs"
         fix = f"Set {several[0]}.nnodes=1" if several else "Lower one of them, set trainer.device=cpu"
         raise ClusterError(
-            f"the cluster has no room for the run: {asked} need {need}, and there is 1 node, started here, with "
+            f"the cluster is too small for the run: {asked} need {need}, and there is 1 node, started here, with "
             f"{there} GPUs. {fix}, or join a larger cluster (RAY_ADDRESS=...)"
         )
 
@@ -153,7 +153,7 @@ class Cluster:
         """For each rank on CPUs: its share of what this process would use."""
         return max(1, torch.get_num_threads() // self.pool.per_node)
 
-    def place(self, timeout_s: float, server: str) -> list[Any]:
+    def start_actors(self, timeout_s: float, server: str) -> list[Any]:
         """Start rank processes with `server` (module:Class), the same number on each of `nnodes` nodes."""
         pool = self.pool
         group = self._wait_for_capacity(timeout_s)
@@ -231,7 +231,7 @@ class Cluster:
         return 1, max(ranks)
 
     def _ranks_by_node(self, others: Sequence[Cluster] = ()) -> list[int]:
-        """How many ranks each node that is alive could hold beside what others have reserved there."""
+        """How many ranks each node that is alive could hold besides what others have reserved there."""
         taken: Counter[str] = Counter()
         for other in others:
             for node in placement_group_table(other._group)["bundles_to_node_id"].values():
@@ -257,7 +257,7 @@ class Cluster:
         no_gpu = "GPU" in bundle and not any(node["Resources"].get("GPU") for node in alive)
         on_cpus = ", set trainer.device=cpu for CPU processes (the cluster has no GPU)" if no_gpu else ""
         return (
-            f"the cluster has no room for the run: {self._key}.nnodes={self.pool.nodes} nodes with {asked} each "
+            f"the cluster is too small for the run: {self._key}.nnodes={self.pool.nodes} nodes with {asked} each "
             f"are needed, and there are {len(alive)} ({there}). Lower {self._key}.nnodes or "
             f"{self._key}.n_gpus_per_node{on_cpus}, add nodes (ray start --address=...), or raise {CPUS_KEY}"
         )

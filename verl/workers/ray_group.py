@@ -58,7 +58,7 @@ _ADVICE = (
 
 
 class RayGroup(WorkerGroup):
-    """One rank process per GPU (or CPU process) with all roles; or rollout in processes of its own."""
+    """One rank process per GPU (or CPU process) with all roles; or rollout in separate processes."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RayGroup(WorkerGroup):
         self._size: ModelSize
         try:
             self.cluster.connect()
-            self._place()
+            self._start_actors()
             self._build(tokenizer, training_steps, run_folder, model)
             self._size = self.calls.all("model_size")[0]
         except BaseException:
@@ -85,15 +85,15 @@ class RayGroup(WorkerGroup):
         self.rollout = self._rollout_engine()
         self._pad_id = pad_id(tokenizer)
 
-    def _place(self) -> None:
-        """The ranks and the processes that only generate: whoever needs more on one node first."""
+    def _start_actors(self) -> None:
+        """The ranks and the processes that only generate: those that need more on one node first."""
         cfg, pool = self.cfg, self.pool
         wider = pool is not None and pool.cluster.pool.per_node > self.cluster.pool.per_node
         if pool is not None and wider:
-            pool.place(START_S)
-        self.calls = RankCalls(self.cluster.place(START_S, TRAIN_RANK), cfg.trainer.watchdog_s)
+            pool.start_actors(START_S)
+        self.calls = RankCalls(self.cluster.start_actors(START_S, TRAIN_RANK), cfg.trainer.watchdog_s)
         if pool is not None and not wider:
-            pool.place(START_S)
+            pool.start_actors(START_S)
 
     def _rollout_engine(self) -> RayRollout:
         calls = self.calls if self.pool is None else self.pool.calls
@@ -200,7 +200,7 @@ class RayGroup(WorkerGroup):
 
 
 class RolloutPool:
-    """Engines in processes of their own, behind `calls`."""
+    """Engines in separate processes, behind `calls`."""
 
     def __init__(self, cfg: PPOConfig) -> None:
         self.cluster = Cluster(cfg, ROLLOUT)
@@ -215,9 +215,9 @@ class RolloutPool:
         assert self._calls is not None
         return self._calls
 
-    def place(self, timeout_s: float) -> None:
+    def start_actors(self, timeout_s: float) -> None:
         """Start the processes."""
-        actors = self.cluster.place(timeout_s, "verl.workers.rollout_rank:RolloutRank")
+        actors = self.cluster.start_actors(timeout_s, "verl.workers.rollout_rank:RolloutRank")
         self._calls = RankCalls(actors, self._watchdog_s, "rollout rank")
         self.calls.handshake(timeout_s)
 

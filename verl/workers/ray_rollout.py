@@ -28,7 +28,7 @@ class RayRollout(RolloutEngine):
     """Sends requests to the least loaded rank and returns responses as they finish; `poll` does the sending.
 
     `hosts` are the ranks that have an engine. `colocated`: the ranks also train, so that their weights are gathered
-    while requests are outstanding, and given back after. Weights come from `RayGroup.sync_weights`."""
+    while requests are outstanding, and released after. Weights come from `RayGroup.sync_weights`."""
 
     def __init__(self, calls: RankCalls, max_num_seqs: int, *, hosts: Sequence[int], colocated: bool) -> None:
         self._calls = calls

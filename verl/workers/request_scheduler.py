@@ -63,7 +63,7 @@ class RequestScheduler:
             later: deque[Request] = deque()
             while self._waiting:
                 request = self._waiting.popleft()
-                # A conversation goes on where its KV blocks are.
+                # A conversation continues on the rank that has its KV blocks.
                 fixed = self._prefix_rank.get(request.prefix_id) if request.prefix_id is not None else None
                 rank = min(self._engines, key=lambda r: self._engines[r].load) if fixed is None else fixed
                 engine = self._engines[rank]

@@ -1,4 +1,4 @@
-"""A reward model in processes of its own on Ray, one whole copy in each.
+"""A reward model in separate processes on Ray, one full copy in each.
 
 Every submitted response is scored once, by whichever process is free first, while others are still being generated.
 A process that dies, hangs or raises ends the run with its role, rank and host.
@@ -67,7 +67,7 @@ class ModelPool:
         self._kept_free: list[Any] = []
         try:
             self.cluster.connect()
-            self.actors = self._place()
+            self.actors = self._start_actors()
             self.calls = RankCalls(self.actors, run.trainer.watchdog_s, ROLE)
             self.calls.handshake(START_S)
             self.facts = self.load_model()
@@ -75,25 +75,25 @@ class ModelPool:
             self.close()
             raise
 
-    def _place(self) -> list[Any]:
+    def _start_actors(self) -> list[Any]:
         ours = _gpus_outside_ray(self._run) if self.cluster.on_gpus() else []
         self._kept_free = spare = _on_this_node(len(ours))
-        placed = self.cluster.place(START_S, _SERVER)
+        started = self.cluster.start_actors(START_S, _SERVER)
         if not spare:
-            return placed
+            return started
         # Ray does not know which GPUs this process and its server use: more are reserved than needed, and a process
         # that got one of those only reserves it.
-        everyone = [*placed, *spare]
-        calls = RankCalls(everyone, self._run.trainer.watchdog_s, ROLE)
+        reserved = [*started, *spare]
+        calls = RankCalls(reserved, self._run.trainer.watchdog_s, ROLE)
         calls.handshake(START_S)
         here = ray.util.get_node_ip_address()
         on_ours = [
             address == here and bool(set(gpus) & set(ours))
             for address, gpus in zip(calls.addresses, calls.all("gpus"), strict=True)
         ]
-        free = [actor for actor, ours_too in zip(everyone, on_ours, strict=True) if not ours_too]
-        chosen = free[: len(placed)]
-        for actor in free[len(placed) :]:
+        free = [actor for actor, ours_too in zip(reserved, on_ours, strict=True) if not ours_too]
+        chosen = free[: len(started)]
+        for actor in free[len(started) :]:
             ray.kill(actor)
         return chosen
 
@@ -113,7 +113,7 @@ class ModelPool:
             "build", [(setup, rank) for rank in range(len(self.actors))]
         )
         _log.info(
-            "reward model: %d processes of its own (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
+            "reward model: %d separate processes (%s.nnodes=%d, %s.n_gpus_per_node=%d)",
             len(self.actors),
             KEY,
             config.nnodes,
@@ -167,7 +167,7 @@ class ModelPoolBackend(Backend):
             self._raise_failure()
             self._results[key] = [None] * len(samples)
             for position, sample in enumerate(samples):
-                # The model sees the conversation only; the rest need not travel.
+                # The model sees the conversation only; the rest need not be sent.
                 seen = replace(sample, ground_truth=None, extra_info={}, columns={})
                 self._waiting.append(Waiting(key, position, seen, estimated_work(sample, hidden_size)))
             self._open += len(samples)
@@ -255,7 +255,7 @@ def _gpus_outside_ray(run: PPOConfig) -> list[str]:
 
 
 def _on_this_node(count: int) -> list[Any]:
-    """So many further processes with a GPU each, beside this one; none where Ray has no GPUs to give here."""
+    """`count` more processes on this node with a GPU each; none where Ray has no GPUs to give here."""
     node = ray.get_runtime_context().get_node_id()
     resources: dict[str, float] = next((n["Resources"] for n in ray.nodes() if n["NodeID"] == node), {})
     count = min(count, int(resources.get("GPU", 0)))

@@ -58,7 +58,7 @@ class RolloutRank(RolloutServer):
 
     def do_build(self, setup: RankSetup[PPOConfig], info: ModelInfo, adapter: Any) -> None:
         """Start the engine; its weights come with the first sync. `adapter` is peft's description of the LoRA
-        adapter where that comes apart from them."""
+        adapter where that is sent separately."""
         from verl.runtime import seed_everything
 
         prepare_process(setup, self.address)
@@ -115,7 +115,7 @@ class RolloutRank(RolloutServer):
         return module.requires_grad_(False)
 
     def do_link(self, size: int) -> None:
-        """Join the group of the trainer's sending rank and everybody who generates."""
+        """Join the group of the trainer's sending rank and all rollout ranks."""
         assert self._setup.store is not None
         wait_s = collective_timeout_s(self._setup.cfg.trainer.watchdog_s)
         store = dist.TCPStore(*self._setup.store, None, is_master=False)
@@ -144,7 +144,7 @@ class RolloutRank(RolloutServer):
         )
 
     def _load_received(self) -> Manifest:
-        """Into the module; with an adapter apart its base weights come the first time only."""
+        """Into the module; with a separate adapter its base weights come the first time only."""
         assert self._module is not None and self._broadcast is not None
         if self._adapter is None:
             return load_into(self._module, self._broadcast.receive())

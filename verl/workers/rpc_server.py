@@ -19,7 +19,7 @@ from verl.watchdog import RankStatus, StackWatchdog
 
 # How the heartbeat reports that a connection to another rank broke (`verl.watchdog`).
 _OF_ANOTHER_RANK = ("died or stopped answering", "communication failed although")
-# How torch.distributed reports it where no engine stands between (while saving, while resuming).
+# How torch.distributed reports it outside of an engine (while saving, while resuming).
 _BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|remote worker crashing", re.IGNORECASE)
 
 
@@ -100,9 +100,9 @@ class LogBuffer(logging.Handler):
 
 
 class RPCServer:
-    """Serves `do_<call>` one at a time, and `control_<call>` beside it from another thread.
+    """Serves `do_<call>` one at a time, and `control_<call>` concurrently from another thread.
 
-    Knows nothing of how calls arrive (Ray, or a test that starts processes itself)."""
+    Independent of how calls arrive (Ray, or a test that starts processes itself)."""
 
     role = "rank"
     """What messages call this process, before its number."""

@@ -70,7 +70,7 @@ def join(parts: Sequence[Arrays], shards: Sequence[Sequence[int]], rows: int) ->
     tensors = {}
     for name in parts[0]:
         together = torch.from_numpy(np.concatenate([part[name] for part in parts]))
-        whole = torch.empty_like(together)
-        whole[order] = together
-        tensors[name] = whole[:rows]
+        ordered = torch.empty_like(together)
+        ordered[order] = together
+        tensors[name] = ordered[:rows]
     return DataProto.from_dict(tensors=tensors)

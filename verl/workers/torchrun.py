@@ -96,7 +96,7 @@ def _start_number() -> str:
 
 
 class RankMonitor:
-    """Watches the ranks of a job from beside the main thread."""
+    """Watches the ranks of a job from a background thread."""
 
     def __init__(self, job: Job, watchdog_s: float) -> None:
         self.job, self.watchdog_s = job, watchdog_s
@@ -174,7 +174,7 @@ class RankMonitor:
         except (RuntimeError, OSError) as error:
             where = f"the store at {self.job.address}:{self.job.port}"
             cause = (str(error).splitlines() or [""])[0][:200]
-            self._end(WorkersLost(f"{where} is gone, and torchrun with it: {cause}. To go on: {RESUME}."))
+            self._end(WorkersLost(f"{where} is gone, and torchrun with it: {cause}. To continue: {RESUME}."))
 
     def check_others(self) -> None:
         heartbeat, others = self._heartbeat, range(1, self.job.world_size)

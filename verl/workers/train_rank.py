@@ -99,7 +99,7 @@ class RankGroup(LocalGroup):
     # -- generating ---------------------------------------------------------------------------------------------
 
     def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
-        """This rank's engine, or its stand-in where another process has it."""
+        """This rank's engine, or a placeholder where another process has it."""
         rollout, size = self.cfg.actor_rollout_ref.rollout, engine_size(self.cfg)
         self.gathered = GatheredWeights(self.actor_engine.weights())
         if rollout_pool(self.cfg):
@@ -148,7 +148,7 @@ class RankGroup(LocalGroup):
 
     @property
     def separate_adapter(self) -> bool:
-        """Whether such a process gets LoRA adapters as adapters. SGLang does not, and eight-bit products are made of
+        """Whether such a process gets LoRA adapters as adapters. SGLang does not, and eight-bit products need
         plain layers: there they arrive merged into the weights."""
         arr = self.cfg.actor_rollout_ref
         merged = arr.rollout.name == "sglang" or (arr.rollout.name == "native" and arr.rollout.dtype == "fp8")
@@ -160,13 +160,13 @@ class RankGroup(LocalGroup):
         return info if self.separate_adapter else replace(info, lora_rank=0)
 
     def adapter(self) -> Any:
-        """peft's description of the adapter such a process gets; None where it gets whole weights."""
+        """peft's description of the adapter such a process gets; None where it gets full weights."""
         return self.actor_engine.info.lora_config if self.separate_adapter else None
 
     @contextmanager
     def outgoing(self) -> Iterator[list[NamedTensors]]:
-        """Every weight, gathered one at a time by all ranks together. With adapters apart, the base weights (once: they
-        never change) and then the adapter. External engines know the names of the model's files, our own those of the
+        """Every weight, gathered one at a time by all ranks together. With a separate adapter, the base weights (once,
+        they never change), then the adapter. External engines know the names of the model's files, our own those of the
         module."""
         weights = self.actor_engine.weights()
         names: Names = "hf" if self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES else "module"

@@ -207,7 +207,7 @@ def _tensors(folder: Path, document: Any) -> dict[str, _Tensor]:
 
 def _check_class(value: Any, kind: str) -> None:
     if not isinstance(value, _Inert) or not value.name.endswith(f".{kind}"):
-        raise ValueError(f"a {getattr(value, 'name', type(value).__name__)} stands where {kind} should")
+        raise ValueError(f"a {getattr(value, 'name', type(value).__name__)} found where {kind} is expected")
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -2,7 +2,7 @@
 
 Megatron keeps queries, keys and values in one matrix, group by group, and gate and up projection in another; the
 layers of a model are stacked in one tensor or have one each; norms belong to the layer that follows them (Transformer
-Engine) or stand alone; the vocabulary is padded. A weight is made by reading only the rows it consists of.
+Engine) or are separate; the vocabulary is padded. Only the rows of the requested weight are read.
 
 Every weight of the architecture must be found, and every tensor of the checkpoint's model used; what does not fit is
 refused by name before anything is written.
@@ -38,7 +38,7 @@ def holds_megatron(local_dir: Path) -> bool:
 
 
 def find_megatron(local_dir: Path, base_dir: Path | None = None) -> tuple[Path, Path]:
-    """The folders of the tensors and of config.json; `base_dir` is the second where it is not beside the first."""
+    """The folders of the tensors and of config.json; `base_dir` is the second where it is not next to the first."""
     tensors = _tensor_folder(local_dir)
     if tensors is None:
         raise CheckpointError(
@@ -53,7 +53,7 @@ def find_megatron(local_dir: Path, base_dir: Path | None = None) -> tuple[Path, 
     for candidate in candidates:
         if (candidate / "config.json").exists():
             return tensors, candidate
-    where = f"in --base_dir {base_dir}" if base_dir is not None else f"beside {tensors}"
+    where = f"in --base_dir {base_dir}" if base_dir is not None else f"next to {tensors}"
     raise CheckpointError(f"no config.json is {where}: give the folder of the trained model with --base_dir")
 
 
@@ -131,7 +131,7 @@ class MegatronReader(CheckpointReader):
         surplus = sorted(key for key in self._by_name.values() if key not in used)
         if surplus:
             raise CheckpointError(
-                f"{folder} holds {len(surplus)} tensors that no weight of {type(model).__name__} is made of, "
+                f"{folder} holds {len(surplus)} tensors that no weight of {type(model).__name__} uses, "
                 f"first {surplus[0]!r}: config.json belongs to another model"
             )
 
@@ -169,7 +169,7 @@ class MegatronReader(CheckpointReader):
             present, *rest = self._tensors.size(key)[len(layers) :]
             if present != rows.total if rows.total is not None else present < shape[0]:
                 raise CheckpointError(
-                    f"{key!r} has {present} rows; with this config.json {name!r} wants {rows.total or shape[0]}"
+                    f"{key!r} has {present} rows; with this config.json {name!r} needs {rows.total or shape[0]}"
                 )
             end = present if rows.count is None else rows.begin + rows.count
             region = (*layers, (rows.begin, end), *((0, n) for n in rest))
@@ -178,7 +178,7 @@ class MegatronReader(CheckpointReader):
         return None
 
     def _candidates(self, name: str, shape: tuple[int, ...]) -> Iterator[_Rows]:
-        """What a weight may be made of, the likeliest first."""
+        """Where the rows of a weight may be, the likeliest first."""
         stem, _, kind = name.rpartition(".")
         if name in _VOCABULARY:
             yield _Rows(_VOCABULARY[name], 0, shape[0])
@@ -198,7 +198,7 @@ class MegatronReader(CheckpointReader):
 
 
 def _strip_wrappers(key: str) -> str:
-    """Wrappers put prefixes of their own in front."""
+    """Without the prefixes that wrappers add."""
     return re.sub(r"^((model\d*|module)\.)+", "", key)
 
 

@@ -38,7 +38,7 @@ class GenerationDataConfig(PromptsConfig):
         "", "file to write at the end: .parquet, .jsonl or .json", required=True, path=True
     )
     overwrite: bool = key(False, "replace output_path and the progress of other settings")
-    response_key: str = key("responses", "column for the responses, and prefix of those beside it")
+    response_key: str = key("responses", "column for the responses, and prefix of the related columns")
     max_samples: int = key(-1, "generate only for the first so many rows; -1: all", ge=-1)
     batch_size: int = key(1024, "prompts handed to the engine at a time; changes no response", ge=1)
     save_token_ids: bool = key(False, "write the token ids of the responses too")

@@ -58,7 +58,7 @@ class RewardModelConfig:
 
     enable: bool = key(False, "score with a reward model")
     model_path: str | None = key(None, "its Hugging Face folder or id", path=True)
-    weight: float = key(1.0, "factor of its score beside the other rewards")
+    weight: float = key(1.0, "factor of its score in the sum of rewards")
     micro_batch_size_per_gpu: int | None = key(None, "responses per forward pass; default: 8", ge=1)
     max_length: int | None = key(None, "longest conversation, in its tokens; default: its limit", ge=1)
     dtype: str = key("auto", "of its parameters", known=known.MODEL_DTYPES)
@@ -91,7 +91,7 @@ class JudgeConfig:
     api_key_env: str = key("OPENAI_API_KEY", "environment variable that holds the key; may be unset")
     score_pattern: str = key(r"(-?\d+(?:\.\d+)?)", "regex; group 1 of its last match is the score")
     max_score: float = key(1.0, "the score is divided by this", gt=0)
-    weight: float = key(1.0, "factor of its score beside the other rewards")
+    weight: float = key(1.0, "factor of its score in the sum of rewards")
     temperature: float = key(0.0, "sampling temperature", ge=0)
     max_tokens: int = key(512, "longest answer", ge=1)
     max_concurrency: int = key(16, "requests at the same time", ge=1)

@@ -14,7 +14,7 @@ from verl.config.sections.actor import LogProbConfig
 
 @dataclass
 class EngineKwargsConfig:
-    """Handed to the engine of that name as they stand."""
+    """Passed to the engine of that name unchanged."""
 
     vllm: dict[str, Any] = key({}, "extra arguments of vLLM's engine", used_if="..name=vllm")
     sglang: dict[str, Any] = key({}, "extra arguments of SGLang's engine", used_if="..name=sglang")
@@ -35,7 +35,7 @@ class ValKwargsConfig:
 class MultiTurnConfig:
     """Conversations of several turns with tools."""
 
-    enable: bool = key(False, "let the model call tools and go on after their answers", available=(False,))
+    enable: bool = key(False, "let the model call tools and continue after their answers", available=(False,))
     max_turns: int = key(5, "turns the model may take in one conversation", ge=1)
     tool_server: str | None = key(None, "address of an HTTP server that runs the tools")
     tool_config_path: str | None = key(None, "YAML file that lists the tools", path=True)
@@ -65,8 +65,8 @@ class EngineConfig:
     )
     repetition_penalty: float = key(1.0, "above 1: tokens already there become less likely", gt=0)
     stop: list[str] = key([], "texts that end a response")
-    stop_token_ids: list[int] = key([], "token ids that end a response, beside the model's own")
-    ignore_eos: bool = key(False, "go on after the end token, up to the longest response")
+    stop_token_ids: list[int] = key([], "token ids that end a response, besides the model's own")
+    ignore_eos: bool = key(False, "continue after the end token, up to the longest response")
     raw_log_probs: bool = key(False, "log-probs at temperature 1 instead of those sampled from")
     seed: int = key(1, "seed of every draw", follows="trainer.seed", used_if=".temperature")
     per_request_seed: bool = key(True, "one seed per sample; False: one per batch", used_if=".name=vllm")

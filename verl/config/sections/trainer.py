@@ -22,7 +22,7 @@ class PrometheusConfig:
 
 @dataclass
 class HealthConfig:
-    """Bounds beyond which a health rule speaks up."""
+    """Bounds beyond which a health rule warns."""
 
     kl_bound: float = key(1.0, "actor/kl above this is reported", gt=0)
     probs_diff_bound: float = key(0.01, "training/rollout_probs_diff_mean above this is reported", gt=0)

@@ -12,7 +12,7 @@ INSTRUCTION = "Work it out step by step, then write the result alone on the last
 
 
 def final_number(solution: str) -> str:
-    """What stands after the last `####`, without thousands separators."""
+    """The text after the last `####`, without thousands separators."""
     _, mark, rest = solution.rpartition("####")
     number = rest.strip().replace(",", "").lstrip("$")
     if not mark or not number:

@@ -32,7 +32,7 @@ class Problem:
     key: str
     group: str = ""
     """Problems of one group stay in one split, so that a test problem has no near relative in training; default:
-    the key, which keeps only the very same problem apart."""
+    the key, which separates only identical problems."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Goes into the row's `extra_info`; the same names for every problem of a task."""
 
@@ -118,7 +118,7 @@ def split_of(key: str, test_share: float = _TEST_SHARE) -> Split:
 
 
 def final_answer(response: str) -> str | None:
-    """What stands after the last answer mark, to the end of its line; None without a mark."""
+    """The text after the last answer mark, to the end of its line; None without a mark."""
     _, mark, rest = response.rpartition(MARK)
     if not mark:
         return None

@@ -1,6 +1,6 @@
 """The tasks of the package reasoning-gym, when it is installed, in our rows: `tasks/gym/<dataset>`.
 
-Its datasets have settings of their own instead of a difficulty; they are kept at their defaults. Its verifiers ask
+Its datasets have their own settings instead of a difficulty; they are kept at their defaults. Its verifiers ask
 for the entry as it was generated, which no file format keeps (tuples, integer keys), so the truth of a row is where the
 entry comes from, seed and index, and scoring makes it again. Scores are the package's own and may lie between 0
 and 1. Answers may have several lines: all that follows the last answer mark counts.
@@ -39,7 +39,7 @@ class GymTask(Task):
     def problems(self, seed: int, difficulty: int = 1, split: Split = "train") -> Iterator[Problem]:
         if difficulty != 1:
             raise DataError(
-                f"difficulty={difficulty}: reasoning-gym's datasets have settings of their own instead of our "
+                f"difficulty={difficulty}: reasoning-gym's datasets have their own settings instead of our "
                 f"levels 1 to {LEVELS}; allowed: 1."
             )
         block = 0

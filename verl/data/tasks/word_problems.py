@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from verl.data.tasks.base import Problem, Task, parse_integer
 
 Plan = Literal["add", "subtract", "first", "second"]
-"""What leads to the answer: the sum, the difference, or one of the two numbers as it stands."""
+"""What leads to the answer: the sum, the difference, or one of the two numbers unchanged."""
 PLANS: tuple[Plan, ...] = ("add", "subtract", "first", "second")
 
 PEOPLE: dict[str, str] = {
@@ -67,7 +67,7 @@ _LEVELS: dict[int, tuple[int, int, bool]] = {
 
 @dataclass(frozen=True)
 class Story:
-    """A problem with its parts, for whoever writes demonstrations."""
+    """A problem with its parts, for writing demonstrations."""
 
     text: str
     things: str

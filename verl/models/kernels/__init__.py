@@ -1,4 +1,4 @@
-"""Triton kernels, used on CUDA only; the torch versions beside their callers are the reference and the fallback where
+"""Triton kernels, used on CUDA only; the torch versions next to their callers are the reference and the fallback where
 Triton is missing or cannot compile (`triton_fault`)."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Symbolic equality by math-verify. Only ever imported in a helper process that can be killed: neither time nor memory
-is bounded here. The import stands at the top so that its cost is not counted against the first comparison."""
+is bounded here. The import is at the top so that its cost is not counted against the first comparison."""
 
 from __future__ import annotations
 

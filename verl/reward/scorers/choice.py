@@ -1,4 +1,4 @@
-"""Multiple choice: the letter a response settles on.
+"""Multiple choice: the letter a response chooses.
 
 Looked for in this order: a box, "answer is (B)" or "Answer: B", a last line that is only a letter, the last letter in
 brackets. The truth is a letter, the number of the choice from 0, or the text of a choice.

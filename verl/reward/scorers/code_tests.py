@@ -140,7 +140,7 @@ def _from_assertions(text: str, entry: str | None) -> Tests:
     called = {entry if entry and name == "candidate" else name for name in names}
     if len(called) != 1:
         raise RewardError(
-            f"The assertions call several functions ({', '.join(sorted(called))}); one is wanted."
+            f"The assertions call several functions ({', '.join(sorted(called))}); only one is allowed."
         )
     return Tests(entry or called.pop(), [], calls)
 

@@ -1,6 +1,6 @@
 """GSM8K: the answer is the number after `####`.
 
-`strict` wants the marker and takes the last one; `flexible` falls back to the last number of the text.
+`strict` requires the marker and takes the last one; `flexible` falls back to the last number of the text.
 Numbers are compared as numbers. The truth may be the bare number or the dataset's whole reference solution.
 """
 
@@ -17,7 +17,7 @@ METHODS = ("strict", "flexible")
 
 
 def extract_answer(text: str, method: str = "strict") -> Decimal | None:
-    """The number a response settles on, or None."""
+    """The final number of a response, or None."""
     if method not in METHODS:
         raise RewardError(
             f"gsm8k method is {method!r}; known: {', '.join(METHODS)}. Set reward_kwargs.method."

@@ -37,7 +37,7 @@ _PREFIX = re.compile(r"^[a-zA-Z](?:\([a-zA-Z]\))?\s*(?:=|\\in|∈)\s*")
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last complete \\boxed{...} of a text; boxes inside it are opened."""
+    """The content of the last complete \\boxed{...} of a text; boxes inside it are opened."""
     found, end = None, -1
     for box in list(_BOX.finditer(text))[-_MAX_BOXES:]:
         if (

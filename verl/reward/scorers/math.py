@@ -1,6 +1,6 @@
 """Mathematics: the boxed answer, equal to the reference as text, as a number, element by element, or symbolically.
 
-What the quick comparisons cannot settle goes to math-verify, in a process that is killed when it takes too long: some
+What the quick comparisons cannot decide goes to math-verify, in a process that is killed when it takes too long: some
 expressions keep a computer algebra system busy for ever. An answer that cannot be checked in time counts as wrong.
 """
 
@@ -72,9 +72,9 @@ def references(ground_truth: Any) -> list[str]:
 def equal(answer: str, truth: str, symbolic: bool = True) -> bool:
     """Whether two answers are the same."""
     left, right = normalise(answer), normalise(truth)
-    settled = quickly_equal(left, right)
-    if settled is not None:
-        return settled
+    decided = quickly_equal(left, right)
+    if decided is not None:
+        return decided
     return symbolic and symbolically_equal(left, right)
 
 
@@ -91,8 +91,8 @@ def quickly_equal(left: str, right: str) -> bool | None:
     if pairs[0] is not None and pairs[1] is not None:
         if pairs[0][0] != pairs[1][0] or len(pairs[0][1]) != len(pairs[1][1]):
             return None
-        settled = [quickly_equal(a, b) for a, b in zip(pairs[0][1], pairs[1][1], strict=True)]
-        return True if all(settled) else None
+        results = [quickly_equal(a, b) for a, b in zip(pairs[0][1], pairs[1][1], strict=True)]
+        return True if all(results) else None
     if re.fullmatch(r"[a-zA-Z]{2,}", left) and re.fullmatch(r"[a-zA-Z]{2,}", right):
         return left.lower() == right.lower()
     return None

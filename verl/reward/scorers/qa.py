@@ -1,6 +1,6 @@
 """Question answering: exact match and F1 of words, the best over all accepted answers.
 
-Both sides are compared without case, punctuation, articles and accents. The answer is what stands in the last
+Both sides are compared without case, punctuation, articles and accents. The answer is the text in the last
 <answer>...</answer>, else behind the last "Answer:", else the whole response.
 """
 

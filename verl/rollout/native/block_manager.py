@@ -1,7 +1,7 @@
 """Which sequence holds which block of the KV cache: reference counts, copy on write, prefix sharing. No tensors.
 
 A block holds `block_size` consecutive tokens of every layer. Sequences whose first tokens are equal may hold the same
-block. Content is known in hash blocks of `hash_block` tokens: an id stands for the tokens of one and everything before
+block. Content is known in hash blocks of `hash_block` tokens: an id identifies the tokens of one and everything before
 them, so two hash blocks with one id have equal keys and values. On a GPU a hash block is a block; on the CPU a block is
 a page for a whole sequence and has many hash blocks.
 
@@ -160,7 +160,7 @@ class BlockManager:
     def attach_prefix(self, sequence: Sequence) -> int:
         """Give a sequence without blocks those that already hold its first tokens; returns how many tokens.
 
-        At least one token stays to be computed, since its logits are wanted."""
+        At least one token is left to compute, since its logits are needed."""
         blocks, chain = self._find(sequence.tokens)
         sequence.computed = len(chain) * self.hash_block
         if self._continue_kept(sequence):
@@ -182,7 +182,7 @@ class BlockManager:
             # and values.
             block, content_id = found
             chain.append(content_id)
-            # Whoever has a hash block of a block has the earlier ones in that block, too: the last one decides.
+            # A block that has one of its hash blocks has the earlier ones, too: the last one decides.
             if start % self.block_size == 0:
                 blocks.append(block)
             else:
@@ -191,7 +191,7 @@ class BlockManager:
 
     def _continue_kept(self, sequence: Sequence) -> bool:
         """Take over the blocks kept for this conversation where they hold more of the prompt, to the token and not only
-        in full hash blocks. They change hands, so that going on in a partly filled block needs no copy."""
+        in full hash blocks. Ownership moves, so that continuing in a partly filled block needs no copy."""
         kept = self.kept.get(sequence.request.prefix_id or "", [])
         best, length = None, sequence.computed
         for candidate in kept:

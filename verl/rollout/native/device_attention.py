@@ -138,7 +138,7 @@ class ContinuedAttention:
 
     def _make_batches(self) -> tuple[list[_PaddedBatch], torch.Tensor]:
         """Chunks whose counts have one power of two above them make a batch, so that padding at most doubles the
-        queries. Beside the batches: where each token is found in their outputs laid end to end."""
+        queries. Also returns the index of each token in their concatenated outputs."""
         order = np.zeros(self._ends_q[-1], dtype=np.int64)
         batches, base = [], 0
         powers = np.array([int(count - 1).bit_length() for count in self.counts])

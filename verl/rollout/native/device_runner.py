@@ -329,7 +329,7 @@ class DeviceRunner:
         if self._recorder is None:
             self._recorder = GraphRecorder(state.device)
         # Inactive rows write to the cache's last block and keep their state, so the warm-up run changes nothing a
-        # sequence reads. Only the tokens seen (repetition penalty) are written whatever a row's state: kept apart.
+        # sequence reads. Only the tokens seen (repetition penalty) are always written: they are saved and restored.
         active = state.active.clone()
         state.active.zero_()
         seen = state.seen[:size].clone() if state.seen is not None else None

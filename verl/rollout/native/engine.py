@@ -2,7 +2,7 @@
 
 `poll` applies what was submitted, aborted and released since the last call, then runs scheduling iterations
 (`CPURunner.step`, `DeviceRunner.step`) until something has finished. While requests are outstanding the module is in
-generation mode, with whole weights; when none is, it is as it was before, and of the KV cache only prefixes that a
+generation mode, with gathered weights; when none is, it is as it was before, and of the KV cache only prefixes that a
 conversation keeps stay, for as long as the weights do not change.
 
 The CPU runner computes prompts and decoding rows in one pass over long pages; the device runner separates them, since
@@ -396,7 +396,7 @@ class NativeRollout(RolloutEngine):
         """Free the cache. Captured graphs stay, where it can be restored at its address."""
         self._suspend()
         self._close_module()
-        if self.session is not None and not self.session.park():
+        if self.session is not None and not self.session.sleep():
             self.session = None
         if self._scheduler is not None and self._scheduler.idle:
             self._scheduler = None

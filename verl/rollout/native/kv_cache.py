@@ -1,7 +1,7 @@
 """The shape of a model's KV cache, and its blocks on a device.
 
 On a device all layers are views of one allocation, which never moves, because captured graphs hold its address; while
-parked it has no memory behind it. Its content is never cleared: a slot is read only after it was written, and what
+asleep it has no memory behind it. Its content is never cleared: a slot is read only after it was written, and what
 masks hide is replaced, not multiplied by zero (it may be NaN).
 """
 
@@ -109,24 +109,24 @@ class DeviceCache:
     @property
     def bytes(self) -> int:
         """Memory in use now."""
-        return 0 if self.parked else self.tensor.nbytes
+        return 0 if self.asleep else self.tensor.nbytes
 
     @property
-    def parked(self) -> bool:
+    def asleep(self) -> bool:
         return self._memory is not None and not self._memory.mapped
 
-    def park(self) -> bool:
+    def sleep(self) -> bool:
         """Release the memory but keep the address; False where that cannot be done."""
         if self._memory is None:
             return False
-        self._memory.park()
+        self._memory.sleep()
         return True
 
-    def unpark(self) -> bool:
+    def wake_up(self) -> bool:
         """Allocate the memory again; False when the device has too little left."""
-        if self.parked and self._memory is not None:
+        if self.asleep and self._memory is not None:
             try:
-                self._memory.unpark()
+                self._memory.wake_up()
             except RuntimeError as error:
                 log.debug("the KV cache cannot be restored: %s", error)
                 return False

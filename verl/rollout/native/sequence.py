@@ -2,7 +2,7 @@
 
 `computed` tokens have their keys and values in the cache; the model has to see the other `remaining`, and after the
 last of them it draws one more. A decoding sequence has one remaining token; so may a prompt that was cut before its
-last token, which is why `decoding` is a state of its own.
+last token, which is why `decoding` is a separate state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sequence:
         self.on_device = 0
         """Tokens generated on the device and not yet copied to the host; none of those on the host ends it."""
         self.stale = False
-        """Some of its cached keys and values come from earlier weights: nobody else may use them."""
+        """Some of its cached keys and values come from earlier weights: no other sequence may use them."""
         self.table: list[int] = []
         self.chain: list[int] = []
         self.siblings: list[Sequence] = []

@@ -142,7 +142,7 @@ class CPUSession:
         blocks = BlockManager(self.pages, self.page_size, BLOCK_SIZE)
         return Scheduler(blocks, rows, budget, prefix_in_same_step=False, stats=stats)
 
-    def park(self) -> bool:
+    def sleep(self) -> bool:
         return False
 
 
@@ -248,11 +248,11 @@ class DeviceSession:
         return (
             Sizes.of(requests, self.limits, self.runner.stopper, most).fits_in(self.sizes)
             and self.signature == weight_signature(model)
-            and self.cache.unpark()
+            and self.cache.wake_up()
         )
 
     def release(self) -> None:
-        """Free the cache, the graphs and the fp8 copies now, whoever still refers to this session."""
+        """Free the cache, the graphs and the fp8 copies now, even while references to this session are left."""
         del self.cache, self.runner
 
     def scheduler(self, stats: RolloutStats) -> Scheduler:
@@ -261,9 +261,9 @@ class DeviceSession:
         rows = min(self.limits.max_num_seqs, budget, self.sizes.rows)
         return Scheduler(blocks, rows, budget, keep_free=self.cache.blocks // 100, stats=stats)
 
-    def park(self) -> bool:
+    def sleep(self) -> bool:
         """Release the cache's memory; False where it cannot be restored at its address."""
-        return self.cache.park()
+        return self.cache.sleep()
 
 
 def uses_graphs(device: torch.device, limits: Limits) -> bool:

@@ -39,7 +39,7 @@ class VLLMBase(ExternalRollout):
     def _launch(self) -> None:
         self.arguments = engine_arguments(self.config, self.info, self.folder)
         self.workers = int(self.arguments["tensor_parallel_size"])
-        self.lora_apart = self.info.lora_rank > 0
+        self.separate_adapter = self.info.lora_rank > 0
         self._create_folder()
         self._start_vllm()
 
@@ -142,7 +142,9 @@ def check_report(report: dict[str, Any], version: int) -> None:
             f"{', '.join(report['missing'][:_SHOWN])}; use actor_rollout_ref.rollout.name=native"
         )
     if report["wrong"]:
-        lines = [f"{name}: arrived {a}, held {b}" for name, (a, b) in list(report["wrong"].items())[:_SHOWN]]
+        lines = [
+            f"{name}: arrived {a}, loaded {b}" for name, (a, b) in list(report["wrong"].items())[:_SHOWN]
+        ]
         raise TrainingHalted(
             f"vLLM holds {len(report['wrong'])} tensors that are not those of policy version {version} which it "
             "received.\n  "
@@ -159,7 +161,7 @@ def check_report(report: dict[str, Any], version: int) -> None:
 
 
 def _described(sent: Manifest, inexact: dict[str, str]) -> str:
-    text = f"vllm: {len(sent) - len(inexact)} of {len(sent)} tensors are held, and compared, bit for bit"
+    text = f"vllm: {len(sent) - len(inexact)} of {len(sent)} tensors are loaded, and compared, bit for bit"
     if not inexact:
         return text
     names = ", ".join(list(inexact)[:_SHOWN])

@@ -8,7 +8,7 @@ compared bit for bit. What vLLM keeps in another form (packed for a CPU's kernel
 loader reports that it was loaded, and log-probs show that it is used.
 
 vLLM's processes notice that their parent asked them to stop, not that it was killed. Each worker therefore watches the
-process named in its environment, and kills everybody in between (the engine core, a server that hangs) when it is gone.
+process named in its environment, and kills the processes in between (the engine core, a hung server) when it is gone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from verl.rollout.weight_sync.fingerprint import Manifest, fingerprint, same_val
 from verl.rollout.weight_sync.shared_memory import receive_tensors
 
 EXACT, REORDERED, OTHER = "exact", "reordered", "other"
-"""Forms in which a tensor is loaded: as it came, with its values in another order, in a form of vLLM's own."""
+"""Forms in which a tensor is loaded: as it came, with its values in another order, in vLLM's internal form."""
 
 
 def end_with_host() -> None:
@@ -136,7 +136,7 @@ def _watched_loading(model: Any) -> Iterator[_Loading]:
 
 @contextmanager
 def without_lora_layers(model: nn.Module) -> Iterator[None]:
-    """The model with the layers themselves in the places of the wrappers that LoRA puts around them.
+    """The model with the layers themselves instead of the wrappers that LoRA puts around them.
 
     Loaders look parameters up under the names of the model's files; not every version of vLLM sees through the
     wrappers."""
@@ -164,7 +164,7 @@ class Shard:
     module: nn.Module
     leaf: str
     shape: tuple[int, ...]
-    """Of the parameter, as long as it is held in the same form."""
+    """Of the parameter, as long as it is stored in the same form."""
     dtype: torch.dtype
     row: int
     rows: int
@@ -191,12 +191,12 @@ class ShardIndex:
 
         self._rank, self._size = rank, size
         self._modules = dict(model.named_modules())
-        # While vLLM loads, other tensors stand in the parameters' places.
+        # While vLLM loads, other tensors replace the parameters.
         self._kinds = {
             (id(module), leaf): (tuple(parameter.shape), parameter.dtype)
             for module in self._modules.values()
             for leaf, parameter in module._parameters.items()
-            if parameter is not None and not _packed_beside(module)
+            if parameter is not None and not _keeps_packed_copy(module)
         }
         try:
             joined = get_packed_modules_mapping(model)
@@ -236,30 +236,30 @@ class ShardIndex:
         return Shard(module, leaf, shape, dtype, row, rows, tuple(cuts))
 
     def _cuts(
-        self, here: tuple[int, ...], whole: tuple[int, ...], first: int = 0
+        self, here: tuple[int, ...], full: tuple[int, ...], first: int = 0
     ) -> list[tuple[int, int, int]] | None:
         """This worker's part along each dimension that is spread over several."""
         cuts = []
-        for dimension in range(first, len(whole)):
-            if here[dimension] == whole[dimension]:
+        for dimension in range(first, len(full)):
+            if here[dimension] == full[dimension]:
                 continue
             # Heads of keys and values are kept several times where there are fewer of them than workers.
-            copies, rest = divmod(here[dimension] * self._size, whole[dimension])
-            if rest or here[dimension] > whole[dimension]:
+            copies, rest = divmod(here[dimension] * self._size, full[dimension])
+            if rest or here[dimension] > full[dimension]:
                 return None
             cuts.append((dimension, self._rank // copies * here[dimension], here[dimension]))
         return cuts
 
 
-def _packed_beside(module: nn.Module) -> bool:
-    """Whether the layer computes with a packed copy of its weight and keeps the weight beside it (on CPUs)."""
+def _keeps_packed_copy(module: nn.Module) -> bool:
+    """Whether the layer computes with a packed copy of its weight and keeps the weight too (on CPUs)."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     return isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear")
 
 
 class ReceivedTensors:
-    """Tensors on their way into vLLM's loader, fingerprinted whole and as this worker should hold them."""
+    """Tensors on their way into vLLM's loader, fingerprinted in full and as this worker's shards."""
 
     def __init__(self, tensors: NamedTensors, weights: ShardIndex) -> None:
         self._tensors, self._weights = tensors, weights
@@ -276,7 +276,7 @@ class ReceivedTensors:
 
 
 class LoadCheck:
-    """What arrived beside what is held afterwards, over all loads of one worker.
+    """Compares what arrived with what is loaded afterwards, over all loads of one worker.
 
     The first load shows in which form vLLM holds a tensor; from then on it must be that form of what arrived."""
 
@@ -285,13 +285,13 @@ class LoadCheck:
         self._addresses: dict[str, int] = {}
 
     def wrong(self, arrived: ReceivedTensors) -> dict[str, list[str]]:
-        """Tensors held otherwise than they arrived, with the fingerprints of what arrived and of what is held."""
+        """Tensors loaded otherwise than they arrived, with the fingerprints of what arrived and of what is loaded."""
         found = {}
         for name, expected in arrived.shards.items():
-            held = None if expected is None else expected[0].loaded()
-            now = "nothing" if held is None else fingerprint(held)
+            loaded = None if expected is None else expected[0].loaded()
+            now = "nothing" if loaded is None else fingerprint(loaded)
             form = OTHER
-            if expected is not None and held is not None and same_values(now, expected[1]):
+            if expected is not None and loaded is not None and same_values(now, expected[1]):
                 form = EXACT if now == expected[1] else REORDERED
             first = self.forms.setdefault(name, form)
             if expected is not None and form != first != OTHER and form != EXACT:

@@ -1,13 +1,13 @@
-"""A few log-probs of the engine beside the trainer's: the check that sees what happened after the weights arrived.
+"""Compares a few log-probs of the engine with the trainer's: this shows whether the weights that arrived are in use.
 
 In float32 both sides agree to a few thousandths, and more ends the run. In narrower types no bound tells right from
 wrong: the rounding of every layer moves log-probs of right weights by 0.1 and more. There the gap is compared with what
 the run itself shows: the rounding noise of the trainer's log-probs of the same rows (against float32 arithmetic with
 the same weights), and the gaps of this run so far. A gap that is a clear multiple of both is a warning; it ends the run
-when it goes on for several versions, or when the two sides have nothing to do with each other.
+when it persists for several versions, or when the log-probs of the two sides are unrelated.
 
 Two computations of the trainer in its own precision would not show the noise: the kernels for packed sequences compute
-a row bit for bit alike whatever stands beside it.
+a row bit for bit equal whatever else is in the pack.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "fp8": 2.0**-6}
 ROUNDINGS = 4
 """Roundings of a log-prob that need no explanation, whatever was measured; dozens lie between two of them."""
 CLEAR = 4
-"""A gap this many times what is explained stands out."""
+"""A gap this many times what is explained is an outlier."""
 IN_A_ROW = 3
-"""So many versions one after the other with a gap that stands out are no accident."""
+"""This many outliers in a row are no accident."""
 BASELINE = 8
 """Versions at the beginning of a run from which its usual gap is taken."""
 UNRELATED = 0.75
 """Part of the difference between log-probs of different tokens from which on the two sides have nothing in common..."""
 UNRELATED_GAP = 0.5
-"""...unless that is less than this: log-probs of an untrained model are all alike."""
+"""...unless that is less than this: log-probs of an untrained model are all similar."""
 
 Rows = Sequence[Sequence[float]]
-Verdict = Literal["explained", "stands out", "wrong"]
+Verdict = Literal["explained", "outlier", "wrong"]
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Probe:
     """Between the trainer and float32 arithmetic with its weights; None where that is not possible."""
     spread: float
     """Between the engine's log-prob of one token and the trainer's of another."""
-    stands_out: bool = False
+    outlier: bool = False
 
 
 def probe_request(vocab_size: int, max_length: int | None) -> Request:
     """A fixed prompt with ids from all over the vocabulary, and how many tokens to draw after it."""
     tokens = min(RESPONSE_TOKENS, (max_length or RESPONSE_TOKENS + 1) - 1)
-    prompt = [(_STRIDE * (place + 1)) % vocab_size for place in range(PROMPT_TOKENS)]
+    prompt = [(_STRIDE * (position + 1)) % vocab_size for position in range(PROMPT_TOKENS)]
     prompt = prompt[: max_length - tokens] if max_length else prompt
     return Request(PROBE_ID, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), n=SAMPLES)
 
@@ -91,7 +91,7 @@ def measure(engine: Rows, trainer: SourceLogProbs) -> Probe:
 
 def usual_gap(history: Sequence[Probe], new: Probe) -> float:
     """The gap between right weights that this run's own figures let expect: the larger of earlier gaps and noise."""
-    usual = [probe for probe in history if not probe.stands_out][:BASELINE]
+    usual = [probe for probe in history if not probe.outlier][:BASELINE]
     expected = median(probe.gap for probe in usual) if usual else 0.0
     recent = [*history[1 - BASELINE :], new]
     if usual and median(probe.spread for probe in usual) > 0:
@@ -114,8 +114,8 @@ def judge(history: Sequence[Probe], new: Probe, precision: str) -> Verdict:
     if not history or new.gap <= CLEAR * max(usual, ROUNDINGS * ROUNDING[precision] * new.spread):
         return "explained"
     before = history[-(IN_A_ROW - 1) :]
-    going_on = len(before) == IN_A_ROW - 1 and all(probe.stands_out for probe in before)
-    return "wrong" if going_on else "stands out"
+    persists = len(before) == IN_A_ROW - 1 and all(probe.outlier for probe in before)
+    return "wrong" if persists else "outlier"
 
 
 class ProbeCheck:
@@ -136,10 +136,10 @@ class ProbeCheck:
         verdict = judge(self.history, new, self.precision)
         if verdict == "wrong":
             raise TrainingHalted(self._wrong(version, new, engine, trainer))
-        if verdict == "stands out":
-            if not any(probe.stands_out for probe in self.history):
-                log.warning("%s", self._stands_out(version, new))
-            new = replace(new, stands_out=True)
+        if verdict == "outlier":
+            if not any(probe.outlier for probe in self.history):
+                log.warning("%s", self._outlier_warning(version, new))
+            new = replace(new, outlier=True)
         self.history.append(new)
         return new
 
@@ -157,7 +157,7 @@ class ProbeCheck:
         noise = "unknown" if new.noise is None else f"{new.noise:.2g}"
         return f"rounding noise {noise}, between different tokens {new.spread:.2g}, earlier gaps {earlier}"
 
-    def _stands_out(self, version: int, new: Probe) -> str:
+    def _outlier_warning(self, version: int, new: Probe) -> str:
         return (
             f"{self.name}: log-probs of a fixed prompt under policy version {version} differ from the trainer's by "
             f"{new.gap:.3g} on average ({self._context(new)}). {IN_A_ROW} versions like this in a row end the run. "

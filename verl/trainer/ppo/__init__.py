@@ -1,1 +1,1 @@
-"""The import path plug-ins know; everything lives in `verl.algorithms`."""
+"""The import path that plug-ins use; everything is in `verl.algorithms`."""

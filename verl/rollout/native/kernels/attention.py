@@ -60,19 +60,19 @@ def _decode_attention(
     columns = tl.arange(0, DIM_UP)
     v_columns = tl.arange(0, V_DIM_UP)
     q_mask = (members < GROUP)[:, None] & (columns < DIM)[None, :]
-    q_places = (head * GROUP + members)[:, None] * DIM + columns[None, :]
-    q = tl.load(q_ptr + row * q_stride + q_places, mask=q_mask, other=0.0)
+    q_offsets = (head * GROUP + members)[:, None] * DIM + columns[None, :]
+    q = tl.load(q_ptr + row * q_stride + q_offsets, mask=q_mask, other=0.0)
 
     peak = tl.full([GROUP_UP], float("-inf"), tl.float32)
     mass = tl.zeros([GROUP_UP], tl.float32)
     acc = tl.zeros([GROUP_UP, V_DIM_UP], tl.float32)
     for base in range(start, end, TILE):
-        places = base + tl.arange(0, TILE)
-        inside = places < end
-        block = tl.load(table_ptr + row * table_stride + places // BLOCK_SIZE, mask=inside, other=0).to(
+        positions = base + tl.arange(0, TILE)
+        inside = positions < end
+        block = tl.load(table_ptr + row * table_stride + positions // BLOCK_SIZE, mask=inside, other=0).to(
             tl.int64
         )
-        offsets = (block * KV + head) * BLOCK_SIZE + places % BLOCK_SIZE
+        offsets = (block * KV + head) * BLOCK_SIZE + positions % BLOCK_SIZE
         k_mask = inside[:, None] & (columns < DIM)[None, :]
         k = tl.load(keys_ptr + offsets[:, None] * DIM + columns[None, :], mask=k_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -92,8 +92,8 @@ def _decode_attention(
     if SPLITS == 1:
         out = acc / tl.where(mass == 0, 1.0, mass)[:, None]
         slot = row * (KV * GROUP) + head * GROUP + members
-        out_places = slot[:, None] * V_DIM + v_columns[None, :]
-        tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+        out_offsets = slot[:, None] * V_DIM + v_columns[None, :]
+        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=out_mask)
     else:
         slot = (row * SPLITS + split) * (KV * GROUP) + head * GROUP + members
         tl.store(part_ptr + slot[:, None] * V_DIM + v_columns[None, :], acc, mask=out_mask)
@@ -125,8 +125,8 @@ def _join_splits(
     parts = tl.load(part_ptr + slots[:, None] * DIM + columns[None, :], mask=inside, other=0.0)
     total = tl.sum(masses * weights, 0)
     out = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
-    place = (row * HEADS + head) * DIM + columns
-    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=columns < DIM)
+    offsets = (row * HEADS + head) * DIM + columns
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=columns < DIM)
 
 
 def choose_splits(rows: int, kv_heads: int, processors: int) -> int:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Small matrix products in one kernel instead of several: query/key/value, and gate/up with the activation.
 
-The weights stay where the module has them; a program finds out from its place which of them it reads. They may have
+The weights stay where the module has them; a program finds out from its id which of them it reads. They may have
 another type than the input, which decides the precision (`verl.models.float32` widens inputs only). Worth it
 for small models, where a product takes little longer than its launch; large ones use the vendor's library.
 """
@@ -49,18 +49,18 @@ def _joined_linear(
     w_ptr = w0_ptr
     b_ptr = b0_ptr
     width = N0
-    place = 0
+    out_column = 0
     if tile >= second:
         w_ptr = w2_ptr
         b_ptr = b2_ptr
         width = N2
-        place = N0 + N1
+        out_column = N0 + N1
         tile -= second
     elif tile >= first:
         w_ptr = w1_ptr
         b_ptr = b1_ptr
         width = N1
-        place = N0
+        out_column = N0
         tile -= first
     row_offsets = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     rows_mask = row_offsets < rows
@@ -70,7 +70,7 @@ def _joined_linear(
     )
     if BIAS:
         acc += tl.load(b_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
-    target = out_ptr + row_offsets[:, None] * out_stride + place + columns[None, :]
+    target = out_ptr + row_offsets[:, None] * out_stride + out_column + columns[None, :]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=rows_mask[:, None] & (columns < width)[None, :])
 
 
@@ -93,10 +93,10 @@ def _gated_linear(
             mask=rows_mask[:, None] & k_mask[None, :],
             other=0.0,
         )
-        places = columns[None, :] * inner + k[:, None]
+        offsets = columns[None, :] * inner + k[:, None]
         mask = (columns < width)[None, :] & k_mask[:, None]
-        gate_weight = tl.load(gate_ptr + places, mask=mask, other=0.0).to(x.dtype)
-        up_weight = tl.load(up_ptr + places, mask=mask, other=0.0).to(x.dtype)
+        gate_weight = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(x.dtype)
+        up_weight = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(x.dtype)
         gate_acc = tl.dot(x, gate_weight, gate_acc, input_precision=PRECISION)
         up_acc = tl.dot(x, up_weight, up_acc, input_precision=PRECISION)
     dtype = out_ptr.dtype.element_ty

@@ -2,7 +2,7 @@
 """Rotary embedding of queries and keys, optional per-head norm before it, and the write to the KV cache, in one go.
 
 One program per row. The cache of a layer is [blocks, kv_heads, block_size, head_dim]; a row that is not active
-writes to the last block, which belongs to nobody.
+writes to the last block, which belongs to no sequence.
 """
 
 from __future__ import annotations
@@ -77,37 +77,37 @@ def _rotary_cache(
 
     heads = tl.arange(0, HEADS_UP)
     mask = (heads < HEADS)[:, None] & inside[None, :]
-    places = heads[:, None] * DIM + columns[None, :]
+    offsets = heads[:, None] * DIM + columns[None, :]
     base = qkv_ptr + row * qkv_stride
-    first = tl.load(base + places, mask=mask, other=0.0)
-    second = tl.load(base + places + HALF, mask=mask, other=0.0)
+    first = tl.load(base + offsets, mask=mask, other=0.0)
+    second = tl.load(base + offsets + HALF, mask=mask, other=0.0)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     if NORM:
         first, second = _head_norm(first, second, q_norm_ptr, eps, dtype, HALF, HALF_UP)
     first, second = _rotate(first, second, cos, sin, dtype)
     out = q_out_ptr + row * HEADS * DIM
-    tl.store(out + places, first, mask=mask)
-    tl.store(out + places + HALF, second, mask=mask)
+    tl.store(out + offsets, first, mask=mask)
+    tl.store(out + offsets + HALF, second, mask=mask)
 
     block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE)
     block = tl.where(active, block, trash).to(tl.int64)
     kv_heads = tl.arange(0, KV_UP)
     mask = (kv_heads < KV)[:, None] & inside[None, :]
-    places = kv_heads[:, None] * DIM + columns[None, :]
+    offsets = kv_heads[:, None] * DIM + columns[None, :]
     targets = (
         (block * KV + kv_heads[:, None]) * BLOCK_SIZE * DIM + (position % BLOCK_SIZE) * DIM + columns[None, :]
     )
     base += HEADS * DIM
-    first = tl.load(base + places, mask=mask, other=0.0)
-    second = tl.load(base + places + HALF, mask=mask, other=0.0)
+    first = tl.load(base + offsets, mask=mask, other=0.0)
+    second = tl.load(base + offsets + HALF, mask=mask, other=0.0)
     if NORM:
         first, second = _head_norm(first, second, k_norm_ptr, eps, dtype, HALF, HALF_UP)
     first, second = _rotate(first, second, cos, sin, dtype)
     tl.store(keys_ptr + targets, first, mask=mask)
     tl.store(keys_ptr + targets + HALF, second, mask=mask)
     base += KV * DIM
-    tl.store(values_ptr + targets, tl.load(base + places, mask=mask, other=0.0), mask=mask)
-    tl.store(values_ptr + targets + HALF, tl.load(base + places + HALF, mask=mask, other=0.0), mask=mask)
+    tl.store(values_ptr + targets, tl.load(base + offsets, mask=mask, other=0.0), mask=mask)
+    tl.store(values_ptr + targets + HALF, tl.load(base + offsets + HALF, mask=mask, other=0.0), mask=mask)
 
 
 def rotary_cache(

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Drawing tokens on the device: one pass over the logits in chunks, then one short program per row.
 
-The first kernel leaves for every chunk of the vocabulary its peak, the mass below it and where the peak stands;
+The first kernel leaves for every chunk of the vocabulary its peak, the mass below it and the peak's index;
 the second picks the chunk in which the row's uniform number falls and inverts the distribution inside it. It
 covers temperature and greedy rows; filters and penalties go through `verl.rollout.sampling`, which this equals.
 
@@ -53,7 +53,7 @@ def _uniform(key, position):
 
 @triton.jit
 def _invert(weights, share, index, END: tl.constexpr):
-    """The place whose weight covers `share` of the weights' sum, and the share of that weight which lies before."""
+    """The index whose weight covers `share` of the weights' sum, and the share of that weight which lies before."""
     weights = weights.to(tl.float64)
     weights = tl.where(weights >= tl.sum(weights, 0) * SMALLEST, weights, 0.0)
     running = tl.cumsum(weights, 0)
@@ -61,10 +61,10 @@ def _invert(weights, share, index, END: tl.constexpr):
     target = share * highest
     # A share that rounding brought to 1 belongs to the last weight.
     covered = (weights > 0) & ((running > target) | (running == highest))
-    place = tl.min(tl.where(covered, index, END), 0)
-    before = tl.sum(tl.where(index < place, weights, 0.0), 0)
-    here = tl.sum(tl.where(index == place, weights, 0.0), 0)
-    return place, (target - before) / here
+    found = tl.min(tl.where(covered, index, END), 0)
+    before = tl.sum(tl.where(index < found, weights, 0.0), 0)
+    here = tl.sum(tl.where(index == found, weights, 0.0), 0)
+    return found, (target - before) / here
 
 
 @triton.jit
@@ -98,11 +98,11 @@ def _pick(
     peak = tl.max(tl.where(index == chunk, peaks, float("-inf")), 0)
 
     temperature = tl.load(temperature_ptr + row)
-    place = tl.arange(0, CHUNK)
-    offsets = chunk * CHUNK + place
+    inner_index = tl.arange(0, CHUNK)
+    offsets = chunk * CHUNK + inner_index
     values = tl.load(logits_ptr + row * stride + offsets, mask=offsets < vocab, other=float("-inf"))
     inner = tl.exp(values.to(tl.float32) / temperature - peak)
-    token, _ = _invert(inner, share, place, CHUNK)
+    token, _ = _invert(inner, share, inner_index, CHUNK)
     token += chunk * CHUNK
 
     bests = tl.load(best_ptr + row * chunks + index, mask=present, other=0)
@@ -184,9 +184,9 @@ def _advance(
     ended = tl.max((stop_ids == token[:, None]).to(tl.int32), 1) != 0
     ended = ended | (position + 1 >= last)
     slot = tl.load(slots_ptr, mask=active, other=0)
-    place = slot.to(tl.int64) * out_stride + generated
-    tl.store(out_tokens_ptr + place, token.to(tl.int32), mask=active)
-    tl.store(out_log_probs_ptr + place, log_prob, mask=active)
+    offset = slot.to(tl.int64) * out_stride + generated
+    tl.store(out_tokens_ptr + offset, token.to(tl.int32), mask=active)
+    tl.store(out_log_probs_ptr + offset, log_prob, mask=active)
     tl.store(tokens_ptr, token, mask=active)
     tl.store(generated_ptr, generated + 1, mask=active)
     tl.store(positions_ptr, position + 1, mask=active)

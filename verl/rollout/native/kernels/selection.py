@@ -2,7 +2,7 @@
 """The smallest weight that top-k and top-p keep in each row, found on the device without sorting.
 
 The floats of a row are not negative, so their bits order them like integers. The smallest bit pattern above which less
-than the wanted count or mass lies is searched for: every pass over the row tries seven patterns at once and narrows the
+than the requested count or mass lies is searched for: every pass over the row tries seven patterns and narrows the
 interval to an eighth, so ten passes are enough. Masses are sums of integers (units of 2^-44): exact in any order, equal
 to those of `verl.rollout.sampling`, which defines what stays.
 """
@@ -47,13 +47,13 @@ def _narrow(
     way = tl.arange(0, WAYS)
     low = tl.full((), -1, tl.int32)
     if not FIRST:
-        # What the programs of the pass before found above each of their patterns; the first is the row's whole sum.
-        place = (row * SPLITS + tl.arange(0, SPLITS))[:, None] * WAYS + way[None, :]
-        above = tl.sum(tl.load(sums_ptr + place), 0)
+        # What the programs of the pass before found above each of their patterns; the first is the row's total.
+        cells = (row * SPLITS + tl.arange(0, SPLITS))[:, None] * WAYS + way[None, :]
+        above = tl.sum(tl.load(sums_ptr + cells), 0)
         goal = tl.load(goals_ptr + row)
         if MASS:
-            whole = tl.sum(tl.where(way == 0, above, 0), 0)
-            too_much = above.to(tl.float64) >= goal.to(tl.float64) * whole.to(tl.float64)
+            total = tl.sum(tl.where(way == 0, above, 0), 0)
+            too_much = above.to(tl.float64) >= goal.to(tl.float64) * total.to(tl.float64)
         else:
             too_much = above >= goal
         passed = tl.sum(((way > 0) & too_much).to(tl.int32), 0)
@@ -73,8 +73,8 @@ def _narrow(
             else:
                 amounts = tl.full((BLOCK,), 1, tl.int64)
             found += tl.where(bits[None, :] > patterns[:, None], amounts[None, :], 0)
-        place = (row * SPLITS + split) * WAYS + way
-        tl.store(new_sums_ptr + place, tl.sum(found, 1))
+        cells = (row * SPLITS + split) * WAYS + way
+        tl.store(new_sums_ptr + cells, tl.sum(found, 1))
 
 
 def _search(weights: torch.Tensor, goals: torch.Tensor, floors: torch.Tensor, mass: bool) -> torch.Tensor:
