@@ -18,7 +18,7 @@ from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import CheckpointError, VerlError
 from verl.observe.run_folder import RunFolder
 from verl.runtime import run_command
-from verl.trainer.setup import changes, leave_report, record_config, require_saved, resume_note
+from verl.trainer.setup import changes, record_config, require_saved, resume_note, try_write_report
 
 BASE = {"actor_rollout_ref.model.path": "org/a", "data.train_files": ["x.parquet"]}
 
@@ -105,7 +105,7 @@ def test_a_full_disk_costs_samples_and_report_but_not_the_run(
             folder.write_rollouts(1, rows)
             folder.write_validation(1, rows)
             folder.write_crash(ValueError("the cause"))
-            leave_report(folder)
+            try_write_report(folder)
             with pytest.raises(VerlError, match=r"cannot write to the folder .*trainer.default_local_dir"):
                 folder.write_config({"a": "x" * 100})
         assert "rollouts/1.jsonl could not be written" in caplog.text

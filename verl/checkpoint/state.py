@@ -334,7 +334,7 @@ def _free_name(path: str, taken: Mapping[str, torch.Tensor]) -> str:
 
 
 def _numeric(array: np.ndarray) -> np.ndarray:
-    """The same bytes in a type torch knows: unsigned words travel as signed ones."""
+    """The same bytes in a type torch knows: unsigned integers are stored as signed ones."""
     array = np.ascontiguousarray(array)
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         return array.view(f"i{array.dtype.itemsize}")

@@ -162,7 +162,7 @@ class ShardReader(dcp.HuggingFaceStorageReader):
             metadata = super().read_metadata()
             for key, entry in metadata.state_dict_metadata.items():
                 _check_chunks(key, entry)
-        except Exception as error:  # the header may come from anybody, and torch trusts it
+        except Exception as error:  # the header is untrusted, and torch does not check it
             raise CheckpointError(f"the tensor file {file} cannot be read: {error!r}") from None
         return metadata
 

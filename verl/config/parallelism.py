@@ -44,7 +44,7 @@ def closest(values: list[int], near: int) -> str:
 
 @dataclass(frozen=True)
 class Pool:
-    """Processes that are placed together, `per_node` GPUs on each of `nodes`; `key` is the section that says so."""
+    """Processes that are scheduled together, `per_node` GPUs on each of `nodes`; `key` is the section that says so."""
 
     key: str
     nodes: int

@@ -43,7 +43,7 @@ class Plan:
 
 
 def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
-    """The plan of a config on the device at hand, or on another."""
+    """The plan of a config on this machine's device, or on another."""
     device = device or local_device(config.trainer.device, config.trainer.n_gpus_per_node)
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
     result = Plan(batch_plan(config), device)

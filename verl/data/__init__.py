@@ -1,1 +1,1 @@
-"""Data as people have it, and the batch that travels: files, chat templates, datasets, a resumable loader."""
+"""Training data and the batch type: files, chat templates, datasets, a resumable loader."""

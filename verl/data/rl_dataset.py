@@ -186,24 +186,26 @@ class RLDataset:
     def difficulty(self, column: str) -> np.ndarray:
         """`data.curriculum_key`: one number per usable row."""
         require_column(self.rows, column, "data.curriculum_key", "difficulty", self.files_key)
-        given = list(self.rows.column(column))
+        column_values = list(self.rows.column(column))
         values = np.empty(len(self), dtype=np.float64)
         for position, number in enumerate(map(int, self.kept)):
             try:
-                values[position] = float(given[number])
+                values[position] = float(column_values[number])
             except (TypeError, ValueError):
                 values[position] = np.nan
             if np.isnan(values[position]):
                 raise DataError(
-                    f"data.curriculum_key={column}: {self.rows.origin(number)} has {given[number]!r}; "
+                    f"data.curriculum_key={column}: {self.rows.origin(number)} has {column_values[number]!r}; "
                     "a difficulty must be a number."
                 )
         return values
 
     def data_sources(self) -> list[str]:
         """Every `data_source` among the usable rows, sorted; "" if a row has none."""
-        given = list(self.rows.column("data_source"))
-        return sorted({"" if given[number] is None else str(given[number]) for number in map(int, self.kept)})
+        sources = list(self.rows.column("data_source"))
+        return sorted(
+            {"" if sources[number] is None else str(sources[number]) for number in map(int, self.kept)}
+        )
 
 
 def collate_prompts(items: Sequence[Mapping[str, Any]], uids: Sequence[str]) -> DataProto:

@@ -34,7 +34,7 @@ micro-batches cost memory and gain nothing."""
 
 
 def best_tokens(layer_weights: float) -> int:
-    """For a model whose tokens are multiplied with so many weights in each decoder layer."""
+    """For a model with this many weights in each decoder layer that every token is multiplied with."""
     nearest = min(BEST_TOKENS, key=lambda known: abs(math.log(known / max(layer_weights, 1.0))))
     return BEST_TOKENS[nearest]
 

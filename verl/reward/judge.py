@@ -149,7 +149,7 @@ class JudgeBackend(Backend):
 
 
 class RateLimit:
-    """Lets requests pass no faster than so many a minute."""
+    """Limits the number of requests per minute."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._gap_s = 60.0 / per_minute if per_minute else 0.0

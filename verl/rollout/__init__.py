@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 RolloutFactory = Callable[..., RolloutEngine]
 """Called with (weight source, tokenizer, rollout config section), and with `watchdog_s` by name where it has such an
-argument: an engine in other processes counts as hung after so many seconds without progress."""
+argument: an engine in other processes counts as hung after this many seconds without progress."""
 
 _registry: dict[str, RolloutFactory] = {}
 

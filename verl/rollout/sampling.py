@@ -223,10 +223,10 @@ def _covering(weights_BN: torch.Tensor, share_B1: torch.Tensor) -> tuple[torch.T
     target_B1 = share_B1 * highest_B1
     # A share that rounding brought to 1 belongs to the last weight.
     covered_BN = counts_BN & ((running_BN > target_B1) | (running_BN == highest_B1))
-    place_B1 = covered_BN.to(torch.uint8).argmax(-1, keepdim=True)
-    here_B1 = weights_BN.gather(1, place_B1)
-    before_B1 = running_BN.gather(1, place_B1) - here_B1
-    return place_B1, (target_B1 - before_B1) / here_B1
+    index_B1 = covered_BN.to(torch.uint8).argmax(-1, keepdim=True)
+    here_B1 = weights_BN.gather(1, index_B1)
+    before_B1 = running_BN.gather(1, index_B1) - here_B1
+    return index_B1, (target_B1 - before_B1) / here_B1
 
 
 def invert_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
     """One attempt: from the last checkpoint (or the start) to the end."""
     from verl.trainer.assembly import build_loop, open_run
     from verl.trainer.preflight import require_disk
-    from verl.trainer.setup import leave_report, require_saved
+    from verl.trainer.setup import require_saved, try_write_report
 
     with open_run(cfg, **given) as parts:
         require_disk(cfg, parts.folder.path, parts.total_steps, model)
@@ -84,7 +84,7 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
         finally:
             loop.tracker.close()
             loop.workers.close()
-            leave_report(parts.folder)
+            try_write_report(parts.folder)
         return RunResult(parts.folder.path, metrics, loop.step_number)
 
 

@@ -125,7 +125,7 @@ def resume_note(step: int, total: int) -> str:
     if step < total:
         return f"resumed after step {step}"
     return (
-        f"nothing left to do: {step} of {total} steps are done. To train on, raise trainer.total_training_steps or "
+        f"nothing left to do: {step} of {total} steps are done. To continue, raise trainer.total_training_steps or "
         "trainer.total_epochs; for a new run set trainer.experiment_name, or trainer.resume_mode=disable"
     )
 
@@ -150,7 +150,7 @@ def require_saved(folder: RunFolder, step: int, saved_step: int) -> None:
     )
 
 
-def leave_report(folder: RunFolder) -> None:
+def try_write_report(folder: RunFolder) -> None:
     """Write `report.html`; a failure is only a warning."""
     from verl.observe.report import write_report
 

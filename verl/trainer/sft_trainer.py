@@ -138,12 +138,12 @@ def run_once(cfg: SFTConfig, *, live: bool, monitor: RankMonitor | None = None) 
     from verl.trainer.main_ppo import RunResult, stop_on_signal
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import (
-        leave_report,
         open_run_folder,
         open_tracker,
         record_config,
         require_saved,
         run_path,
+        try_write_report,
     )
     from verl.trainer.sft_loop import RayLoop, build_loop, load_data
 
@@ -164,7 +164,7 @@ def run_once(cfg: SFTConfig, *, live: bool, monitor: RankMonitor | None = None) 
 
         def lost(error: Exception) -> None:
             folder.write_crash(error, likely_cure(cfg, error))
-            leave_report(folder)
+            try_write_report(folder)
 
         if monitor is not None:
             monitor.on_lost = lost
@@ -189,7 +189,7 @@ def run_once(cfg: SFTConfig, *, live: bool, monitor: RankMonitor | None = None) 
             folder.write_crash(error, likely_cure(cfg, error))
             raise error
         finally:
-            leave_report(folder)
+            try_write_report(folder)
         return RunResult(folder.path, last.metrics, last.step)
 
 

@@ -17,7 +17,7 @@ from verl.workers.request_scheduler import aborted
 from verl.workers.rpc_server import RPCServer
 
 FLUSH_S = 0.02
-"""Responses that finish this soon after others were sent travel together: sending costs a quarter of a millisecond
+"""Responses that finish this soon after others were sent are sent together: sending costs a quarter of a millisecond
 in which nothing is generated."""
 POLL_S = 0.05
 """How often new requests are noticed while the engine runs."""

@@ -207,7 +207,7 @@ class RolloutPool:
         self._watchdog_s = cfg.trainer.watchdog_s
         self._probes: dict[str, ProbeCheck] = {}
         self._calls: RankCalls | None = None
-        self._everyone: RankCalls | None = None
+        self._all_calls: RankCalls | None = None
         self._trainer: RankCalls | None = None
 
     @property
@@ -228,8 +228,8 @@ class RolloutPool:
         own.threads = None if setup.threads is None else self.cluster.threads()
         self.calls.all("build", ray.put(own), info, adapter)
         self._trainer = trainer
-        self._everyone = RankCalls.together(trainer, self.calls)
-        self._everyone.all("link", 1 + len(self.calls))
+        self._all_calls = RankCalls.together(trainer, self.calls)
+        self._all_calls.all("link", 1 + len(self.calls))
         self.calls.peers, trainer.peers = [trainer], [self.calls]
         pool = self.cluster.pool
         logger.info(
@@ -244,8 +244,8 @@ class RolloutPool:
     def sync_weights(self, version: int) -> dict[str, float]:
         """The trainer's weights to all of them, as policy `version`; compared by fingerprint and by log-probs, whose
         metrics are those of the worst process."""
-        assert self._everyone is not None and self._trainer is not None
-        sent, *found = self._everyone.all("sync_weights", version)
+        assert self._all_calls is not None and self._trainer is not None
+        sent, *found = self._all_calls.all("sync_weights", version)
         arrivals: list[SyncReport] = found[len(self._trainer) - 1 :]
         for name, arrival in zip(self.calls.names, arrivals, strict=True):
             compare(sent, arrival.received, version, name, _ADVICE)
@@ -258,7 +258,7 @@ class RolloutPool:
 
     def broken(self) -> bool:
         """Whether a call to these processes, alone or together with the trainer's, has failed."""
-        return any(calls is not None and calls.broken for calls in (self._calls, self._everyone))
+        return any(calls is not None and calls.broken for calls in (self._calls, self._all_calls))
 
     def close(self, seconds: float, *, ask: bool) -> None:
         """End them, after letting the engines close where that can be asked for."""

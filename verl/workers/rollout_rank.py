@@ -65,7 +65,7 @@ class RolloutRank(RolloutServer):
         seed_everything(setup.cfg.trainer.seed)
         self._setup, self._info, self._adapter = setup, info, adapter
         rollout = setup.cfg.actor_rollout_ref.rollout
-        # The GPUs this process sees are its own: a server it starts has no others to look for, and nobody else wants
+        # The GPUs this process sees are its own: a server it starts needs no others, and no other process needs
         # their memory while the trainer trains.
         rollout.n_gpus_per_node = rollout.nnodes = 0
         rollout.free_cache_engine = False

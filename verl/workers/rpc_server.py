@@ -1,6 +1,6 @@
 """Serves calls by name in one process, and carries values, failures and log records back to the driver.
 
-No exception leaves `serve` or `stream`: it crosses processes as text, with the rank and host it belongs to.
+No exception leaves `serve` or `stream`: it is sent as text, with the rank and host it belongs to.
 """
 
 from __future__ import annotations

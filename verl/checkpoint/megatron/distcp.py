@@ -43,7 +43,7 @@ Region = tuple[tuple[int, int], ...]
 
 
 class _Inert:
-    """An object of another program: its state, no behaviour."""
+    """An unpickled object of another program: its state, no behaviour."""
 
     name = ""
     state: Any = None

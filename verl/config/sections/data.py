@@ -69,8 +69,10 @@ class _RowsConfig(_TemplateConfig):
     shuffle: bool = key(True, "shuffle the training rows each epoch")
     seed: int = key(1, "seed of the shuffle", follows="trainer.seed", used_if=".shuffle")
     dataloader_num_workers: int = key(0, "threads that tokenise rows ahead; 0: the main thread", ge=0)
-    train_max_samples: int = key(-1, "use only so many training rows; -1: all", ge=-1)
-    val_max_samples: int = key(-1, "use only so many validation rows; -1: all", ge=-1, used_if=".val_files")
+    train_max_samples: int = key(-1, "use at most this many training rows; -1: all", ge=-1)
+    val_max_samples: int = key(
+        -1, "use at most this many validation rows; -1: all", ge=-1, used_if=".val_files"
+    )
 
 
 @dataclass

@@ -50,7 +50,7 @@ class BaseTrainerConfig(PlacementConfig):
     """What reinforcement learning and supervised fine-tuning share."""
 
     total_epochs: int = key(1, "passes over the training data", ge=1)
-    total_training_steps: int | None = key(None, "stop after so many steps; default: all epochs", ge=1)
+    total_training_steps: int | None = key(None, "stop after this many steps; default: all epochs", ge=1)
     save_freq: int = key(-1, "steps between checkpoints; -1: at the end", ge=-1)
     test_freq: int = key(-1, "steps between validations; -1: at the end", ge=-1, used_if="data.val_files")
     logger: list[str] = key(["console"], "metrics go there, too", known=known.LOGGERS, plugin="tracker")
@@ -61,7 +61,7 @@ class BaseTrainerConfig(PlacementConfig):
     resume_from_path: str | None = key(
         None, "checkpoint folder", path=True, used_if=".resume_mode=resume_path"
     )
-    max_actor_ckpt_to_keep: int | None = key(None, "keep the newest so many; default: all", ge=1)
+    max_actor_ckpt_to_keep: int | None = key(None, "number of newest checkpoints to keep; default: all", ge=1)
     keep_best: str | None = key(None, "metric whose best checkpoint is kept, e.g. val-core/gsm8k/acc/mean@1")
     keep_best_mode: str = key("max", "which is better", known=known.BEST_MODES, used_if=".keep_best")
     wandb_proxy: str | None = key(None, "HTTP proxy used for wandb only", used_if=".logger=wandb")
@@ -87,7 +87,7 @@ class TrainerConfig(BaseTrainerConfig):
     critic_warmup: int = key(0, "first steps in which only the critic learns", ge=0)
     balance_batch: bool = key(True, "give every rank about the same work", used_if="@ranks")
     max_critic_ckpt_to_keep: int | None = key(
-        None, "keep the newest so many; default: all", ge=1, used_if="critic.enable"
+        None, "number of newest checkpoints to keep; default: all", ge=1, used_if="critic.enable"
     )
     rollout_data_dir: str | None = key(
         None, "training responses; default: rollouts/ in the run folder", path=True

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
-    parser.add_argument("--limit", type=int, default=None, help="at most so many rows per split")
+    parser.add_argument("--limit", type=int, default=None, help="maximum number of rows per split")
     generated = parser.add_argument_group("generated problems")
     for name, (default, about) in _TASK_OPTIONS.items():
         generated.add_argument(f"--{name}", type=int, default=None, help=f"{about} (default {default})")

@@ -79,7 +79,7 @@ def program(machine: str | None = None) -> bytes | None:
         (_RET, 0, 0, deny),
         (_RET, 0, 0, _ALLOW),
     ]
-    # Pages of a shared anonymous mapping stay when it is unmapped but for one page: memory that no limit counts.
+    # Pages of a shared anonymous mapping stay when all but one page is unmapped: memory that no limit counts.
     code += [
         (_JEQ, 0, 5, mmap),
         (_LD, 0, 0, _ARG3_LOW),

@@ -76,7 +76,7 @@ _os._exit(0)
 def compute_score(
     solution_str: str, ground_truth: Any, all_or_nothing: bool | None = None, max_tests: int | None = None
 ) -> dict[str, Any]:
-    """`all_or_nothing` overrides reward.sandbox.all_or_nothing; `max_tests` runs only the first so many."""
+    """`all_or_nothing` overrides reward.sandbox.all_or_nothing; `max_tests` runs only that many, the first ones."""
     strict = sandbox.configured().sandbox.all_or_nothing if all_or_nothing is None else all_or_nothing
     tests = parse(ground_truth)
     code = extract_code(solution_str)

@@ -5,8 +5,8 @@ block. Content is known in hash blocks of `hash_block` tokens: an id identifies 
 them, so two hash blocks with one id have equal keys and values. On a GPU a hash block is a block; on the CPU a block is
 a page for a whole sequence and has many hash blocks.
 
-A block is free, or its count equals the number of tables that list it; nobody writes to a block that another table
-lists (it is copied first).
+A block is free, or its count equals the number of tables that list it; a block that several tables list is copied
+before it is written.
 """
 
 from __future__ import annotations

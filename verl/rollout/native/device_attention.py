@@ -188,7 +188,7 @@ class _PaddedBatch:
         groups = q.shape[1] // k.shape[1]
         q_PHAD = q[0][:, self.queries_PA].transpose(0, 1)
         k_PHBD, v_PHBD = (x[0][:, self.keys_PB].transpose(0, 1).repeat_interleave(groups, 1) for x in (k, v))
-        # Capped scores are written to memory: so many chunks at a time that they stay small.
+        # Capped scores are written to memory: few chunks at a time keep them small.
         scores = q_PHAD[0, ..., 0].numel() * k_PHBD.shape[2]
         step = len(q_PHAD) if softcap is None else max(_SCORES // scores, 1)
         split = [x.split(step) for x in (q_PHAD, k_PHBD, v_PHBD, self._masks[window])]

@@ -35,7 +35,7 @@ LOOKAHEAD = 4
 a poll is hidden behind the steps in flight. (4 instead of 16, with the finer sizes of `graph_batch_size`: +5 % tokens
 per second for a 7B model, +1 % for 135M, on one H200.)"""
 PROMPT_PASSES = 8
-"""At most so many prompt passes run between two bursts of decode steps. While rows are free and prompts wait they
+"""At most this many prompt passes run between two bursts of decode steps. While rows are free and prompts wait they
 follow each other, since a decode step of a few rows takes nearly as long as one of many; running rows, and an abort,
 wait for no more than these."""
 
@@ -365,7 +365,7 @@ class DeviceRunner:
 
     def evict(self, sequences: list[Sequence]) -> list[tuple[Sequence, FinishReason]]:
         """Rows that are preempted or aborted leave, with all their tokens copied to the host; returns those that have
-        ended meanwhile, which nobody may continue: (sequence, why). Waits for the device."""
+        ended meanwhile, which must not be continued: (sequence, why). Waits for the device."""
         wanted = {id(sequence) for sequence in sequences}
         if not any(id(row.sequence) in wanted for row in self.rows):
             return []

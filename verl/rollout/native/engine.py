@@ -195,7 +195,7 @@ class NativeRollout(RolloutEngine):
         return responses
 
     def _become_idle(self) -> None:
-        """Restore the module and drop the KV cache, but for kept prefixes and a device's session with its graphs."""
+        """Restore the module and drop the KV cache, except kept prefixes and a device's session with its graphs."""
         self._close_module()
         if self._scheduler is not None and not self._scheduler.blocks.kept:
             self._scheduler = None

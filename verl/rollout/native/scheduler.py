@@ -163,8 +163,8 @@ class Scheduler:
             self._preempt(sequence, Step())
 
     def set_version(self, version: int) -> None:
-        """The weights are new. Running sequences continue on the keys and values they have, which nobody else may
-        reuse; what has no token yet starts with this version."""
+        """The weights are new. Running sequences continue on the keys and values they have, which no other sequence
+        may reuse; what has no token yet starts with this version."""
         self.blocks.invalidate()
         for sequence in self.running:
             sequence.stale = True

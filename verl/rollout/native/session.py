@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE = 16
 """Tokens of a block on a device, and of a hash block of a CPU page."""
 STREAM_GROWTH = 4
-"""Sequences of a stream may become so many times longer than its first ones before the session has to grow, where
+"""Sequences of a stream may become this many times longer than its first ones before the session has to grow, where
 `max_model_len` is not set."""
 
 
