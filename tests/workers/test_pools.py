@@ -251,7 +251,7 @@ def test_engines_over_two_gpus_are_half_as_many_processes(overrides):
     ]
     trainer, rollout = pools(load_ppo_config(overrides(*two)))
     assert (trainer.key, trainer.processes) == ("trainer", 1)
-    assert (rollout.processes, rollout.places, rollout.per_node) == (2, 2, 4)
+    assert (rollout.processes, rollout.gpus_per_process, rollout.per_node) == (2, 2, 4)
 
 
 CORRUPT = """
