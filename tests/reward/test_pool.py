@@ -95,6 +95,19 @@ def act(response, extra_info):
         for descriptor in held:
             os.write(descriptor, bytes(16 << 20))
         time.sleep(600)
+    if response == "forked child returns":
+        child = os.fork()
+        if child == 0:
+            return 0.25
+        os.waitpid(child, 0)
+        return 0.5
+    if response == "writes to every descriptor":
+        for number in range(3, 64):
+            try:
+                os.write(number, b"not json\\n")
+            except OSError:
+                pass
+        time.sleep(600)
     if response == "close everything":
         os.closerange(3, 256)
         return 1.0
@@ -179,6 +192,7 @@ def run(pool, make_sample, responses, tmp_path=None):
         ("kill self", "SIGKILL"),
         ("kill group", "SIGKILL"),
         ("close everything", "exit code 1"),
+        ("writes to every descriptor", "broke the connection to the trainer"),
         ("prints and dies", "exit code 3; last output: famous last words"),
         ("boom", "ValueError: boom (faults.py, line"),
     ],
@@ -241,6 +255,12 @@ def test_a_daemon_that_carries_nothing_of_its_parent_ends_with_its_worker(
     pool.close()
     (pid,) = map(int, set((tmp_path / "pids").read_text().split()[-1:]))
     assert gone(pid)
+
+
+@pytest.mark.parametrize("name", ["act", "act_async"])
+def test_a_forked_child_that_returns_does_not_answer(faults, make_sample, name):
+    results = run(faults(name), make_sample, ["ok", "forked child returns", "ok"])
+    assert [result.score for result in results] == [1.0, 0.5, 1.0]
 
 
 def test_what_a_function_prints_is_passed_on_and_cannot_block_it(faults, make_sample, caplog):

@@ -194,18 +194,21 @@ def main(socket_fd: int, cgroup_fd: int | None = None) -> None:
 def _serve(
     channel: socket.socket, reader: BinaryIO, functions: list[RewardFunction], timeout_s: float
 ) -> None:
+    pid = os.getpid()
     while (frame := _read_frame(reader)) is not None:
         task, number, samples = pickle.loads(frame)
         try:
             results = score(functions[number], samples, timeout_s)
         except FunctionExited as error:
             results = [RewardResult(None, error=str(error)) for _ in samples]
+        if os.getpid() != pid:
+            os._exit(0)  # a child that the function forked and that returned: the parent answers
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm the function left must not hit the next sample
         channel.sendall(_reply(task, results))
 
 
 async def _serve_async(channel: socket.socket, functions: list[RewardFunction], timeout_s: float) -> None:
-    running: set[asyncio.Task[None]] = set()
+    pid, running = os.getpid(), set[asyncio.Task[None]]()
     reader, writer = await asyncio.open_unix_connection(sock=channel)
 
     async def one(task: int, number: int, samples: list[RewardSample]) -> None:
@@ -213,6 +216,8 @@ async def _serve_async(channel: socket.socket, functions: list[RewardFunction], 
             results = await score_async(functions[number], samples, timeout_s)
         except FunctionExited as error:
             results = [RewardResult(None, error=str(error)) for _ in samples]
+        if os.getpid() != pid:
+            os._exit(0)  # as in `_serve`
         writer.write(_reply(task, results))
 
     with contextlib.suppress(asyncio.IncompleteReadError):
