@@ -211,6 +211,14 @@ def test_gsm8k_from_the_real_files(gsm8k_folder: Path, tmp_path: Path) -> None:
             assert (score["score"] if isinstance(score, dict) else score) == 1.0, row
 
 
+def test_files_below_a_folder_without_any_are_training_rows(tmp_path: Path) -> None:
+    (tmp_path / "in/sub").mkdir(parents=True)
+    jsonl(tmp_path / "in/sub/test.jsonl", {"question": "How many?", "answer": "#### 3"})
+    assert run("gsm8k", "--from", str(tmp_path / "in"), "--to", str(tmp_path / "out")) == 0
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["train.parquet"]
+    assert [truth_of(row) for row in read_rows(tmp_path / "out/train.parquet")] == ["3"]
+
+
 def test_files_become_splits_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for name, expected in (
         ("train-00", "train"),
