@@ -14,6 +14,7 @@ from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ConfigError
 
 NEEDED = ["actor_rollout_ref.model.path=org/model", "data.train_files=train.parquet"]
+SPLIT = [f"rollout.multi_turn.{each}" for each in ("enable=True", "tools=tools.py", "history=split")]
 
 BAD = [
     # unknown keys
@@ -81,7 +82,7 @@ BAD = [
     # combinations
     *[
         ([f"algorithm.adv_estimator={name}", "algorithm.gdpo_reward_keys=[a]"], ["actor_rollout_ref.rollout.n", "is 1", name, "2 or more"])
-        for name in ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline")
+        for name in ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline", "turn_rloo")
     ],
     (["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.filter_groups.enable=True"], ["algorithm.filter_groups.enable", "2 or more"]),
     (["rollout.temperature=0"], ["actor_rollout_ref.rollout.temperature", "0", "1.0"]),
@@ -92,6 +93,8 @@ BAD = [
     (["trainer.val_only=True"], ["trainer.val_only", "data.val_files"]),
     (["trainer.resume_mode=resume_path"], ["trainer.resume_from_path"]),
     (["actor_rollout_ref.actor.optim.lr_warmup_steps=5", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1"], ["lr_warmup_steps", "keep one"]),
+    ([*SPLIT, "algorithm.use_pf_ppo=True"], ["algorithm.use_pf_ppo", "history=split", "False", "append"]),
+    ([*SPLIT, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_final_reward", "rollout.n=2"], ["algorithm.filter_groups.metric", "history=split", "seq_reward"]),
     (["rollout.max_model_len=100"], ["max_model_len", "100", "1024"]),
     (["reward.reward_model.enable=True"], ["reward.reward_model.model_path"]),
     (["reward.judge.base_url=http://x/v1"], ["reward.judge.model"]),

@@ -88,8 +88,7 @@ def test_every_yaml_block_of_the_seeds_loads(block: str, tmp_path: Path) -> None
     given = [line for line in NEEDED if "train_files" not in line or "train_files" not in block]
     config = load_ppo_config([*flags, *given])
     assert config.user_set
-    if "multi_turn" not in block:  # the one feature of the blocks that is still refused
-        assert unavailable(config) == []
+    assert unavailable(config) == []
 
 
 def test_the_seeds_have_every_kind_of_block() -> None:

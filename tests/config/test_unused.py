@@ -45,7 +45,7 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"actor_rollout_ref.rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "name=vllm or sglang", {"actor_rollout_ref.rollout.name": "vllm"}),
     ({"actor_rollout_ref.rollout.engine_kwargs.vllm": {"a": 1}}, "actor_rollout_ref.rollout.engine_kwargs.vllm", "name=vllm", {"actor_rollout_ref.rollout.name": "vllm"}),
     ({"actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3}, "actor_rollout_ref.rollout.gpu_memory_utilization", "name is hf", {"actor_rollout_ref.rollout.name": "native"}),
-    ({"actor_rollout_ref.rollout.multi_turn.max_turns": 3}, "actor_rollout_ref.rollout.multi_turn.max_turns", "enable is False", {"actor_rollout_ref.rollout.multi_turn.enable": True}),
+    ({"actor_rollout_ref.rollout.multi_turn.max_turns": 3}, "actor_rollout_ref.rollout.multi_turn.max_turns", "enable is False", {"actor_rollout_ref.rollout.multi_turn.enable": True, "actor_rollout_ref.rollout.multi_turn.tool_server": "http://x"}),
     ({**VAL, "actor_rollout_ref.rollout.val_kwargs.top_p": 0.9}, "actor_rollout_ref.rollout.val_kwargs.top_p", "do_sample is False", {"actor_rollout_ref.rollout.val_kwargs.do_sample": True}),
     ({"actor_rollout_ref.rollout.val_kwargs.n": 4, "actor_rollout_ref.rollout.val_kwargs.do_sample": True}, "actor_rollout_ref.rollout.val_kwargs.n", "data.val_files", VAL),
     ({"actor_rollout_ref.model.lora_alpha": 32}, "actor_rollout_ref.model.lora_alpha", "lora_rank", {"actor_rollout_ref.model.lora_rank": 8}),
@@ -199,6 +199,7 @@ ADVICE = [
     ({"actor_rollout_ref.rollout.temperature": 1.8}, "degenerate"),
     ({"actor_rollout_ref.actor.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "counts twice"),
     ({**GRPO, "critic.enable": True}, "uses no critic"),
+    ({**GRPO, "algorithm.adv_estimator": "turn_rloo"}, "the same as rloo"),
     ({"data.return_raw_input_ids": True}, "always kept"),
 ]
 

@@ -44,6 +44,7 @@ _REGISTRIES = {
     "rollout": ("verl.rollout", "known_rollouts"),
     "strategy": ("verl.engines", "known_strategies"),
     "reward_manager": ("verl.reward.managers", "known_reward_managers"),
+    "tool_format": ("verl.agents.formats", "known_formats"),
     "tracker": ("verl.observe.trackers", "registered_trackers"),
 }
 
@@ -208,6 +209,11 @@ def _training_errors(config: PPOConfig) -> list[str]:
         errors.append(
             f"'{ROLLOUT}.temperature' is 0: greedy responses are all equal and teach nothing; set it to 1.0"
         )
+    if rollout.multi_turn.enable and rollout.ignore_eos:
+        errors.append(
+            f"'{ROLLOUT}.ignore_eos' is True, but turns must end ({ROLLOUT}.multi_turn); set it to False"
+        )
+    errors += _split_errors(config)
     # The adaptive weight is multiplied by as little as 1 - 0.2 * sequences / horizon, which must stay above 0.
     control, sequences = algorithm.kl_ctrl, config.data.train_batch_size * rollout.n
     if algorithm.use_kl_in_reward and control.type == "adaptive" and sequences >= 5 * control.horizon:
@@ -216,6 +222,26 @@ def _training_errors(config: PPOConfig) -> list[str]:
             f"weight would turn negative); set it to more than {sequences // 5}"
         )
     return errors
+
+
+def _split_errors(config: PPOConfig) -> list[str]:
+    """What takes a batch row by row, before or without joining the turns of a conversation."""
+    multi_turn, filtering = config.actor_rollout_ref.rollout.multi_turn, config.algorithm.filter_groups
+    if not multi_turn.enable or multi_turn.history != "split":
+        return []
+    lines = []
+    why = f"{ROLLOUT}.multi_turn.history=split makes several rows of a response"
+    if config.algorithm.use_pf_ppo:
+        lines.append(
+            f"'algorithm.use_pf_ppo' is True, but {why}; set it to False, or use history=append if the chat template "
+            "allows it"
+        )
+    if filtering.enable and filtering.metric == "seq_final_reward":
+        lines.append(
+            f"'algorithm.filter_groups.metric' is seq_final_reward, but {why} before the KL is known; set it to "
+            "seq_reward"
+        )
+    return lines
 
 
 def _batch_errors(config: PPOConfig) -> list[str]:
@@ -407,5 +433,9 @@ def _advice(config: AnyConfig) -> list[str]:
     if config.critic.enable and algorithm.adv_estimator in set(known.ESTIMATORS) - {*known.CRITIC_ESTIMATORS}:
         lines.append(
             f"'critic.enable'=True: algorithm.adv_estimator={algorithm.adv_estimator} uses no critic"
+        )
+    if algorithm.adv_estimator == "turn_rloo" and not rollout.multi_turn.enable:
+        lines.append(
+            f"'algorithm.adv_estimator'=turn_rloo is the same as rloo without {name}.multi_turn.enable=True"
         )
     return lines

@@ -8,11 +8,12 @@ from __future__ import annotations
 ESTIMATORS = (
     "gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "remax", "gpg", "gdpo", "optimal_token_baseline",
+    "turn_rloo",
 )  # fmt: skip
 # Estimators that compare the responses of one prompt: with `rollout.n=1` they can only give 0.
 GROUP_ESTIMATORS = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo",
-    "reinforce_plus_plus_baseline", "optimal_token_baseline",
+    "reinforce_plus_plus_baseline", "optimal_token_baseline", "turn_rloo",
 )  # fmt: skip
 CRITIC_ESTIMATORS = ("gae",)
 
@@ -45,7 +46,9 @@ SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 ROLLOUT_ENGINES = ("native", "hf", "vllm", "sglang")
 ROLLOUT_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 ROLLOUT_MODES = ("inprocess", "server")
-TOOL_FORMATS = ("hermes",)
+TOOL_FORMATS = ("auto", "hermes", "qwen3_coder", "llama3_json")
+TRUNCATE_SIDES = ("left", "middle", "right")
+HISTORIES = ("append", "split")
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 REWARD_MANAGERS = ("naive", "prime", "dapo", "batch")

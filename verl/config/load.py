@@ -41,6 +41,8 @@ _PLUGIN_KEYS = (
 _MODEL = "actor_rollout_ref.model"
 _ACTOR = "actor_rollout_ref.actor"
 
+_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
 _OPTIM_ALIASES = {"lr_scheduler": "lr_scheduler_type", "warmup_steps_proportion": "lr_warmup_steps_ratio"}
 
 _REWARD_ALIASES = {
@@ -52,6 +54,11 @@ _REWARD_ALIASES = {
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.overlong_buffer": "reward.overlong_buffer",
     "reward_model.sandbox_fusion": "reward.sandbox_fusion",
+}
+_MULTI_TURN_ALIASES = {
+    "max_assistant_turns": "max_turns",
+    "tool_config_path": "tools",
+    "interaction_config_path": "environment",
 }
 _RUN_ALIASES = {
     "trainer.nnode": "trainer.nnodes",
@@ -65,6 +72,8 @@ _PPO_ALIASES: dict[str, str] = {
     f"{_ACTOR}.lora_rank": f"{_MODEL}.lora_rank",
     f"{_ACTOR}.lora_alpha": f"{_MODEL}.lora_alpha",
     f"{_ACTOR}.target_modules": f"{_MODEL}.target_modules",
+    **{f"rollout.multi_turn.{old}": f"{_MULTI_TURN}.{new}" for old, new in _MULTI_TURN_ALIASES.items()},
+    **{f"{_MULTI_TURN}.{old}": f"{_MULTI_TURN}.{new}" for old, new in _MULTI_TURN_ALIASES.items()},
     "rollout": "actor_rollout_ref.rollout",
     **_REWARD_ALIASES,
     **_RUN_ALIASES,
@@ -83,6 +92,7 @@ _SFT_ALIASES: dict[str, str] = {
 _GENERATION_ALIASES: dict[str, str] = {
     "actor_rollout_ref.model": "model",
     "actor_rollout_ref.rollout": "rollout",
+    **{f"rollout.multi_turn.{old}": f"rollout.multi_turn.{new}" for old, new in _MULTI_TURN_ALIASES.items()},
     "data.n_samples": "rollout.n",
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.max_prompt_length": "data.max_prompt_length",

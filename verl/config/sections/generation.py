@@ -61,6 +61,10 @@ class GenerationRolloutConfig(EngineConfig):
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
         lines = engine_errors(name, self.name, self.mode)
+        if self.multi_turn.enable and self.ignore_eos:
+            lines.append(
+                f"'{name}.ignore_eos' is True, but turns must end ({name}.multi_turn); set it to False"
+            )
         if self.name == "hf" and self.dtype == "fp8":
             lines.append(
                 f"'{name}.dtype' is fp8, which {name}.name=hf does not support; use native, or another dtype"

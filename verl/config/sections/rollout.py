@@ -32,17 +32,65 @@ class ValKwargsConfig:
 
 
 @dataclass
-class MultiTurnConfig:
-    """Conversations of several turns with tools."""
+class MultiTurnUserConfig:
+    """A simulated user, who answers the model when it calls no tool."""
 
-    enable: bool = key(False, "let the model call tools and continue after their answers", available=(False,))
+    path: str | None = key(None, "class with `user(reply)`: file.py:Name or module:Name", path=True)
+    base_url: str | None = key(None, "OpenAI-compatible endpoint that plays the user, up to /v1")
+    model: str | None = key(None, "model name the endpoint knows", used_if=".base_url")
+    prompt: str | None = key(None, "system message of the endpoint: whom it plays", used_if=".base_url")
+    api_key_env: str = key(
+        "OPENAI_API_KEY", "environment variable that holds the key; may be unset", used_if=".base_url"
+    )
+
+
+@dataclass
+class MultiTurnConfig:
+    """Conversations of several turns: tools, environments, simulated users."""
+
+    enable: bool = key(False, "let the model call tools, and answer it, for several turns")
     max_turns: int = key(5, "turns the model may take in one conversation", ge=1)
+    max_user_turns: int | None = key(None, "answers of the user in one conversation; default: no limit", ge=1)
+    tools: list[str] = key([], "file.py, file.py:name, module, or a YAML file of tools; or a list", path=True)
+    environment: list[str] = key(
+        [],
+        "class, one instance per sample: file.py:Name or module:Name; or a list (column environment)",
+        path=True,
+    )
     tool_server: str | None = key(None, "address of an HTTP server that runs the tools")
-    tool_config_path: str | None = key(None, "YAML file that lists the tools", path=True)
-    format: str = key("hermes", "tool call format", known=known.TOOL_FORMATS, plugin="tool_format")
+    mcp: list[str] = key([], "MCP servers: an HTTP address or a command; or a list")
+    user: MultiTurnUserConfig = section(MultiTurnUserConfig, "a simulated user")
+    format: str = key(
+        "auto",
+        "how the model writes a call; auto: by its chat template",
+        known=known.TOOL_FORMATS,
+        plugin="tool_format",
+    )
     max_parallel_calls: int = key(1, "tool calls of one turn that are run, at most", ge=1)
     max_tool_response_length: int = key(256, "longest tool answer, in tokens; longer ones are cut", ge=1)
-    tool_timeout_s: float = key(30.0, "seconds a tool call may take", gt=0)
+    tool_response_truncate_side: str = key("middle", "where it is cut", known=known.TRUNCATE_SIDES)
+    tool_timeout_s: float = key(30.0, "seconds a call of a tool, environment or user may take", gt=0)
+    history: str = key(
+        "append",
+        "split: one training row per turn, for templates that rewrite earlier turns",
+        known=known.HISTORIES,
+    )
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        if not self.enable:
+            return []
+        user, lines = self.user, []
+        if not (self.tools or self.environment or self.tool_server or self.mcp or user.path or user.base_url):
+            lines.append(
+                f"'{name}.enable' is True; it needs one of {name}.tools, environment, tool_server, mcp, user.path or "
+                "user.base_url"
+            )
+        if user.path and user.base_url:
+            lines.append(f"'{name}.user.path' and '{name}.user.base_url' are both given; keep one")
+        if user.base_url and not user.model:
+            lines.append(f"'{name}.user.base_url' is set; it needs '{name}.user.model'")
+        return lines
 
 
 @dataclass
@@ -88,6 +136,9 @@ class EngineConfig:
     )
     enforce_eager: bool = key(False, "no CUDA graphs", used_if=(".name!=hf", "@gpu"))
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "extra arguments per engine")
+    multi_turn: MultiTurnConfig = section(
+        MultiTurnConfig, "tools and several turns", used_if=".multi_turn.enable"
+    )
 
 
 @dataclass
@@ -101,9 +152,6 @@ class RolloutConfig(EngineConfig, LogProbConfig):
     n_gpus_per_node: int = key(0, "GPUs per node for rollout alone; 0: on the trainer's GPUs", ge=0)
     nnodes: int = key(0, "nodes for rollout alone; 0: on the trainer's nodes", ge=0)
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling in validation", used_if="data.val_files")
-    multi_turn: MultiTurnConfig = section(
-        MultiTurnConfig, "tools and several turns", used_if=".multi_turn.enable"
-    )
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
