@@ -12,15 +12,15 @@ import ctypes
 import functools
 import os
 import resource
+import select
 import signal
 import sys
 import time
 
 if __name__ != "__main__":  # the supervisor has no site-packages, and should start quickly
     import re
-    import select
     import subprocess
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from typing import Any
 
@@ -193,14 +193,19 @@ def kill_supervised(process: subprocess.Popen[bytes], timeout_s: float = 5.0) ->
         process.wait()
 
 
-def _supervise(parent: int, user: int | None, command: list[str]) -> int:
-    """Run one command until every process it started has ended; its wait status.
+def supervise(start: Callable[[], None], parent: int, channel: int | None = None) -> int:
+    """Fork, call `start` in the child, and run until every process it started has ended; the child's wait status. The
+    death of `parent`, SIGTERM, and the end of the connection `channel` kill them all.
 
     A child subreaper adopts whatever loses its parent, however it detached: no process is left when it has no children
     left."""
-    awaited = {signal.SIGCHLD, signal.SIGTERM}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, children would leave no status
-    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signals = (signal.SIGCHLD, signal.SIGTERM)
+    for number in signals:
+        signal.signal(number, lambda *_: None)  # `wake` gets the number
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     die_with_parent(signal.SIGTERM)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -208,13 +213,28 @@ def _supervise(parent: int, user: int | None, command: list[str]) -> int:
         return 0
     child = os.fork()
     if child == 0:
-        _exec(command, user)
+        signal.set_wakeup_fd(-1)
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)
+        os.close(woken)
+        os.close(wake)
+        start()
+        os._exit(0)
     null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):  # readers of the command's pipes must see their end when the command ends
+    for standard in (0, 1, 2):  # readers of the child's pipes must see their end when the child ends
         os.dup2(null, standard)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    kept = sorted(descriptor for descriptor in (woken, wake, channel) if descriptor is not None)
+    for low, high in zip([2, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(low + 1, high)
+    poll = select.poll()
+    poll.register(woken, select.POLLIN)
+    if channel is not None:
+        poll.register(channel, 0)  # only its end
     status = None
-    while status is None and signal.sigwait(awaited) != signal.SIGTERM:
+    while status is None:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if channel in ready or (woken in ready and signal.SIGTERM in os.read(woken, 4096)):
+            break
         status = _reap()[0].get(child)
     return _kill_children(child, status)
 
@@ -247,14 +267,24 @@ def _reap() -> tuple[dict[int, int], bool]:
 
 def _kill_children(child: int, status: int | None) -> int:
     """Kill until none is left: what loses its parent in one round is a child of ours in the next."""
-    left = True
-    while left:
-        for pid in _child_pids() if os.path.isdir("/proc") else [child]:
-            _kill(pid)
+    while True:
         ended, left = _reap()
         status = ended.get(child) if status is None else status
+        if not left:
+            return signal.SIGKILL if status is None else status
+        for pid in _child_pids() if os.path.isdir("/proc") else [child]:
+            _kill_with_group(pid)
         time.sleep(0.002)
-    return signal.SIGKILL if status is None else status
+
+
+def _kill_with_group(pid: int) -> None:
+    """A group ends at once, also while it forks and after its first process has ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        group = os.getpgid(pid)
+        if group != os.getpgrp():
+            os.killpg(group, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _child_pids() -> list[int]:
@@ -405,4 +435,5 @@ def _own_cgroup() -> Path | None:
 
 
 if __name__ == "__main__":
-    _exit_as(_supervise(int(sys.argv[1]), int(sys.argv[2]) if sys.argv[2] else None, sys.argv[3:]))
+    _parent, _user, *_command = sys.argv[1:]
+    _exit_as(supervise(lambda: _exec(_command, int(_user) if _user else None), int(_parent)))

@@ -52,6 +52,14 @@ def test_a_tree_is_found_and_killed(start, gone):
     assert processes.descendants(process.pid) == processes.group_members(process.pid) == []
 
 
+def test_a_group_is_killed_as_one_although_its_first_process_has_ended(start, gone):
+    process = start("import os; os.fork() and os._exit(0)\n" + FORK, start_new_session=True)
+    pids = pids_of(process, 2)
+    process.wait()
+    processes._kill_with_group(min(pids))
+    assert all(gone(pid) for pid in pids)
+
+
 def test_a_process_is_known_by_pid_and_start(start):
     process = start("import time; print(1, flush=True); time.sleep(600)")
     started = processes.start_time(process.pid)

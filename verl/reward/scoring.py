@@ -14,7 +14,8 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.reward.base import Backend, RewardResult, RewardSample
-from verl.reward.functions import RewardFunction, Signature, error_line
+from verl.reward.functions import RewardFunction, Signature
+from verl.user_code import error_line
 
 _EXTRA_LIMIT = 2000  # characters kept of an extra value that is not a number, and of its name
 

@@ -16,8 +16,6 @@ import pickle
 import resource
 import signal
 import socket
-import struct
-import subprocess
 import sys
 import time
 from collections.abc import Hashable, Mapping
@@ -25,6 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
 from verl import processes
+from verl.child_process import HEADER, PythonChild
 from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
 from verl.reward import sandbox
@@ -32,14 +31,6 @@ from verl.reward.base import RewardResult, RewardSample
 from verl.reward.functions import FunctionSpec, RewardFunction, load, load_function
 from verl.reward.scorers import register_scorer
 from verl.reward.scoring import FunctionExited, score, score_async
-
-HEADER = struct.Struct(">I")
-_OUTPUT_TAIL = 2000
-_SHOWN_LINES = 50
-_MAIN = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
-    "from verl.reward.worker import main; main(*map(int, sys.argv[1].split()))"
-)
 
 _output_log = logging.getLogger("verl.reward.output")
 
@@ -68,7 +59,7 @@ class Task:
     """Set after a crash whose cause is unclear: the second attempt has a worker to itself."""
 
 
-class WorkerProcess:
+class WorkerProcess(PythonChild):
     """A worker process under its supervisor, and the tasks it was sent."""
 
     def __init__(self, memory_bytes: int) -> None:
@@ -81,24 +72,8 @@ class WorkerProcess:
         self.kill_reason = ""
         self.suspects: list[Task] = []
         """Tasks that caused `kill_reason`, or may have."""
-        self._tail = self._partial = b""
-        self._shown = 0
         self.cgroup = processes.MemoryCgroup.create(memory_bytes)
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            inherited = [theirs.fileno(), *([] if self.cgroup is None else [self.cgroup.join_fd])]
-            command = [sys.executable, "-c", _MAIN, " ".join(map(str, inherited)), json.dumps(sys.path)]
-            self.process = subprocess.Popen(
-                processes.supervised_command(command),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=inherited,
-            )
-        assert self.process.stdout is not None
-        self.output = self.process.stdout
-        os.set_blocking(self.output.fileno(), False)
+        super().__init__(__name__, _output_log, [] if self.cgroup is None else [self.cgroup.join_fd])
 
     def send(self, payload: bytes) -> None:
         assert self.writer is not None
@@ -110,56 +85,14 @@ class WorkerProcess:
         if self.writer is not None:
             self.writer.transport.abort()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Until the process has ended, or the time is over."""
-        deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.002)
-
     async def end(self) -> None:
-        """Kill it with everything it started. Safe to call again after it was cancelled."""
         self.ending = True
-        self.process.terminate()
-        await self.wait(5.0)
-        if (
-            self.process.returncode is None
-        ):  # the supervisor was stopped, or something below it hangs in the kernel
-            processes.kill_tree(self.process.pid)
-            self.process.wait()
-        if self.output.closed:
-            return
-        while self.read_output():
-            pass
-        asyncio.get_running_loop().remove_reader(self.output)
-        self.output.close()
         if self.writer is not None:
             self.writer.transport.abort()
-        self.socket.close()
+        await super().end()
         if self.cgroup is not None:
             self.cgroup.close()
-
-    def read_output(self) -> bool:
-        """Log what the functions printed; whether there was anything."""
-        data = self.output.read(1 << 16)
-        if data is None:
-            return False
-        self._tail = (self._tail + data)[-_OUTPUT_TAIL:]
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if not data:
-            asyncio.get_running_loop().remove_reader(self.output)
-        if not data or len(self._partial) > _OUTPUT_TAIL:
-            lines, self._partial = [*lines, self._partial], b""
-        for line in filter(None, lines):
-            self._shown += 1
-            level = logging.INFO if self._shown <= _SHOWN_LINES else logging.DEBUG
-            _output_log.log(level, "%s", line[:500].decode(errors="replace"))
-            if self._shown == _SHOWN_LINES:
-                _output_log.info("(further output of this worker is logged at level DEBUG)")
-        return bool(data)
-
-    def last_output(self) -> str:
-        lines = [line for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
-        return f"; last output: {lines[-1].strip()[:200]}" if lines else ""
+            self.cgroup = None
 
 
 def main(socket_fd: int, cgroup_fd: int | None = None) -> None:
