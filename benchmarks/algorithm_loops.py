@@ -129,6 +129,34 @@ def rloo(b: Any) -> Pair:
     return spread(b, out), spread(b, out)
 
 
+def turns(b: Any, i: int) -> list[list[int]]:
+    """The positions of each turn of a row: runs of policy tokens without a gap."""
+    found: list[list[int]] = []
+    for t, kept in enumerate(b.mask[i].tolist()):
+        if kept and (t == 0 or not b.mask[i, t - 1]):
+            found.append([])
+        if kept:
+            found[-1].append(t)
+    return found
+
+
+def turn_rloo(b: Any) -> Pair:
+    advantages, returns = torch.zeros_like(b.rewards), torch.zeros_like(b.rewards)
+    spans = [turns(b, i) for i in range(len(b.mask))]
+    to_go = [
+        [sum(float(b.rewards[i, t]) for turn in spans[i][k:] for t in turn) for k in range(len(spans[i]))]
+        for i in range(len(b.mask))
+    ]
+    for group in members(b).values():
+        for i in group:
+            for k, turn in enumerate(spans[i]):
+                others = [to_go[j][k] if k < len(to_go[j]) else 0.0 for j in group if j != i]
+                baseline = sum(others) / len(others) if others else to_go[i][k]
+                returns[i, turn] = to_go[i][k]
+                advantages[i, turn] = to_go[i][k] - baseline
+    return advantages, returns
+
+
 def opo(b: Any) -> Pair:
     values = scores(b)
     out = list(values)
@@ -174,15 +202,16 @@ def optimal_token_baseline(b: Any) -> Pair:
     advantages = returns.clone()
     for rows in members(b).values():
         above, below = torch.zeros_like(returns[0]), torch.zeros_like(returns[0])
-        ends = []
-        for i in rows:
-            weight = gains[i].cumsum(0) * b.mask[i]
-            above, below = above + returns[i] * weight, below + weight
-            ends.append(int((b.mask[i] * torch.arange(1, len(above) + 1, device=above.device)).max()))
+        places = {i: b.mask[i].bool() for i in rows}
+        for i, at in places.items():
+            weight, count = gains[i].cumsum(0)[at], int(at.sum())
+            above[:count] += returns[i][at] * weight
+            below[:count] += weight
         baseline = above / (below + 1e-8)
-        baseline[sorted(ends)[-2] if len(ends) > 1 else 0 :] = 0
-        for i in rows:
-            advantages[i] = (returns[i] - baseline) * b.mask[i]
+        lengths = sorted(int(at.sum()) for at in places.values())
+        baseline[lengths[-2] if len(lengths) > 1 else 0 :] = 0
+        for i, at in places.items():
+            advantages[i][at] = returns[i][at] - baseline[: int(at.sum())]
     return advantages, returns
 
 
@@ -191,6 +220,7 @@ ESTIMATORS: dict[str, Callable[[Any], Pair]] = {
     "grpo": grpo,
     "grpo_passk": grpo_passk,
     "rloo": rloo,
+    "turn_rloo": turn_rloo,
     "opo": opo,
     "gpg": gpg,
     "reinforce_plus_plus": reinforce_plus_plus,

@@ -17,7 +17,7 @@ from verl.errors import ConfigError, DataError
 
 GAMMA, LAM = 0.9, 0.8
 ESTIMATORS = adv_estimator_names()
-OUTCOME = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg")
+OUTCOME = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "turn_rloo")
 
 
 def estimate(name, batch, **more):

@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl.algorithms.advantages import *
     from verl.algorithms.aggregation import *
     from verl.algorithms.balance import *
+    from verl.algorithms.groups import *
     from verl.algorithms.kl import *
     from verl.algorithms.losses import *
     from verl.algorithms.registry import *
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from verl.algorithms.validation import *
 
 _EXPORTS = {
-    "advantages": "group_ids group_metrics",
     "aggregation": "LOSS_AGG_MODES agg_loss batch_counts loss_denominators masked_mean masked_sum masked_var "
     "masked_whiten",
     "balance": "karmarkar_karp sequence_work token_budget_batches",
+    "groups": "group_ids group_metrics",
     "kl": "KL_ESTIMATORS AdaptiveKLController FixedKLController apply_kl_penalty get_kl_controller kl_penalty",
     "losses": "compute_value_loss",
     "registry": "adv_estimator_names call_with_known get_adv_estimator_fn get_policy_loss_fn "

@@ -7,18 +7,17 @@ both [B, T] in the rewards' dtype, zero where the mask is 0. Values at masked po
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregation import as_bool, keep, masked_sum, masked_whiten
+from verl.algorithms.aggregation import as_bool, keep, masked_whiten
+from verl.algorithms.groups import Groups, scored_groups, spread
 from verl.algorithms.registry import register_adv_est
 from verl.config.schema import AlgorithmConfig
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError
 
 _DEFAULTS = AlgorithmConfig()
 
@@ -109,9 +108,32 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: An
     """The score less the mean of the group's other responses."""
     scores, groups = scored_groups(token_level_rewards, response_mask, index)
     shifted = groups.shifted(scores)
-    others = (groups.sum(shifted) - shifted) / (groups.sizes - 1).clamp(min=1)
-    advantages = spread(shifted - others, response_mask, token_level_rewards.dtype)
+    advantages = spread(shifted - groups.others_mean(shifted), response_mask, token_level_rewards.dtype)
     return advantages, advantages
+
+
+@register_adv_est("turn_rloo")
+def turn_rloo(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Any, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """On the tokens of turn k: the rewards from turn k on, less the mean over the group's other responses of theirs
+    from turn k on. A turn is a run of policy tokens without a gap.
+
+    A response that ended before turn k counts 0 there: that is what it got from then on. The baseline depends on the
+    others alone, so the gradient is unbiased also where the policy decides when to stop. Each turn's own reward,
+    compared by turn number, is not: stopping would not be charged with what it gives up."""
+    flags = as_bool(response_mask)
+    starts = flags.clone()
+    starts[:, 1:] &= ~flags[:, :-1]
+    turn = (starts.cumsum(-1) - 1).clamp_(min=0)
+    groups = Groups.of(index, flags.shape[0], flags.device)
+    to_go = keep(rewards_to_go(token_level_rewards.to(torch.float64), flags), starts)
+    # One column per turn; each entry gets one number, and zeros from the other positions.
+    by_turn = torch.zeros_like(to_go).scatter_add_(-1, turn, to_go)
+    shifted = groups.shifted(by_turn)
+    per_turn = torch.stack([shifted - groups.others_mean(shifted), by_turn])
+    advantages, returns = per_turn.gather(-1, turn.expand_as(per_turn)).to(token_level_rewards.dtype)
+    return keep(advantages, flags), keep(returns, flags)
 
 
 @register_adv_est("opo")
@@ -227,11 +249,10 @@ def optimal_token_baseline(
     sum_pi_squared: Tensor,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A baseline per group and position: the members' rewards to go, weighted by the accumulated squared norm of
-    their score functions, w_t = 1 - 2 pi_t + sum pi^2.
+    """A baseline per group and policy token (the first of each member, the second, ...): the members' rewards to go,
+    weighted by the accumulated squared norm of their score functions, w_t = 1 - 2 pi_t + sum pi^2.
 
-    Beyond the second-longest member (counted up to its last policy token) there is nothing to compare with, and
-    the baseline is 0."""
+    Beyond the length of the second-longest member there is nothing to compare with, and the baseline is 0."""
     _need(old_log_probs, "old_log_probs", "optimal_token_baseline", "")
     _need(sum_pi_squared, "sum_pi_squared", "optimal_token_baseline", "The trainer's log-prob pass gives it.")
     batch_size, width = response_mask.shape
@@ -240,14 +261,14 @@ def optimal_token_baseline(
     flags = as_bool(response_mask)
     score = 1 - 2 * keep(old_log_probs, flags).exp() + keep(sum_pi_squared, flags)
     weight = keep(keep(score, flags).cumsum(-1).to(returns.dtype), flags)
+    compaction = _Compaction(flags)
     weighted, norm = returns.new_zeros(2, groups.count, width)
-    weighted.index_add_(0, groups.ids, returns * weight)
-    norm.index_add_(0, groups.ids, weight)
+    weighted.index_add_(0, groups.ids, compaction.apply(returns * weight))
+    norm.index_add_(0, groups.ids, compaction.apply(weight))
     baseline = weighted / (norm + 1e-8)
-    position = torch.arange(1, width + 1, device=returns.device)
-    extent = (flags * position).amax(-1) if width else position.new_zeros(batch_size)
-    baseline.masked_fill_(position > _second_largest(extent, groups).unsqueeze(-1), 0)
-    return keep(returns - baseline[groups.ids], flags), returns
+    position = torch.arange(width, device=returns.device)
+    baseline.masked_fill_(position >= _second_largest(flags.sum(-1), groups).unsqueeze(-1), 0)
+    return keep(returns - compaction.undo(baseline[groups.ids]), flags), returns
 
 
 def _second_largest(values: Tensor, groups: Groups) -> Tensor:
@@ -316,95 +337,3 @@ def _discounted_suffix_sum_(values: Tensor, factor: float) -> Tensor:
         values[:, :-reach] += factor * values[:, reach:]
         reach, factor = 2 * reach, factor * factor
     return values
-
-
-# -- groups -----------------------------------------------------------------------------------------------------
-
-
-def group_ids(index: Any, device: torch.device | str = "cpu") -> tuple[Tensor, int]:
-    """Group numbers 0..G-1 in order of first appearance, [B], and G. `index` is anything with one hashable
-    entry per sequence: an object array or list of uids, numbers, a tensor."""
-    if isinstance(index, Tensor):
-        entries: Sequence[Any] = index.tolist()
-    else:
-        entries = index.tolist() if isinstance(index, np.ndarray) else list(index)
-    number = {uid: at for at, uid in enumerate(dict.fromkeys(entries))}
-    ids = np.fromiter(map(number.__getitem__, entries), dtype=np.int64, count=len(entries))
-    return torch.from_numpy(ids).to(device), len(number)
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The responses to each prompt; every method maps a [B] vector to a [B] vector of its group's statistic.
-
-    In float64: exact enough that a group of equal rewards gives exact zeros and that the order of additions does not
-    show."""
-
-    ids: Tensor
-    count: int
-    sizes: Tensor
-    """[B], float64: members of the group each sequence belongs to."""
-
-    @classmethod
-    def of(cls, index: Any, batch_size: int, device: torch.device) -> Groups:
-        ids, count = group_ids(index, device)
-        if ids.shape[0] != batch_size:
-            raise DataError(
-                f"the group index has {ids.shape[0]} entries for a batch of {batch_size} sequences"
-            )
-        sizes = torch.bincount(ids, minlength=count).to(torch.float64)
-        return cls(ids, count, sizes[ids] if batch_size else sizes)
-
-    def sum(self, values: Tensor) -> Tensor:
-        total = torch.zeros(self.count, dtype=torch.float64, device=values.device)
-        return total.index_add_(0, self.ids, values.to(torch.float64))[self.ids]
-
-    def mean(self, values: Tensor) -> Tensor:
-        return self.sum(values) / self.sizes
-
-    def extreme(self, values: Tensor, how: str) -> Tensor:
-        """`how`: amax or amin."""
-        found = torch.zeros(self.count, dtype=values.dtype, device=values.device)
-        found.scatter_reduce_(0, self.ids, values, how, include_self=False)
-        return found[self.ids]
-
-    def shifted(self, scores: Tensor) -> Tensor:
-        """Scores with the group's least one taken off. What only depends on differences is computed from these:
-        equal scores are then exact zeros, and large ones lose no digits."""
-        values = scores.to(torch.float64)
-        return values - self.extreme(values, "amin")
-
-    def std(self, values: Tensor) -> Tensor:
-        """Unbiased; 0 for a group of one."""
-        centred = values.to(torch.float64) - self.mean(values)
-        return (self.sum(centred.square()) / (self.sizes - 1).clamp(min=1)).sqrt()
-
-
-def sequence_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """s_i: the sum of a sequence's rewards over its policy tokens, [B], float64."""
-    return masked_sum(token_level_rewards, response_mask, axis=-1).to(torch.float64)
-
-
-def scored_groups(token_level_rewards: Tensor, response_mask: Tensor, index: Any) -> tuple[Tensor, Groups]:
-    scores = sequence_scores(token_level_rewards, response_mask)
-    return scores, Groups.of(index, scores.shape[0], scores.device)
-
-
-def spread(per_sequence: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number per sequence [B] onto each of its policy tokens [B, T]."""
-    column = per_sequence.to(dtype).unsqueeze(-1)
-    flags = response_mask if response_mask.dtype == dtype else as_bool(response_mask)
-    return column * flags
-
-
-def group_metrics(token_level_rewards: Tensor, response_mask: Tensor, index: Any) -> dict[str, float]:
-    """How much a group estimator could learn from this batch: groups, those of one, and those whose rewards are
-    all equal (groups of one included); both give advantage 0."""
-    scores, groups = scored_groups(token_level_rewards, response_mask, index)
-    share = 1 / groups.sizes
-    constant = groups.extreme(scores, "amax") == groups.extreme(scores, "amin")
-    return {
-        "training/groups": float(groups.count),
-        "training/groups_of_one": float((groups.sizes == 1).sum()),
-        "training/groups_constant": float(share[constant].sum().round()),
-    }

@@ -101,19 +101,21 @@ def agg_loss(
     batch_num_tokens: float | Tensor | None = None,
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
+    sequence_num_tokens: Tensor | None = None,
 ) -> Tensor:
     """This matrix's share of the mini-batch's loss, times `dp_size` (which undoes the averaging over ranks).
 
     What is None is taken from the matrix at hand: its policy tokens, its sequences with at least one of them,
-    its width.
+    its width. `sequence_num_tokens` [B] is for rows that are part of a longer sequence: the policy tokens of all of it.
     """
     bound = _bound.get()
-    given = (batch_num_tokens, global_batch_size, loss_scale_factor)
+    given = (batch_num_tokens, global_batch_size, loss_scale_factor, sequence_num_tokens)
     if bound is not None and all(value is None for value in given):
         dp_size = bound.get("dp_size", dp_size)
         batch_num_tokens = bound.get("batch_num_tokens")
         global_batch_size = bound.get("global_batch_size")
         loss_scale_factor = bound.get("loss_scale_factor")
+        sequence_num_tokens = bound.get("sequence_num_tokens")
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ConfigError(
             f"loss_agg_mode={loss_agg_mode!r} is unknown; allowed: {', '.join(LOSS_AGG_MODES)} "
@@ -128,7 +130,8 @@ def agg_loss(
         return kept.sum() / _at_least_one(tokens) * dp_size
     per_sequence = kept.sum(-1)
     if loss_agg_mode == "seq-mean-token-mean":
-        per_sequence = per_sequence / flags.sum(-1).clamp(min=1)
+        tokens = flags.sum(-1) if sequence_num_tokens is None else sequence_num_tokens
+        per_sequence = per_sequence / tokens.clamp(min=1)
     elif loss_agg_mode == "seq-mean-token-sum-norm":
         scale = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
         if scale <= 0:

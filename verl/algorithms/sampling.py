@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages import Groups, sequence_scores
+from verl.algorithms.groups import Groups, sequence_scores
 from verl.errors import ConfigError, TrainingHalted
 
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")

@@ -1,7 +1,8 @@
 """From scores to advantages: KL penalty in the reward, the estimator, then masking.
 
 Group statistics see every scored response; responses rejected by rollout correction or overlong filtering leave the
-response mask, and with it the loss and its denominator, only afterwards.
+response mask, and with it the loss and its denominator, only afterwards. Rows that are turns of one conversation
+(column `session`) are joined first and get what the conversation would get as one row.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.algorithms import compute_rollout_correction, get_adv_estimator_fn
+from verl.algorithms import compute_rollout_correction, get_adv_estimator_fn, group_metrics
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.registry import call_with_known
 from verl.algorithms.sampling import mask_overlong, pf_ppo_indices
+from verl.algorithms.sessions import JoinedTokens
 from verl.data.proto import DataProto
 from verl.errors import RewardError
+from verl.workers.group import sessions_of
 
 if TYPE_CHECKING:
     from verl.config.schema import AlgorithmConfig
@@ -23,39 +26,61 @@ if TYPE_CHECKING:
 
 def kl_in_reward(batch: DataProto, cfg: AlgorithmConfig, coef: float) -> tuple[torch.Tensor, float]:
     """Token-level rewards minus the KL penalty, and the mean KL for the adaptive controller."""
-    tensors = batch.batch
-    return apply_kl_penalty(
-        tensors["token_level_scores"],
-        tensors["old_log_probs"],
-        tensors["ref_log_prob"],
-        tensors["response_mask"],
+    tensors, rows = batch.batch, Conversations(batch)
+    rewards, kl = apply_kl_penalty(
+        rows.join(tensors["token_level_scores"]),
+        rows.join(tensors["old_log_probs"]),
+        rows.join(tensors["ref_log_prob"]),
+        rows.join(tensors["response_mask"]),
         coef,
         cfg.kl_penalty,
     )
+    return rows.cut(rewards), kl
 
 
-def estimate(batch: DataProto, cfg: AlgorithmConfig) -> None:
-    """Add `advantages` and `returns` by the estimator `algorithm.adv_estimator` names."""
+def estimate(batch: DataProto, cfg: AlgorithmConfig) -> dict[str, float]:
+    """Add `advantages` and `returns` by the estimator `algorithm.adv_estimator` names; metrics of its groups."""
     function = get_adv_estimator_fn(cfg.adv_estimator)
-    tensors = batch.batch
+    tensors, rows = batch.batch, Conversations(batch)
+    index = batch.non_tensor_batch["uid"][rows.first.numpy()]
     offered: dict[str, Any] = {
-        "token_level_rewards": tensors["token_level_rewards"],
-        "response_mask": tensors["response_mask"],
-        "index": batch.non_tensor_batch["uid"],
+        "token_level_rewards": rows.join(tensors["token_level_rewards"]),
+        "response_mask": rows.join(tensors["response_mask"]),
+        "index": index,
         "config": cfg,
-        "values": tensors.get("values"),
         "gamma": cfg.gamma,
         "lam": cfg.lam,
-        "reward_baselines": tensors.get("reward_baselines"),
-        "old_log_probs": tensors.get("old_log_probs"),
-        "sum_pi_squared": tensors.get("sum_pi_squared"),
         "norm_adv_by_std_in_grpo": cfg.norm_adv_by_std_in_grpo,
     }
+    for name in ("values", "old_log_probs", "sum_pi_squared"):
+        if name in tensors:
+            offered[name] = rows.join(tensors[name])
+    if "reward_baselines" in tensors:
+        offered["reward_baselines"] = tensors["reward_baselines"][rows.first]
     if cfg.gdpo_reward_keys:
-        offered["rewards_by_key"] = rewards_by_key(batch, cfg.gdpo_reward_keys)
-    at_hand = {name: value for name, value in offered.items() if value is not None}
+        by_key = rewards_by_key(batch, cfg.gdpo_reward_keys)
+        offered["rewards_by_key"] = {key: values[rows.first] for key, values in by_key.items()}
     what = f"the advantage estimator {cfg.adv_estimator!r}"
-    tensors["advantages"], tensors["returns"] = call_with_known(function, at_hand, what)
+    advantages, returns = call_with_known(function, offered, what)
+    tensors["advantages"], tensors["returns"] = rows.cut(advantages), rows.cut(returns)
+    return group_metrics(offered["token_level_rewards"], offered["response_mask"], index)
+
+
+class Conversations:
+    """The rows of a batch, joined where they are turns of one conversation."""
+
+    def __init__(self, batch: DataProto) -> None:
+        sessions = sessions_of(batch)
+        self.first = sessions.first
+        self._tokens = None
+        if "session" in batch.non_tensor_batch:
+            self._tokens = JoinedTokens(sessions, batch.batch["response_mask"])
+
+    def join(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self._tokens is None else self._tokens.join(values)
+
+    def cut(self, joined: torch.Tensor) -> torch.Tensor:
+        return joined if self._tokens is None else self._tokens.cut(joined)
 
 
 def rewards_by_key(batch: DataProto, keys: list[str]) -> dict[str, torch.Tensor]:
@@ -74,16 +99,16 @@ def rewards_by_key(batch: DataProto, keys: list[str]) -> dict[str, torch.Tensor]
 
 def correct_rollout(batch: DataProto, cfg: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Add importance weights to the batch; return the mask after rejection, and metrics."""
-    tensors = batch.batch
+    tensors, rows = batch.batch, Conversations(batch)
     weights, mask, metrics = compute_rollout_correction(
-        old_log_prob=tensors["old_log_probs"],
-        rollout_log_prob=tensors["rollout_log_probs"],
-        response_mask=tensors["response_mask"],
+        old_log_prob=rows.join(tensors["old_log_probs"]),
+        rollout_log_prob=rows.join(tensors["rollout_log_probs"]),
+        response_mask=rows.join(tensors["response_mask"]),
         config=cfg.rollout_correction,
     )
     if weights is not None:
-        tensors["rollout_is_weights"] = weights
-    return mask, {name: float(value) for name, value in metrics.items()}
+        tensors["rollout_is_weights"] = rows.cut(weights)
+    return rows.cut(mask), {name: float(value) for name, value in metrics.items()}
 
 
 def drop_overlong(batch: DataProto, mask: torch.Tensor) -> torch.Tensor:

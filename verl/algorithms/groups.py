@@ -1,0 +1,113 @@
+"""The responses to each prompt: group numbers, statistics within groups, and what they say about a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.aggregation import as_bool, masked_sum
+from verl.errors import DataError
+
+
+def group_ids(index: Any, device: torch.device | str = "cpu") -> tuple[Tensor, int]:
+    """Group numbers 0..G-1 in order of first appearance, [B], and G. `index` is anything with one hashable
+    entry per sequence: an object array or list of uids, numbers, a tensor."""
+    if isinstance(index, Tensor):
+        entries: Sequence[Any] = index.tolist()
+    else:
+        entries = index.tolist() if isinstance(index, np.ndarray) else list(index)
+    number = {uid: at for at, uid in enumerate(dict.fromkeys(entries))}
+    ids = np.fromiter(map(number.__getitem__, entries), dtype=np.int64, count=len(entries))
+    return torch.from_numpy(ids).to(device), len(number)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The responses to each prompt; every method maps a [B] vector to a [B] vector of its group's statistic, and a
+    matrix [B, K] column by column.
+
+    In float64: exact enough that a group of equal rewards gives exact zeros and that the order of additions does not
+    show."""
+
+    ids: Tensor
+    count: int
+    sizes: Tensor
+    """[B], float64: members of the group each sequence belongs to."""
+
+    @classmethod
+    def of(cls, index: Any, batch_size: int, device: torch.device) -> Groups:
+        ids, count = group_ids(index, device)
+        if ids.shape[0] != batch_size:
+            raise DataError(
+                f"the group index has {ids.shape[0]} entries for a batch of {batch_size} sequences"
+            )
+        sizes = torch.bincount(ids, minlength=count).to(torch.float64)
+        return cls(ids, count, sizes[ids] if batch_size else sizes)
+
+    def sum(self, values: Tensor) -> Tensor:
+        total = torch.zeros(self.count, *values.shape[1:], dtype=torch.float64, device=values.device)
+        return total.index_add_(0, self.ids, values.to(torch.float64))[self.ids]
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.sum(values) / _beside(self.sizes, values)
+
+    def others_mean(self, values: Tensor) -> Tensor:
+        """The mean over the group's other members; 0 for a group of one."""
+        return (self.sum(values) - values) / _beside((self.sizes - 1).clamp(min=1), values)
+
+    def extreme(self, values: Tensor, how: str) -> Tensor:
+        """`how`: amax or amin."""
+        found = torch.zeros(self.count, *values.shape[1:], dtype=values.dtype, device=values.device)
+        ids = _beside(self.ids, values).expand_as(values)
+        return found.scatter_reduce_(0, ids, values, how, include_self=False)[self.ids]
+
+    def shifted(self, scores: Tensor) -> Tensor:
+        """Scores with the group's least one taken off. What only depends on differences is computed from these:
+        equal scores are then exact zeros, and large ones lose no digits."""
+        values = scores.to(torch.float64)
+        return values - self.extreme(values, "amin")
+
+    def std(self, values: Tensor) -> Tensor:
+        """Unbiased; 0 for a group of one."""
+        centred = values.to(torch.float64) - self.mean(values)
+        return (self.sum(centred.square()) / _beside((self.sizes - 1).clamp(min=1), values)).sqrt()
+
+
+def _beside(per_row: Tensor, values: Tensor) -> Tensor:
+    """[B] in a shape that goes with [B] or [B, K]."""
+    return per_row.view(-1, *[1] * (values.dim() - 1))
+
+
+def sequence_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """s_i: the sum of a sequence's rewards over its policy tokens, [B], float64."""
+    return masked_sum(token_level_rewards, response_mask, axis=-1).to(torch.float64)
+
+
+def scored_groups(token_level_rewards: Tensor, response_mask: Tensor, index: Any) -> tuple[Tensor, Groups]:
+    scores = sequence_scores(token_level_rewards, response_mask)
+    return scores, Groups.of(index, scores.shape[0], scores.device)
+
+
+def spread(per_sequence: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number per sequence [B] onto each of its policy tokens [B, T]."""
+    column = per_sequence.to(dtype).unsqueeze(-1)
+    flags = response_mask if response_mask.dtype == dtype else as_bool(response_mask)
+    return column * flags
+
+
+def group_metrics(token_level_rewards: Tensor, response_mask: Tensor, index: Any) -> dict[str, float]:
+    """How much a group estimator could learn from this batch: groups, those of one, and those whose rewards are
+    all equal (groups of one included); both give advantage 0."""
+    scores, groups = scored_groups(token_level_rewards, response_mask, index)
+    share = 1 / groups.sizes
+    constant = groups.extreme(scores, "amax") == groups.extreme(scores, "amin")
+    return {
+        "training/groups": float(groups.count),
+        "training/groups_of_one": float((groups.sizes == 1).sum()),
+        "training/groups_constant": float(share[constant].sum().round()),
+    }
