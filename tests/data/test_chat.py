@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,61 @@ def test_tools_are_shown(new_tokenizer: Callable) -> None:
     tokenizer = new_tokenizer(template="{% for t in tools %}{{ t.function.name }}{% endfor %}")
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     assert ChatFormat(tokenizer, tools=[tool]).prompt_text(USER)[1] == "add"
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def test_tools_of_a_row_take_the_place_of_those_of_all_rows(new_tokenizer: Callable) -> None:
+    tokenizer = new_tokenizer(template="{% for t in tools or [] %}{{ t.function.name }}{% endfor %}")
+    chat = ChatFormat(tokenizer, tools=[ADD])
+    other = {"type": "function", "function": {"name": "subtract", "parameters": {}}}
+    rows = chat.encode_prompts([USER, USER, USER], ["a", "b", "c"], [[other], [], [ADD, other]])
+    assert [text for _, text, _ in rows] == ["subtract", "", "addsubtract"]
+
+
+def test_a_template_without_a_place_for_tools_gets_them_as_text(tokenizer: Any) -> None:
+    chat = ChatFormat(tokenizer, tools=[ADD])
+    assert chat.ignores_tools
+    text = chat.render(USER, generate=True)
+    head, tail = text.split("</tool_response>", 1)
+    assert head.startswith("<|im_start|>system\nYou can call functions.") and json.dumps(ADD) in head
+    assert tail.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    system = {"role": "system", "content": "Be brief."}
+    instructed = chat.render([system, *USER], generate=True)
+    assert (
+        instructed.startswith("<|im_start|>system\nBe brief.\n\nYou can call")
+        and instructed.count("system") == 1
+    )
+    assert (
+        ChatFormat(tokenizer, system_prompt="Be brief.", tools=[ADD]).render(USER, generate=True)
+        == instructed
+    )
+    assert chat.render(USER, generate=True, tools=[]) == ChatFormat(tokenizer).render(USER, generate=True)
+
+
+@pytest.mark.parametrize(
+    "system", ["{{ raise_exception('no system') }}", "{{ '' }}"], ids=["refused", "left out"]
+)
+def test_tools_as_text_where_there_is_no_system_message(new_tokenizer: Callable, system: str) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}"
+        + system
+        + "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+    )
+    text = ChatFormat(new_tokenizer(template=template), tools=[ADD]).render([*USER, *USER], generate=True)
+    assert text.startswith("[You can call functions.") and text.endswith("\n\nhi][hi]")
+
+
+def test_templated_strings_must_show_the_tools_themselves(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = ChatFormat(tokenizer, tools=[ADD])
+    assert [chat.prompt_text("plain")[1] for _ in range(2)] == ["plain"] * 2
+    assert caplog.text.count("the tools are not added") == 1
+    caplog.clear()
+    assert ChatFormat(tokenizer).prompt_text("plain", "a row", [ADD])[1] == "plain"
+    assert "the tools are not added" in caplog.text
 
 
 def test_without_a_template_the_options_are_named(new_tokenizer: Callable) -> None:

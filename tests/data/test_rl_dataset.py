@@ -313,6 +313,57 @@ def test_lengths_are_cached_and_the_cache_follows_its_inputs(
     assert run(1).tolist() == [7, 3]
 
 
+TOOLS_TEMPLATE = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+
+
+def test_rows_may_show_different_tools(new_tokenizer: Callable) -> None:
+    rows = Rows.from_list(
+        [{"prompt": user("x"), "environment": name} for name in ("shop", "maze", "shop", "none")]
+    )
+    tools = {"shop": [tool("buy"), tool("sell")], "maze": [tool("go")], "none": []}
+    tokenizer = new_tokenizer(template=TOOLS_TEMPLATE)
+    dataset = RLDataset(
+        config(max_prompt_length=6, filter_overlong_prompts=True),
+        rows,
+        tokenizer,
+        tools=lambda row: tools[row["environment"]],
+    )
+    assert dataset.kept.tolist() == [1, 3]  # "buy sell x" is longer
+    assert [dataset[position]["prompt_text"] for position in range(2)] == ["go x", "x"]
+    same = RLDataset(config(), rows, tokenizer, tools=tools["maze"])
+    assert [same[position]["prompt_text"] for position in range(4)] == ["go x"] * 4
+
+
+def test_cached_lengths_depend_on_the_tools_of_each_row(
+    new_tokenizer: Callable, tmp_path: Path, write_jsonl: Callable
+) -> None:
+    file = write_jsonl(
+        tmp_path / "t.jsonl", [{"prompt": user("x"), "at": n} for n in range(1500)]
+    )  # two chunks
+    chat = ChatFormat(new_tokenizer(template=TOOLS_TEMPLATE))
+    cache = str(tmp_path / "own_cache")
+    chosen = np.array([0, 1, 7, *range(200, 1400)])
+
+    def run(first: str, second: str) -> list[int]:
+        lists = [[tool(first)], [tool(second)]]
+        return prompt_lengths(
+            read_rows(file), chosen, "prompt", chat, cache, lambda row: lists[row["at"] % 2]
+        ).tolist()
+
+    def expected(first: str, second: str) -> list[int]:
+        return [len((first, second)[number % 2]) + 2 for number in chosen]
+
+    for _ in range(2):  # measured, then from the cache
+        assert run("buy", "sell") == expected("buy", "sell")
+    assert len(list(Path(cache).iterdir())) == 1
+    assert run("sell", "buy") == expected("sell", "buy")
+    assert len(list(Path(cache).iterdir())) == 2
+
+
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
     tokenizer: Any, tmp_path: Path, write_jsonl: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ longest row, not of the configured limits. B rows, P prompt columns, T response 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -154,6 +155,79 @@ def concat_rollouts(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
     P = max(part.batch["prompts"].shape[1] for part in parts)
     T = max(part.batch["responses"].shape[1] for part in parts)
     return DataProto.concat([widen(part, P, T, pad_token_id) for part in parts])
+
+
+@dataclass(frozen=True)
+class _TurnSample:
+    """One model turn of a conversation, as a response."""
+
+    token_ids: Sequence[int]
+    finish_reason: str
+    policy_version: int
+    log_probs: Sequence[float] = ()
+
+
+def split_turns(batch: DataProto, pad_token_id: int) -> DataProto:
+    """One row per model turn (history=split) from rollouts of one row per conversation (column `conversation`).
+
+    A row has the prompt its turn was drawn from and the turn's part of every [B,T] tensor; [B] tensors and columns are
+    repeated. New column: `session`, equal for the rows of a conversation, which stay together and in order. A
+    conversation without a model turn keeps one row, with an empty response."""
+    T = batch.batch["responses"].shape[1]
+    rebuilt = ("prompts", "responses", "input_ids", "attention_mask")
+    rows: list[int] = []
+    spans: list[tuple[int, int]] = []
+    prompts: list[Sequence[int]] = []
+    samples: list[_TurnSample] = []
+    names: list[str] = []
+    for row, conversation in enumerate(batch.non_tensor_batch["conversation"]):
+        name = f"{conversation.uid}#{conversation.sample}"
+        turns = [turn for turn in conversation.turns if turn.role == "assistant"]
+        if any(turn.prompt_ids is None for turn in turns):
+            raise DataError(
+                f"A turn of conversation {name} has no prompt of its own: only rollouts of history=split can be split."
+            )
+        pieces = [(turn.start, turn.end, turn.prompt_ids) for turn in turns] or [
+            (0, 0, conversation.prompt_ids)
+        ]
+        for number, (start, end, prompt_ids) in enumerate(pieces, start=1):
+            rows.append(row)
+            names.append(name)
+            spans.append((start, end))
+            prompts.append(prompt_ids)
+            samples.append(
+                _TurnSample(
+                    conversation.token_ids[start:end],
+                    conversation.finish_reason if number == len(pieces) else "stop",
+                    min(conversation.versions[start:end], default=conversation.policy_version),
+                )
+            )
+
+    repeated = batch[rows]
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in repeated.batch.items():
+        if key not in rebuilt and tensor.dim() > 1 and tensor.shape[1] != T:
+            raise DataError(
+                f"Cannot split tensor '{key}' {list(tensor.shape)}: it is not as wide as the responses ({T})."
+            )
+        if key not in rebuilt:
+            tensors[key] = _cut_rows(tensor, spans) if tensor.dim() > 1 else tensor
+    columns = {
+        **repeated.non_tensor_batch,
+        "prompt_ids": object_column(prompts),
+        "session": object_column(names),
+    }
+    assembled = assemble_rollouts(DataProto({}, columns, dict(batch.meta_info)), samples, pad_token_id)
+    return DataProto({**assembled.batch, **tensors}, assembled.non_tensor_batch, assembled.meta_info)
+
+
+def _cut_rows(tensor: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Each row's span, at the front of a tensor as wide as the longest span."""
+    width = max(1, *(end - start for start, end in spans))
+    out = tensor.new_zeros((len(spans), width, *tensor.shape[2:]))
+    for row, (start, end) in enumerate(spans):
+        out[row, : end - start] = tensor[row, start:end]
+    return out
 
 
 def response_lengths(batch: DataProto) -> np.ndarray:

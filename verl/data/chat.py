@@ -6,6 +6,7 @@ prompt is already templated; only a missing beginning-of-sequence token is added
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+"""OpenAI function schemas."""
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenizer_config.json")
 _JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content)"')
@@ -85,6 +88,17 @@ def _no_tokenizer(text: str, key: str, error: Exception, trusted: bool) -> str:
     else:
         todo = f"Download its files again, or set {key} to another folder."
     return f"{key}: no tokenizer could be loaded from '{text}': {why}. {todo}"
+
+
+def generation_stop_ids(path: str | Path) -> tuple[int, ...]:
+    """The tokens that end a response, in a model folder's generation_config.json or else its config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path).expanduser() / name
+        if file.is_file():
+            found = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (int(found),)
+    return ()
 
 
 def warn_of_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
@@ -158,6 +172,33 @@ def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(texts)
 
 
+def tools_text(tools: Tools) -> str:
+    """The tools for a template that has no place for them, and how to call one (format hermes)."""
+    schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
+    return (
+        "You can call functions. They are listed between <tools> and </tools>, one JSON object per line:\n"
+        f"<tools>\n{schemas}\n</tools>\n\n"
+        "To call one, write a JSON object with its name and its arguments between <tool_call> and </tool_call>:\n"
+        '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call>\n'
+        "The result comes back between <tool_response> and </tool_response>."
+    )
+
+
+PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Find a word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
+"""A tool to try a template with."""
+
+
 @dataclass
 class ChatFormat:
     """How prompts become text and ids: a tokenizer and the settings of the data section."""
@@ -166,7 +207,8 @@ class ChatFormat:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
     raw_prompts: bool = False
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tools: Tools | None = None
+    """Shown with every prompt, unless a call names others."""
 
     def __post_init__(self) -> None:
         clash = _OURS & set(self.template_kwargs)
@@ -188,9 +230,48 @@ class ChatFormat:
         bos = self.tokenizer.bos_token_id
         return [bos] if bos is not None and ids and ids[0] == bos else []
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool, where: str = "a row") -> str:
+    @cached_property
+    def ignores_tools(self) -> bool:
+        """Whether the template has no place for tools: it writes the same with and without one."""
+        question = [{"role": "user", "content": "a"}]
+        try:
+            return self._apply(question, True, [PROBE_TOOL]) == self._apply(question, True, None)
+        except Exception:  # refused with the row's name where it is rendered
+            return False
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template shows a system message."""
+        messages = [{"role": "system", "content": "instructed"}, {"role": "user", "content": "a"}]
+        try:
+            return "instructed" in self._apply(messages, True, None)
+        except Exception:  # the template's own refusal
+            return False
+
+    def _with_tools_text(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+        """The tools as part of the system message, or of the first message where the template has no such role."""
+        first, *rest = (dict(message) for message in messages)
+        text = tools_text(tools)
+        if first["role"] not in ("system", "developer") and self._takes_system:
+            return [{"role": "system", "content": text}, first, *rest]
+        content = first.get("content") or ""
+        if isinstance(content, str):
+            first["content"] = f"{content}\n\n{text}" if first["role"] != "user" else f"{text}\n\n{content}"
+        else:
+            first["content"] = [*content, {"type": "text", "text": text}]
+        return [first, *rest]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool,
+        where: str = "a row",
+        tools: Tools | None = None,
+    ) -> str:
         """The template's text. With `generate` it ends where the policy starts: after the header of its turn, or
         inside a last message that is the assistant's own (a prefilled beginning)."""
+        tools = self.tools if tools is None else tools
         if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if self.raw_prompts:
@@ -200,26 +281,39 @@ class ChatFormat:
                 f"The tokenizer of '{self.tokenizer.name_or_path}' has no chat template, "
                 f"but {where} holds messages. {_OPTIONS}"
             )
-        prefilled = generate and messages[-1]["role"] == "assistant"
+        if tools and self.ignores_tools:
+            messages, tools = self._with_tools_text(messages, tools), None
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in self.tools] if self.tools else None,
-                tokenize=False,
-                add_generation_prompt=generate and not prefilled,
-                continue_final_message=prefilled,
-                **self.template_kwargs,
-            )
+            return self._apply(messages, generate, tools)
         except (
             Exception
         ) as error:  # templates raise jinja2 errors, and any Python error from their expressions
             raise DataError(f"The chat template refuses {where}: {error}") from error
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], generate: bool, tools: Tools | None) -> str:
+        prefilled = generate and messages[-1]["role"] == "assistant"
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] if tools else None,
+            tokenize=False,
+            add_generation_prompt=generate and not prefilled,
+            continue_final_message=prefilled,
+            **self.template_kwargs,
+        )
         return str(text)
 
-    def prompt_text(self, prompt: Any, where: str = "a row") -> tuple[str | Messages, str]:
+    def prompt_text(
+        self, prompt: Any, where: str = "a row", tools: Tools | None = None
+    ) -> tuple[str | Messages, str]:
         """A prompt as it was given (string, or messages with empty fields left out) and as text."""
         messages = as_messages(prompt)
         if messages is None and isinstance(prompt, str):
+            if tools or (tools is None and self.tools):
+                self._warn_once(
+                    "tools",
+                    "the tools are not added to prompts that are strings: they are templated already, and must "
+                    "describe the tools themselves",
+                )
             if self.system_prompt is not None:
                 self._warn_once(
                     "system prompt",
@@ -236,7 +330,7 @@ class ChatFormat:
                 "prefill",
                 f"the prompt of {where} ends with the assistant's message: the policy continues it",
             )
-        return messages, self.render(messages, generate=True, where=where)
+        return messages, self.render(messages, generate=True, where=where, tools=tools)
 
     def _warn_once(self, subject: str, text: str) -> None:
         if subject not in self._warned:
@@ -254,10 +348,11 @@ class ChatFormat:
         return ids if ids[:1] == self._leading_bos else self._leading_bos + ids
 
     def encode_prompts(
-        self, prompts: Sequence[Any], where: Sequence[str]
+        self, prompts: Sequence[Any], where: Sequence[str], tools: Sequence[Tools] | None = None
     ) -> list[tuple[str | Messages, str, list[int]]]:
-        """Each prompt as `prompt_text` gives it, and its ids."""
-        rendered = [self.prompt_text(prompt, name) for prompt, name in zip(prompts, where, strict=True)]
+        """Each prompt as `prompt_text` gives it, and its ids; `tools`: those of each prompt."""
+        shown = tools if tools is not None else [None] * len(prompts)
+        rendered = [self.prompt_text(*row) for row in zip(prompts, where, shown, strict=True)]
         encoded = self.encode([text for _, text in rendered])
         return [
             (raw, text, self.with_bos(ids) if isinstance(raw, str) or self.raw_prompts else ids)

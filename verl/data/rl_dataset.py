@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.chat import ChatFormat, read_template, truncate
+from verl.data.chat import ChatFormat, Tools, read_template, truncate
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader, MixturePart
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from verl.config.schema import DataConfig
 
 logger = logging.getLogger(__name__)
+
+ToolsOfRow = Callable[[Mapping[str, Any]], Tools]
+"""The tools a row's prompt shows, where rows differ."""
 
 
 def as_mapping(value: Any) -> Mapping[str, Any] | None:
@@ -77,11 +80,12 @@ class RLDataset:
         tokenizer: PreTrainedTokenizerBase,
         *,
         training: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | ToolsOfRow | None = None,
         files_key: str | None = None,
     ) -> None:
         """`tools`: the schemas shown to the policy by the chat template, for runs with tools; `files_key`: what
         messages call the files, where it is not data.train_files or data.val_files."""
+        self._tools_of = tools if callable(tools) else None
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
         self.config = config
@@ -91,7 +95,7 @@ class RLDataset:
             config.apply_chat_template_kwargs,
             system_prompt=config.system_prompt,
             raw_prompts=config.raw_prompts,
-            tools=tools,
+            tools=None if callable(tools) else tools,
         )
         self.rows = (
             files
@@ -110,7 +114,9 @@ class RLDataset:
         config = self.config
         if not config.filter_overlong_prompts and config.truncation != "error":
             return chosen
-        lengths = prompt_lengths(self.rows, chosen, config.prompt_key, self._chat, config.cache_dir)
+        lengths = prompt_lengths(
+            self.rows, chosen, config.prompt_key, self._chat, config.cache_dir, self._tools_of
+        )
         limit = config.max_prompt_length
         empty = np.flatnonzero(lengths == 0)
         if empty.size:
@@ -149,7 +155,8 @@ class RLDataset:
         numbers = [self.row_number(position) for position in positions]
         rows = [self.rows[number] for number in numbers]
         prompts = [row.get(self.config.prompt_key) for row in rows]
-        encoded = self._chat.encode_prompts(prompts, [self.rows.origin(number) for number in numbers])
+        tools = [self._tools_of(row) for row in rows] if self._tools_of else None
+        encoded = self._chat.encode_prompts(prompts, [self.rows.origin(number) for number in numbers], tools)
         return [self._item(n, row, *prompt) for n, row, prompt in zip(numbers, rows, encoded, strict=True)]
 
     def _item(self, number: int, row: dict[str, Any], raw: Any, text: str, ids: list[int]) -> dict[str, Any]:
@@ -222,7 +229,7 @@ def training_loader(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools | ToolsOfRow | None = None,
     fit: Callable[[int], None] | None = None,
 ) -> Loader:
     """The training prompts of the data section: files or mixture, shuffled or easiest first, resumable.
@@ -252,7 +259,7 @@ def validation_loader(
     tokenizer: PreTrainedTokenizerBase,
     *,
     batch_size: int | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools | ToolsOfRow | None = None,
 ) -> Loader | None:
     """All validation prompts in file order (one batch unless `batch_size` is given), or None without val_files."""
     if not config.val_files:
@@ -281,33 +288,47 @@ def _mixture_rows(config: DataConfig) -> tuple[list[tuple[str, float, int, int]]
 
 
 def prompt_lengths(
-    rows: Rows, chosen: np.ndarray, prompt_key: str, chat: ChatFormat, cache_dir: str | None = None
+    rows: Rows,
+    chosen: np.ndarray,
+    prompt_key: str,
+    chat: ChatFormat,
+    cache_dir: str | None = None,
+    tools_of: ToolsOfRow | None = None,
 ) -> np.ndarray:
     """Tokens of each chosen row's prompt; `chosen` must ascend. A cache that cannot be used costs time, never the
     run."""
-    file = _cache_file(rows, chosen, prompt_key, chat, cache_dir)
+    tools = [tools_of(rows[number]) for number in chosen.tolist()] if tools_of else None
+    file = _cache_file(rows, chosen, prompt_key, chat, cache_dir, tools)
     lengths = _load_lengths(file, len(chosen)) if file is not None else None
     if lengths is None:
-        lengths = measure_lengths(rows, chosen, prompt_key, chat)
+        lengths = measure_lengths(rows, chosen, prompt_key, chat, tools)
         if file is not None:
             _store_lengths(file, lengths)
     return lengths
 
 
-def measure_lengths(rows: Rows, chosen: np.ndarray, prompt_key: str, chat: ChatFormat) -> np.ndarray:
-    """Chunk by chunk: a fast tokenizer encodes a chunk on all cores."""
+def measure_lengths(
+    rows: Rows, chosen: np.ndarray, prompt_key: str, chat: ChatFormat, tools: Sequence[Tools] | None = None
+) -> np.ndarray:
+    """Chunk by chunk: a fast tokenizer encodes a chunk on all cores. `tools`: those of each chosen row."""
     wanted = set(chosen.tolist())
     prompts = (pair for pair in enumerate(rows.column(prompt_key)) if pair[0] in wanted)
     lengths: list[int] = []
     while chunk := list(islice(prompts, 1024)):
         names = [rows.origin(number) for number, _ in chunk]
-        encoded = chat.encode_prompts([prompt for _, prompt in chunk], names)
+        shown = tools[len(lengths) : len(lengths) + len(chunk)] if tools is not None else None
+        encoded = chat.encode_prompts([prompt for _, prompt in chunk], names, shown)
         lengths += [len(ids) for _, _, ids in encoded]
     return np.asarray(lengths, dtype=np.int64)
 
 
 def _cache_file(
-    rows: Rows, chosen: np.ndarray, prompt_key: str, chat: ChatFormat, cache_dir: str | None
+    rows: Rows,
+    chosen: np.ndarray,
+    prompt_key: str,
+    chat: ChatFormat,
+    cache_dir: str | None,
+    tools: Sequence[Tools] | None,
 ) -> Path | None:
     """Named by everything that decides the lengths; None for rows that came from no file."""
     files = rows.fingerprint()
@@ -319,9 +340,23 @@ def _cache_file(
     )
     rows_digest = hashlib.sha256(chosen.tobytes()).hexdigest()
     inputs = [files, rows_digest, prompt_key, vocabulary, tokenizer.chat_template, *chat.cache_key()]
+    if tools is not None:
+        inputs.append(_tools_digest(tools))
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=repr).encode()).hexdigest()
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "verl" / "prompt_lengths"
     return Path(cache_dir or default).expanduser() / f"{key}.npy"
+
+
+def _tools_digest(tools: Sequence[Tools]) -> str:
+    """Of the tools of all rows; most rows share one of a few lists."""
+    texts: dict[int, bytes] = {}
+    digest = hashlib.sha256()
+    for shown in tools:
+        if id(shown) not in texts:
+            text = json.dumps([dict(tool) for tool in shown], sort_keys=True, default=repr)
+            texts[id(shown)] = hashlib.sha256(text.encode()).digest()
+        digest.update(texts[id(shown)])
+    return digest.hexdigest()
 
 
 def _load_lengths(file: Path, count: int) -> np.ndarray | None:
