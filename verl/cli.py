@@ -31,6 +31,10 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "reward": {"test": ("verl.reward.cli", "try a reward function on a few rows before training")},
     "plan": ("verl.config.plan_cli", "whether a run fits on N GPUs that need not be here"),
     "ckpt": ("verl.checkpoint.cli", "list, verify and prune checkpoints"),
+    "tool-server": (
+        "verl.agents.serve",
+        "tools over HTTP: Python in a sandbox, a calculator, search, your own",
+    ),
     "view": ("verl.observe.view", "state, metrics, health and samples of a run in the terminal"),
 }
 

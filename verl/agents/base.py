@@ -1,0 +1,95 @@
+"""What the parts of a conversation exchange: calls, their outcomes, and the interfaces of tools and users.
+
+Coroutines of these interfaces run in one event loop, in a thread of their own (`verl/agents/sessions.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from verl.errors import TrainingHalted
+
+Schema = Mapping[str, Any]
+"""An OpenAI function schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
+Message = dict[str, Any]
+FailureKind = Literal["failed", "timeout", "unknown", "malformed"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call the model wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn of the model, taken apart by a tool call format."""
+
+    content: str
+    """What is outside the calls."""
+    calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+    """One text for the model per call that could not be read."""
+
+
+class ToolFailed(Exception):
+    """A call without a result. The text is what the model gets to read: short, without a traceback."""
+
+    def __init__(self, text: str, kind: FailureKind = "failed") -> None:
+        super().__init__(text)
+        self.text = text
+        self.kind = kind
+
+
+class ToolsLost(TrainingHalted):
+    """A tool server went away and did not come back; the message has its address."""
+
+
+class ToolProvider(ABC):
+    """Tools from one source."""
+
+    @property
+    @abstractmethod
+    def schemas(self) -> Sequence[Schema]:
+        """Of its tools; known after `open`."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Connect and read the schemas. ConfigError names the key, the address or path, and what was tried."""
+
+    @abstractmethod
+    async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
+        """The result as text, within `timeout_s`. ToolFailed: for the model to read; ToolsLost: the run must stop."""
+
+    async def end(self, session: str) -> None:  # noqa: B027 - most tools keep nothing per conversation
+        """The conversation is over: free what is kept for it."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Disconnect and end processes. Safe to call twice."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a server that reads whole turns answers."""
+
+    text: str
+    done: bool = False
+    valid: bool = True
+
+
+@dataclass
+class ToolRecord:
+    """A call and its outcome, for metrics and the run folder."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    result: str = ""
+    failure: FailureKind | None = None
+    seconds: float = 0.0

@@ -1,0 +1,291 @@
+"""Tools and interactions that a YAML file names by class (`tool_config_path`, `interaction_config_path`)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from verl.agents.base import Message, Schema, ToolFailed
+from verl.agents.hosted import (
+    Hosted,
+    HostedFactory,
+    HostedInfo,
+    as_reward,
+    as_text,
+    finished,
+    parameters_of,
+)
+from verl.agents.schemas import fit_arguments
+from verl.errors import ConfigError
+from verl.interactions.base import BaseInteraction
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.user_code import attribute, error_line, import_path, make_importable
+
+# ---- reading the files
+
+
+@dataclass(frozen=True)
+class _Entry:
+    kind: type
+    config: dict[str, Any]
+    schema: Schema | None
+    name: str | None
+    where: str
+    """For messages."""
+
+
+def _entries(path: str, key: str, section: str, keys: Sequence[str], method: str) -> list[_Entry]:
+    """The classes a file lists under `section`."""
+    from omegaconf import OmegaConf
+
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
+    except FileNotFoundError:
+        raise ConfigError(f"{key}={path} does not exist.") from None
+    except Exception as error:
+        raise ConfigError(f"{key}={path} cannot be read: {error}") from error
+    listed = content.get(section) if isinstance(content, dict) else None
+    if not isinstance(listed, list) or not listed or not all(isinstance(each, dict) for each in listed):
+        there = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        raise ConfigError(f"{key}={path} has no list '{section}' of mappings; it has: {there or 'nothing'}.")
+    found = []
+    for number, each in enumerate(listed):
+        where = f"{key}={path}, {section}[{number}]"
+        config = each.get("config") or {}
+        if "mcp" in each or (isinstance(config, dict) and config.get("type") == "mcp"):
+            raise ConfigError(
+                f"{where} describes an MCP server; give its address or command in multi_turn.mcp."
+            )
+        if unknown := sorted(map(str, each.keys() - set(keys))):
+            raise ConfigError(f"{where} has the key {unknown[0]!r}; known keys: {', '.join(keys)}.")
+        name = each.get("class_name")
+        if not isinstance(name, str) or not isinstance(config, dict):
+            raise ConfigError(
+                f"{where} needs class_name (pkg.module.Class) and, if at all, config as a mapping."
+            )
+        found.append(
+            _Entry(
+                _class(name, path, where, method), config, each.get("tool_schema"), each.get("name"), where
+            )
+        )
+    return found
+
+
+def _class(name: str, path: str, where: str, method: str) -> type:
+    """`name` is pkg.module.Class or file.py:Class; both are also looked for in the YAML file's folder."""
+    folder = Path(path).expanduser().resolve().parent
+    make_importable(folder)
+    source, _, inside = name.rpartition(":")
+    if source.endswith(".py"):
+        source = str(folder / source)
+    module, qualname = import_path(
+        source or inside, inside if source else None, f"{where}.class_name", ConfigError, "Class"
+    )
+    kind = attribute(module, qualname) if qualname else None
+    if not inspect.isclass(kind):
+        raise ConfigError(f"{where}.class_name={name}: there is no such class in {module.__name__}.")
+    if not callable(getattr(kind, method, None)):
+        raise ConfigError(f"{where}.class_name={name}: the class has no method {method}.")
+    return kind
+
+
+# ---- tools
+
+
+def load_tools_yaml(path: str, key: str) -> HostedFactory:
+    entries = _entries(path, key, "tools", ("class_name", "config", "tool_schema"), "execute")
+    tools: dict[str, tuple[_Entry, Schema]] = {}
+    for entry in entries:
+        schema = _schema_of(entry)
+        name = schema["function"]["name"]
+        if name in tools:
+            raise ConfigError(f"{entry.where} has the name {name!r} again; rename one.")
+        if "agent_data" in parameters_of(entry.kind.execute, method=True).required:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"{entry.where}: execute asks for agent_data, an agent loop's object; there is none here."
+            )
+        tools[name] = (entry, schema)
+    scored = any(_overrides(entry.kind, "calc_reward", BaseTool) for entry in entries)
+    info = HostedInfo(
+        name=path,
+        schemas=[schema for _, schema in tools.values()],
+        hooks=("reset", "turn_reward", *(("reward",) if scored else ())),
+        stateful=True,
+    )
+    return HostedFactory(info, functools.partial(HostedTools, tools))
+
+
+def _schema_of(entry: _Entry) -> Schema:
+    """That of the file, else that of an instance of the class."""
+    schema: Any = entry.schema
+    if schema is None:
+        try:
+            schema = entry.kind(config=copy.deepcopy(entry.config), tool_schema=None).get_openai_tool_schema()
+        except Exception as error:
+            raise ConfigError(
+                f"{entry.where} has no tool_schema, and asking {entry.kind.__name__} for it failed with "
+                f"{type(error).__name__}: {error}{error_line(error)}."
+            ) from error
+    if hasattr(schema, "model_dump"):
+        schema = schema.model_dump(exclude_none=True, exclude_unset=True)
+    function = schema.get("function") if isinstance(schema, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ConfigError(
+            f"{entry.where}.tool_schema is not {{type: function, function: {{name, description, parameters}}}}."
+        )
+    return {"type": "function", **schema}
+
+
+class HostedTools(Hosted):
+    """The tools of a file for one conversation, each created at its first call."""
+
+    def __init__(self, tools: Mapping[str, tuple[_Entry, Schema]]) -> None:
+        self._schemas = {name: schema for name, (_, schema) in tools.items()}
+        self._tools: dict[str, Any] = {
+            name: entry.kind(
+                config=copy.deepcopy(entry.config),
+                tool_schema=OpenAIFunctionToolSchema.model_validate(copy.deepcopy(schema)),
+            )
+            for name, (entry, schema) in tools.items()
+        }
+        self._instances: dict[str, str] = {}
+        self._kwargs: Mapping[str, Any] = {}
+        self._turn_rewards: list[float] = []
+
+    async def reset(self, row: dict[str, Any]) -> str | None:
+        self._kwargs = row_column(row, "tools_kwargs")
+        return None
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        if name not in self._tools:
+            raise ToolFailed(f"There is no tool {name!r}. Tools: {', '.join(self._tools)}.", "unknown")
+        arguments, tool = fit_arguments(self._schemas[name], arguments), self._tools[name]
+        if name not in self._instances:
+            self._instances[name] = await self._create(name)
+        kwargs = self._kwargs_of(name, "execute_kwargs")
+        answer = await finished(tool.execute(self._instances[name], arguments, **kwargs))
+        response, reward = (*answer, None)[:2] if isinstance(answer, tuple) else (answer, None)
+        if (reward := as_reward(reward, f"execute of {name}")) is not None:
+            self._turn_rewards.append(reward)
+        return _response_text(response, name)
+
+    async def turn_reward(self) -> float | None:
+        rewards, self._turn_rewards = self._turn_rewards, []
+        return sum(rewards) if rewards else None
+
+    async def reward(self) -> float | None:
+        total = 0.0
+        for name, instance in self._instances.items():
+            if callable(score := getattr(self._tools[name], "calc_reward", None)):
+                value = await finished(score(instance, **self._kwargs_of(name, "calc_reward_kwargs")))
+                total += as_reward(value, f"calc_reward of {name}") or 0.0
+        return total
+
+    async def close(self) -> None:
+        while self._instances:
+            name, instance = self._instances.popitem()
+            if callable(release := getattr(self._tools[name], "release", None)):
+                await finished(release(instance, **self._kwargs_of(name, "release_kwargs")))
+
+    async def _create(self, name: str) -> str:
+        instance, create = uuid4().hex, getattr(self._tools[name], "create", None)
+        if not callable(create):
+            return instance
+        kwargs = self._kwargs_of(name, "create_kwargs")
+        takes = parameters_of(create)
+        # Both are in use: the arguments one by one, and all of them as create_kwargs.
+        if "create_kwargs" in takes.names and not takes.takes_any:
+            kwargs = {key: value for key, value in kwargs.items() if key in takes.names} | {
+                "create_kwargs": kwargs
+            }
+        elif takes.takes_any:
+            kwargs = {**kwargs, "create_kwargs": kwargs}
+        made = await finished(create(instance, **kwargs))
+        made = made[0] if isinstance(made, tuple) else made
+        return instance if made is None else made
+
+    def _kwargs_of(self, name: str, which: str) -> dict[str, Any]:
+        return dict((self._kwargs.get(name) or {}).get(which) or {})
+
+
+def _response_text(response: Any, name: str) -> str:
+    if isinstance(response, dict) and "text" in response:
+        response = ToolResponse(**response)
+    if not hasattr(response, "text"):
+        return as_text(response)
+    if getattr(response, "image", None) or getattr(response, "video", None):
+        raise ToolFailed(f"{name} answered with an image or a video; only texts can be shown.")
+    return response.text or ""
+
+
+# ---- interactions
+
+
+def load_interactions_yaml(path: str, key: str) -> list[HostedFactory]:
+    entries = _entries(path, key, "interaction", ("name", "class_name", "config"), "generate_response")
+    factories: dict[str, HostedFactory] = {}
+    for entry in entries:
+        name = entry.name or entry.kind.__name__.removesuffix("Interaction").lower()
+        if name in factories:
+            raise ConfigError(f"{entry.where} has the name {name!r} again; rename one.")
+        info = HostedInfo(name=name, schemas=[], hooks=("reset", "user", "turn_reward"), stateful=True)
+        factories[name] = HostedFactory(
+            info, functools.partial(HostedInteraction, entry.kind, entry.config, name)
+        )
+    return list(factories.values())
+
+
+class HostedInteraction(Hosted):
+    """An interaction in one conversation."""
+
+    def __init__(self, kind: type[BaseInteraction], config: Mapping[str, Any], name: str) -> None:
+        self._interaction = kind(config={"name": name, **copy.deepcopy(dict(config))})
+        self._instance: str | None = None
+        self._kwargs: dict[str, Any] = {}
+        self._turn_reward: float | None = None
+
+    async def reset(self, row: dict[str, Any]) -> str | None:
+        self._kwargs, instance = dict(row_column(row, "interaction_kwargs")), uuid4().hex
+        made = await finished(self._interaction.start_interaction(instance, **self._kwargs))
+        self._instance = made if isinstance(made, str) else instance
+        return None
+
+    async def user(self, reply: str, messages: list[Message]) -> str | None:
+        answer = self._interaction.generate_response(self._instance or "", messages, **self._kwargs)
+        ends, text, reward, *_ = await finished(answer)
+        self._turn_reward = as_reward(reward, "generate_response")
+        return None if ends else _response_text(text, "generate_response")
+
+    async def turn_reward(self) -> float | None:
+        reward, self._turn_reward = self._turn_reward, None
+        return reward
+
+    async def close(self) -> None:
+        if self._instance is not None and callable(
+            finalize := getattr(self._interaction, "finalize_interaction", None)
+        ):
+            takes = parameters_of(finalize)
+            await finished(finalize(*((self._instance,) if takes.names or takes.any_number else ())))
+            self._instance = None
+
+
+# ---- both
+
+
+def row_column(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A mapping in a column of the row, or in its extra_info."""
+    value = row.get(name)
+    if value is None and isinstance(extra := row.get("extra_info"), Mapping):
+        value = extra.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _overrides(kind: type, method: str, base: type) -> bool:
+    return getattr(kind, method, None) not in (None, getattr(base, method))
