@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.turn_rows import FLOATS, turn_rows
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import (
     ModelSize,
@@ -178,3 +179,33 @@ def test_a_response_without_a_score_is_no_outlier():
     failed = DataProto.from_dict(tensors=tensors, non_tensors={"reward_error": errors})
     assert batch_facts(failed).outliers == 0
     assert batch_metrics(failed)["reward/min"] == pytest.approx(100.0)
+
+
+def test_turns_of_a_conversation_in_rows_of_their_own_count_as_one_sequence() -> None:
+    rows = turn_rows(prompts=5)
+    found = []
+    for batch in (rows.append, rows.split):
+        tensors = batch.batch
+        tensors |= {name: tensors[name].nan_to_num(0.0) for name in FLOATS}
+        mask = tensors["response_mask"]
+        tensors["attention_mask"] = torch.cat([torch.ones(len(mask), 2, dtype=torch.long), mask], dim=1)
+        found.append(batch_metrics(batch, max_prompt_length=2))
+        assert batch_facts(batch).sequences == 15
+    assert found[0] == pytest.approx(found[1])
+    assert found[0]["response_length/max"] > rows.split.batch["response_mask"].shape[1]
+    assert batch_facts(rows.append) == batch_facts(rows.split)
+
+
+def test_only_the_policys_own_tokens_can_be_repetitive() -> None:
+    responses = torch.arange(80).repeat(4, 1)
+    mask = torch.zeros_like(responses)
+    mask[:, :40] = 1
+    responses[0, :40] = 7  # the policy repeats itself, the tool does not
+    responses[1, 40:] = 7  # the other way round
+    mask[2:] = 0  # kept out of the loss: all counts
+    responses[2] = 7
+    batch = DataProto.from_dict(
+        tensors={"responses": responses, "response_mask": mask, "attention_mask": torch.ones(4, 81)}
+    )
+    assert batch_facts(batch).repetitive_share == 0.5
+    assert [batch_facts(row).repetitive_share for row in batch] == [1, 0, 1, 0]

@@ -518,3 +518,34 @@ def test_threads_may_look_while_the_run_writes(tmp_path: Path) -> None:
     writer.join()
     folder.close()
     assert seen == list(range(300)) and run.log.damaged == 0
+
+
+def test_a_conversation_is_shown_turn_by_turn(
+    copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
+) -> None:
+    run = copied()
+    row = {
+        "uid": "0-1",
+        "prompt": "What is 2*3?",
+        "response": "all of it",
+        "score": 1.5,
+        "turns": [
+            {"role": "assistant", "content": "calling multiply", "reward": 0.5},
+            {"role": "tool", "content": "the product is 6"},
+            {"role": "assistant", "content": "It is 6."},
+        ],
+    }
+    (run / "rollouts" / f"{STEPS}.jsonl").write_text(json.dumps(row) + "\n")
+    code, text = view(run, "--grep", "PRODUCT")
+    lines = [line.strip() for line in text.splitlines()]
+    assert code == 0 and "all of it" not in text
+    shown = [line.split(maxsplit=2) for line in lines if line[:1].isdecimal()]
+    assert shown == [
+        ["1", "assistant", "calling multiply"],
+        ["2", "tool", "the product is 6"],
+        ["3", "assistant", "It is 6."],
+    ]
+    assert "(reward 0.5)" in lines
+    view(run, "--html")
+    page = (run / "report.html").read_text()
+    assert "<dt>2 tool</dt><dd>the product is 6</dd>" in page and "all of it" not in page

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny_run import read_metrics, tiny_run
 from verl.data.proto import DataProto
-from verl.workers.roles import GenerationSettings
+from verl.rollout.base import GenerationSettings
 
 
 @dataclass

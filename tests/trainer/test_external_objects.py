@@ -209,7 +209,7 @@ def test_a_precision_that_was_asked_for_or_is_quick_is_kept(
         ({"config": TrainingConfig(overrides={"data.val_files": "/nowhere.jsonl"})}, r"data.val_files"),
         (
             {"config": TrainingConfig(overrides={"actor_rollout_ref.rollout.multi_turn.enable": True})},
-            "not available in this version",
+            r"multi_turn.enable' is True; it needs one of .*multi_turn.tools",
         ),
     ],
 )

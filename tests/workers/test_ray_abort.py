@@ -138,7 +138,7 @@ def test_called_off_left_early_and_gone_on_with(engine: tuple[Any, Any, Path]) -
     closing.join()
     assert (spread.stats().running, spread.stats().waiting) == (0, 0)
     from verl.data.proto import DataProto
-    from verl.workers.roles import GenerationSettings
+    from verl.rollout.base import GenerationSettings
 
     ids = {"uid": ["a", "b", "c"], "prompt_ids": [[3, 4], [4, 5], [5, 6]]}
     prompts = DataProto.from_dict(non_tensors=ids)

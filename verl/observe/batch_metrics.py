@@ -2,7 +2,8 @@
 
 Pure: tensors and seconds in, numbers out. A tensor that is not in the batch (no critic, no reward yet) leaves
 its metrics out; nothing is filled in with zeros. Statistics of scores and rewards are over the sequences that were
-scored, those of advantages, returns and values over the tokens the policy produced.
+scored, those of advantages, returns and values over the tokens the policy produced. Rows that are turns of one
+conversation (column `session`) count as one sequence.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -82,13 +84,14 @@ def batch_metrics(
     mask_BT = tensors["response_mask"].bool()
     # Sequences kept out of the loss (overlong, failed) have an empty response mask but may well have a score.
     written_BT = tensors["attention_mask"][:, -mask_BT.shape[1] :].bool()
-    scored_B = scored_rows(batch)
+    rows = _Sequences(batch)
+    scored_S = scored_rows(batch)[rows.first]
     if "token_level_scores" in tensors:
-        score_B = _sequence_sums(tensors["token_level_scores"], written_BT)[scored_B]
-        metrics |= _spread("critic/score", score_B) | _spread("reward", score_B)
+        score_S = rows.sum(_row_sums(tensors["token_level_scores"], written_BT))[scored_S]
+        metrics |= _spread("critic/score", score_S) | _spread("reward", score_S)
     if "token_level_rewards" in tensors:
-        reward_B = _sequence_sums(tensors["token_level_rewards"], written_BT)[scored_B]
-        metrics |= _spread("critic/rewards", reward_B)
+        reward_S = rows.sum(_row_sums(tensors["token_level_rewards"], written_BT))[scored_S]
+        metrics |= _spread("critic/rewards", reward_S)
     for name in ("advantages", "returns", "values"):
         if name in tensors:
             metrics |= _spread(f"critic/{name}", tensors[name][mask_BT])
@@ -156,18 +159,33 @@ def _length_metrics(
     batch: DataProto, max_response_length: int | None, max_prompt_length: int | None
 ) -> dict[str, float]:
     prompt_B, response_B = sequence_lengths(batch)
-    metrics = _spread("response_length", response_B) | _spread("prompt_length", prompt_B)
-    if max_prompt_length is not None and len(prompt_B):
-        metrics["prompt_length/clip_ratio"] = float((prompt_B >= max_prompt_length).double().mean())
+    rows = _Sequences(batch)
+    prompt_S, response_S = prompt_B[rows.first], rows.sum(response_B)
+    metrics = _spread("response_length", response_S) | _spread("prompt_length", prompt_S)
+    if max_prompt_length is not None and len(prompt_S):
+        metrics["prompt_length/clip_ratio"] = float((prompt_S >= max_prompt_length).double().mean())
     reasons = batch.non_tensor_batch.get("finish_reason")
     if reasons is not None and len(reasons):
+        reasons = reasons[rows.first.numpy()]
         metrics["response_length/clip_ratio"] = sum(r == "length" for r in reasons) / len(reasons)
-    elif max_response_length is not None and len(response_B):
-        metrics["response_length/clip_ratio"] = float((response_B >= max_response_length).double().mean())
+    elif max_response_length is not None and len(response_S):
+        metrics["response_length/clip_ratio"] = float((response_S >= max_response_length).double().mean())
     return metrics
 
 
-def _sequence_sums(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+class _Sequences:
+    """The rows of a batch, or the conversations whose turns they are."""
+
+    def __init__(self, batch: DataProto) -> None:
+        names = batch.non_tensor_batch.get("session", np.arange(len(batch)))
+        _, first, ids = np.unique(names, return_index=True, return_inverse=True)
+        self.first, self._ids = torch.from_numpy(first), torch.from_numpy(ids)
+
+    def sum(self, values_B: torch.Tensor) -> torch.Tensor:
+        return values_B.new_zeros(len(self.first)).index_add_(0, self._ids.to(values_B.device), values_B)
+
+
+def _row_sums(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     # `where`, not a product: what lies behind the mask may be anything, NaN included.
     return torch.where(mask_BT, values_BT, 0.0).sum(-1)
 
@@ -199,21 +217,23 @@ class BatchFacts:
 def batch_facts(batch: DataProto) -> BatchFacts:
     tensors = batch.batch
     _, length_B = sequence_lengths(batch)
-    facts: dict[str, float | int] = {"sequences": len(length_B)}
-    if len(length_B):
-        facts["empty_share"] = float((length_B <= 1).double().mean())
+    rows = _Sequences(batch)
+    length_S = rows.sum(length_B)
+    facts: dict[str, float | int] = {"sequences": len(length_S)}
+    if len(length_S):
+        facts["empty_share"] = float((length_S <= 1).double().mean())
         if "responses" in tensors:
-            facts["repetitive_share"] = float(_repetitive(tensors["responses"], length_B).double().mean())
-    if "token_level_scores" in tensors and len(length_B):
+            facts["repetitive_share"] = float(_repetitive(batch).double().mean())
+    if "token_level_scores" in tensors and len(length_S):
         scores_BT = tensors["token_level_scores"]
         written_BT = torch.arange(scores_BT.shape[1])[None, :] < length_B[:, None].cpu()
-        score_B = torch.where(written_BT, scores_BT.cpu().double(), 0.0).sum(-1)
-        finite_B = torch.isfinite(score_B)
-        facts["scores_not_finite"] = int((~finite_B).sum())
-        facts |= _outlier_facts(score_B[finite_B & scored_rows(batch)])
+        score_S = rows.sum(_row_sums(scores_BT.cpu().double(), written_BT))
+        finite_S = torch.isfinite(score_S)
+        facts["scores_not_finite"] = int((~finite_S).sum())
+        facts |= _outlier_facts(score_S[finite_S & scored_rows(batch)[rows.first]])
         uids = batch.non_tensor_batch.get("uid")
         if uids is not None:
-            facts |= _group_facts(score_B, list(uids))
+            facts |= _group_facts(score_S, list(uids[rows.first.numpy()]))
     return BatchFacts(**facts)  # type: ignore[arg-type]
 
 
@@ -233,20 +253,22 @@ def _outlier_facts(score: torch.Tensor) -> dict[str, float | int]:
     }
 
 
-def _group_facts(score_B: torch.Tensor, uids: list[str]) -> dict[str, float | int]:
+def _group_facts(score_S: torch.Tensor, uids: list[str]) -> dict[str, float | int]:
     groups: dict[str, list[float]] = {}
-    for uid, score in zip(uids, score_B.tolist(), strict=True):
+    for uid, score in zip(uids, score_S.tolist(), strict=True):
         groups.setdefault(uid, []).append(score)
     several = [values for values in groups.values() if len(values) > 1]
     return {"groups": len(several), "constant_groups": sum(min(v) == max(v) for v in several)}
 
 
-def _repetitive(responses_BT: torch.Tensor, length_B: torch.Tensor) -> torch.Tensor:
-    """[B] bool: long responses with few distinct tokens."""
-    responses_BT, length_B = responses_BT.cpu(), length_B.cpu()
-    behind = torch.arange(responses_BT.shape[1])[None, :] >= length_B[:, None]
-    ordered = responses_BT.masked_fill(behind, -1).sort(dim=-1).values
+def _repetitive(batch: DataProto) -> torch.Tensor:
+    """[B] bool: long responses with few distinct tokens. What tools and users wrote does not count."""
+    responses_BT, mask_BT = batch.batch["responses"].cpu(), batch.batch["response_mask"].cpu().bool()
+    # A row kept out of the loss has an empty mask: all that was written counts then.
+    written_BT = batch.batch["attention_mask"].cpu()[:, -mask_BT.shape[1] :].bool()
+    counted_BT = torch.where(mask_BT.any(-1, keepdim=True), mask_BT, written_BT)
+    ordered = responses_BT.masked_fill(~counted_BT, -1).sort(dim=-1).values
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    distinct_B = (first & (ordered >= 0)).sum(-1)
+    distinct_B, length_B = (first & (ordered >= 0)).sum(-1), counted_BT.sum(-1)
     return (length_B >= _LONG_ENOUGH) & (distinct_B < _DISTINCT_SHARE * length_B)

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from verl.observe.jsonl import read_jsonl, read_metrics
 from verl.observe.run_folder import write_atomically
+from verl.observe.run_reader import with_turns
 
 # Curves that are shown, in this order; whatever validation measured comes after them.
 _CURVES = (
@@ -179,7 +180,8 @@ def _samples(heading: str, folder: Path, count: int) -> Markup:
     for file in chosen:
         for _, row in zip(range(count), read_jsonl(file), strict=False):
             fields = _joined(
-                Markup("<dt>{}</dt><dd>{}</dd>").format(str(key), str(value)) for key, value in row.items()
+                Markup("<dt>{}</dt><dd>{}</dd>").format(str(key), str(value))
+                for key, value in with_turns(row).items()
             )
             blocks.append(
                 Markup("<div class='sample'><strong>step {}</strong><dl>{}</dl></div>").format(

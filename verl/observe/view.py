@@ -33,6 +33,7 @@ from verl.observe.run_reader import (
     open_run,
     read_crash,
     state_of,
+    with_turns,
 )
 from verl.observe.terminal import escape_control
 
@@ -270,7 +271,7 @@ def _rows(
         for row in files.rows(step, lambda line: needle in line):
             uid = str(row.get("uid"))
             same = not args.uid or uid == args.uid or (number is not None and _row_number(uid) == number)
-            if same and text in "\n".join(str(row.get(name) or "") for name in _SAMPLE_TEXTS).casefold():
+            if same and text in "\n".join(str(value or "") for _, value in _texts(row)).casefold():
                 yield step, row
 
 
@@ -287,9 +288,17 @@ def _score(row: dict[str, Any]) -> Any:
 
 def _title(step: int, row: dict[str, Any]) -> str:
     score = "no score" if _score(row) is None else f"score {_score(row):g}"
-    known = {*_SAMPLE_TEXTS, "uid", "score", "data_source"}
+    known = {*_SAMPLE_TEXTS, "uid", "score", "data_source", "turns"}
     others = [f"{name} {str(value)[:60]}" for name, value in row.items() if name not in known]
     return "  ".join([f"step {step}", f"uid {row.get('uid', '?')}", score, *others])
+
+
+def _texts(row: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What is shown of a sample, in order: prompt, response or turns, truth, error."""
+    shown = with_turns(row)
+    turns = [name for name in shown if name not in row]
+    names = ["prompt", *(turns or ["response"]), "ground_truth", "error"]
+    return [(name, shown.get(name)) for name in names]
 
 
 def sample_text(title: str, row: dict[str, Any], characters: int) -> RenderableType:
@@ -297,11 +306,11 @@ def sample_text(title: str, row: dict[str, Any], characters: int) -> RenderableT
     from rich.console import Group
 
     blocks = [styled(title, "bold")]
-    for name, style in _SAMPLE_TEXTS.items():
-        if row.get(name) not in (None, ""):
+    for name, value in _texts(row):
+        if value not in (None, ""):
             label = "truth" if name == "ground_truth" else name
-            text = shortened(str(row[name]), characters).rstrip().replace("\n", "\n" + " " * 11)
-            blocks.append(styled(f"  {label:<9}{text}", style))
+            text = shortened(str(value), characters).rstrip().replace("\n", "\n" + " " * 14)
+            blocks.append(styled(f"  {label:<12}{text}", _SAMPLE_TEXTS.get(name, "")))
     return Group(*blocks, styled(""))
 
 

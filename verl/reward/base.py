@@ -32,7 +32,11 @@ class RewardSample:
     """In tokens."""
     truncated: bool = False
     messages: list[dict[str, Any]] | None = None
-    """The conversation before the response, where the data had messages."""
+    """The conversation before the response, where the data had messages; with several turns, all of it."""
+    turns: list[dict[str, Any]] | None = None
+    """With several turns: each as {role, content, tool_calls, reward}; None otherwise."""
+    tool_calls: list[dict[str, Any]] | None = None
+    """With several turns: each call as {name, arguments, result, failure}; None otherwise."""
 
 
 @dataclass

@@ -6,21 +6,17 @@ its default. A function with `**kwargs` gets everything. A parameter that would 
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from verl.errors import RewardError
 from verl.reward.base import RewardSample
 from verl.reward.scorers import get_scorer
+from verl.user_code import attribute, check_path, import_path
 
 DEFAULT_NAMES = ("compute_score", "compute_reward")
 SCORERS = "<scorers>"
@@ -41,6 +37,8 @@ SAMPLE_NAMES: dict[str, str] = {
     "raw_prompt": "messages",
     "response_length": "response_length",
     "truncated": "truncated",
+    "turns": "turns",
+    "tool_calls": "tool_calls",
 }
 # Names that only a function of a whole batch has.
 BATCH_NAMES: dict[str, str] = {
@@ -86,35 +84,13 @@ class FunctionSpec:
 def load_function(spec: FunctionSpec) -> Callable[..., Any]:
     """Import the function `spec` points at; RewardError says what was looked for and what is there instead."""
     path, name = _split_path(spec)
-    try:
-        if _is_file(path):
-            check_file(spec)
-            module = _import_file(Path(path).expanduser().resolve())
-        else:
-            module, name = _import_module(path, name, spec)
-    except RewardError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise RewardError(
-            f"Importing {path} ({spec.key}.path) failed with {type(error).__name__}: {error}{error_line(error)}."
-        ) from error
+    module, name = import_path(path, name, f"{spec.key}.path", RewardError)
     return _find_function(module, name, spec)
 
 
 def check_file(spec: FunctionSpec) -> None:
     """Raise RewardError for a missing file, without importing anything."""
-    path, _ = _split_path(spec)
-    full = Path(path).expanduser()
-    if full.is_dir() and not _is_package(path):
-        problem, folder = "is a folder; give the file with the function", full
-    elif _is_file(path) and not full.is_file():
-        problem, folder = "does not exist", full.parent
-    else:
-        return
-    names = sorted(file.name for file in folder.glob("*.py"))[:10]
-    raise RewardError(
-        f"{spec.key}.path={path} {problem}. Python files in {folder}: {', '.join(names) or 'none'}."
-    )
+    check_path(_split_path(spec)[0], f"{spec.key}.path", RewardError)
 
 
 def spec_of(function: Callable[..., Any], **fields: Any) -> FunctionSpec | None:
@@ -123,36 +99,9 @@ def spec_of(function: Callable[..., Any], **fields: Any) -> FunctionSpec | None:
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or not qualname or "<" in qualname:
         return None
-    if _attribute(sys.modules.get(module), qualname) is not function:
+    if attribute(sys.modules.get(module), qualname) is not function:
         return None
     return FunctionSpec(path=f"{module}:{qualname}", label=qualname, **fields)
-
-
-def error_line(error: BaseException) -> str:
-    """File and line of the innermost frame that is neither ours nor Python's own, for messages."""
-    here, trace, found = os.path.dirname(__file__), error.__traceback__, ""
-    while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
-        if os.path.dirname(filename) != here and not filename.startswith("<"):
-            found = f" ({os.path.basename(filename)}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return found
-
-
-def _attribute(target: Any, qualname: str) -> Any:
-    for name in qualname.split("."):
-        target = getattr(target, name, None)
-    return target
-
-
-def _is_package(path: str) -> bool:
-    """Whether a folder's name is also that of a package with code in it."""
-    spec = importlib.util.find_spec(path) if path.isidentifier() else None
-    return spec is not None and spec.origin is not None
-
-
-def _is_file(path: str) -> bool:
-    return path.endswith(".py") or "/" in path or Path(path).is_file()
 
 
 def _split_path(spec: FunctionSpec) -> tuple[str, str | None]:
@@ -171,41 +120,6 @@ def _split_path(spec: FunctionSpec) -> tuple[str, str | None]:
     return path, inline
 
 
-def _import_file(path: Path) -> ModuleType:
-    name = f"verl_user_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if (
-        str(path.parent) not in sys.path
-    ):  # so that the file can import its neighbours, as when run as a script
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError("it is not a Python file")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _import_module(path: str, name: str | None, spec: FunctionSpec) -> tuple[ModuleType, str | None]:
-    """The module and the name of the function in it: `path` may also be 'pkg.module.function'."""
-    parent, _, function = path.rpartition(".")
-    for module, wanted in ((path, name), (parent, function)):
-        try:
-            if module:
-                return importlib.import_module(module), wanted
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):
-                raise  # the module is there; one that it imports is not
-    raise RewardError(
-        f"No module named {path!r}; {spec.key}.path takes a file, 'pkg.module' or 'pkg.module:function'."
-    )
-
-
 def _find_function(module: ModuleType, name: str | None, spec: FunctionSpec) -> Callable[..., Any]:
     defined = [
         key
@@ -220,7 +134,7 @@ def _find_function(module: ModuleType, name: str | None, spec: FunctionSpec) -> 
         wanted = " or ".join(DEFAULT_NAMES)
     else:
         names, wanted = [name], repr(name)
-    target = _attribute(module, names[0]) if names else None
+    target = attribute(module, names[0]) if names else None
     if not callable(target):
         seen = "" if target is None else f" ({wanted} is a {type(target).__name__}, not a function)"
         raise RewardError(

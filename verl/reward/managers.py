@@ -211,6 +211,26 @@ def register_reward_manager(name: str) -> Callable[[ManagerFactory], ManagerFact
     return add
 
 
+class NoRewards(RewardManager):
+    """Scores everything 0: the rewards are those of an environment."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, RewardResult] = {}
+
+    def submit(self, sample: RewardSample) -> None:
+        self._results[sample.index] = RewardResult(0.0)
+
+    def collect(self) -> dict[int, RewardResult]:
+        results, self._results = self._results, {}
+        return results
+
+
+def chooses_reward(cfg: RewardConfig, function: Any = None) -> bool:
+    """Whether the user chose a reward, besides the scorers that data sources have."""
+    chosen = cfg.custom_reward_function.path or cfg.functions or cfg.judge.base_url
+    return bool(chosen or cfg.reward_model.enable or function is not None)
+
+
 def known_reward_managers() -> list[str]:
     return sorted(FACTORIES)
 

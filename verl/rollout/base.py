@@ -48,6 +48,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class GenerationSettings:
+    """One generation pass: how to sample, how often, and the seed of its draws."""
+
+    sampling: SamplingParams
+    n: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt, sampled `n` times. `seed` with `request_id`'s position-free key decides every draw."""
 

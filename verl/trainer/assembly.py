@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from verl.agents.conversation import Conversation, prompt_messages
 from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
 from verl.config.model_path import vocabulary_size
@@ -17,15 +18,18 @@ from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
 from verl.observe.run_folder import RunFolder, likely_fix
 from verl.reward import RewardManager, RewardSample, build_reward_manager
+from verl.reward.managers import NoRewards, chooses_reward
+from verl.rollout.base import Response
 from verl.runtime import exits_as_errors, quiet_transformers, seed_everything
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
-from verl.trainer.setup import fit_to, open_run_folder, open_tracker, record_config
+from verl.trainer.setup import fit_to, open_agents, open_run_folder, open_tracker, record_config
 from verl.workers.placement import build_checkpoints, build_group, build_reward_model
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from verl.agents.runner import ConversationRunner
     from verl.config.schema import PPOConfig
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,7 @@ class RunParts:
     rewards: RewardManager
     folder: RunFolder
     total_steps: int
+    agents: ConversationRunner | None = None
 
 
 @contextmanager
@@ -63,33 +68,47 @@ def open_run(
             model.tokenizer_path or model.path, model.trust_remote_code, cfg.data.chat_template
         )
         warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
-    val_loader = validation_loader(cfg.data, tokenizer)
-    if train_loader is None:
-        # Who only validates draws nothing for training: data.train_files need not be there.
-        train_loader = (
-            val_loader if cfg.trainer.val_only else training_loader(cfg.data, tokenizer, fit=fit_to(cfg))
-        )
-    rewards = build_reward_manager(
-        cfg.reward,
-        tokenizer=tokenizer,
-        function=reward_function,
-        max_response_length=cfg.data.max_response_length,
-        reward_model_factory=partial(build_reward_model, cfg),
-    )
-    try:
-        check_rewards(rewards, [train_loader, val_loader])
+    with ExitStack() as stack:
+        agents = open_agents(cfg.actor_rollout_ref.rollout.multi_turn, cfg.data, tokenizer, model.path)
+        if agents is not None:
+            stack.callback(agents.close)
+        tools = None if agents is None else agents.schemas
+        val_loader = validation_loader(cfg.data, tokenizer, tools=tools)
+        if train_loader is not None:
+            train_loader.tools = tools
+        else:
+            # Who only validates draws nothing for training: data.train_files need not be there.
+            train_loader = (
+                val_loader
+                if cfg.trainer.val_only
+                else training_loader(cfg.data, tokenizer, tools=tools, fit=fit_to(cfg))
+            )
+        loaders = [train_loader, val_loader]
+        if agents is not None:
+            for loader in loaders:
+                agents.check_data(getattr(loader, "dataset", None))
+        if agents is not None and agents.gives_rewards and not chooses_reward(cfg.reward, reward_function):
+            rewards: RewardManager = NoRewards()
+        else:
+            rewards = build_reward_manager(
+                cfg.reward,
+                tokenizer=tokenizer,
+                function=reward_function,
+                max_response_length=cfg.data.max_response_length,
+                reward_model_factory=partial(build_reward_model, cfg),
+            )
+        stack.callback(rewards.close)
+        check_rewards(rewards, loaders, several_turns=agents is not None)
         total = cfg.trainer.total_training_steps or len(train_loader) * cfg.trainer.total_epochs
         with open_run_folder(cfg.trainer) as folder:
             record_config(cfg, folder)
             logger.info("%s", render_batches(batch_plan(cfg, total_steps=total)))
             try:
                 with exits_as_errors():
-                    yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total)
+                    yield RunParts(tokenizer, train_loader, val_loader, rewards, folder, total, agents)
             except Exception as error:
                 folder.write_crash(error, likely_fix(error, cfg))
                 raise
-    finally:
-        rewards.close()
 
 
 def build_loop(
@@ -104,6 +123,7 @@ def build_loop(
         run_folder=parts.folder.path,
         model=model,
     )
+    workers.agents = parts.agents
     return RLLoop(
         cfg,
         workers=workers,
@@ -119,7 +139,7 @@ def build_loop(
     )
 
 
-def check_rewards(rewards: RewardManager, loaders: Sequence[Any]) -> None:
+def check_rewards(rewards: RewardManager, loaders: Sequence[Any], *, several_turns: bool = False) -> None:
     """Fail before training on rows without a scorer and on reward functions that raise."""
     for loader in loaders:
         dataset = getattr(loader, "dataset", None)
@@ -129,11 +149,17 @@ def check_rewards(rewards: RewardManager, loaders: Sequence[Any]) -> None:
         if hasattr(rewards, "preflight"):
             names = [f"try-{number}" for number in range(min(TRIED_ROWS, len(dataset)))]
             rows = dataset.batch(range(len(names)), names)
-            rewards.preflight([perfect_answer(rows, row) for row in range(len(rows))])
+            rewards.preflight([perfect_answer(rows, row, several_turns) for row in range(len(rows))])
 
 
-def perfect_answer(prompts: DataProto, row: int) -> RewardSample:
+def perfect_answer(prompts: DataProto, row: int, several_turns: bool = False) -> RewardSample:
     """The ground truth as the response: a reward function must return something for it."""
     truth = prompts.non_tensor_batch["ground_truth"][row]
     text = "" if truth is None else str(truth)
-    return reward_sample(prompts, row, text=text, length=len(text.split()), truncated=False)
+    conversation = None
+    if several_turns:
+        conversation = Conversation("", 0, [], prompt_messages(prompts.non_tensor_batch["raw_prompt"][row]))
+        conversation.add_model_turn(Response("", 0, [], [], "stop"), text)
+    return reward_sample(
+        prompts, row, text=text, length=len(text.split()), truncated=False, conversation=conversation
+    )

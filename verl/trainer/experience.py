@@ -13,22 +13,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from verl.agents.conversation import Conversation, conversation_metrics, is_count
 from verl.algorithms.sampling import constant_groups, dynamic_sampling_failed, group_filter_values
 from verl.algorithms.validation import validation_metrics
 from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Timer
 from verl.reward.base import FailureAccount, RewardManager, RewardResult, RewardSample
-from verl.rollout.base import Response
+from verl.rollout.base import GenerationSettings, Response
 from verl.workers.group import WorkerGroup
-from verl.workers.roles import GenerationSettings, greedy_settings, training_settings, validation_settings
+from verl.workers.roles import greedy_settings, training_settings, validation_settings
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
 
 
-_COUNTS = ("reward/failed", "reward/calls")
-"""Metrics that add up over the rounds of dynamic sampling."""
 VALIDATION_CHUNK = 8192
 """Responses generated at a time: enough to keep engines busy, bounded for large validation sets."""
 
@@ -64,9 +63,10 @@ class SyncExperience(Experience):
         self._take_calls()  # those of validation do not belong to this step
         drawn = next(prompts)
         batch = self.score(drawn, training_settings(rollout, longest, step), timer)
+        metrics = agent_metrics(batch)
         if self.cfg.algorithm.adv_estimator == "remax":
             attach_baselines(batch, self.score(drawn, greedy_settings(rollout, longest), timer), rollout.n)
-        return batch, reward_metrics(batch) | self._take_calls()
+        return batch, metrics | reward_metrics(batch) | self._take_calls()
 
     def _take_calls(self) -> dict[str, float]:
         """Calls of reward functions since the last time; empty for managers that do not count."""
@@ -77,22 +77,29 @@ class SyncExperience(Experience):
         """Generate and score one round. Rewards run while other responses are still being generated."""
         repeated = prompts.repeat(settings.n)
 
-        def on_finish(row: int, response: Response) -> None:
-            text = self.tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        without_score: dict[int, RewardResult] = {}
+
+        def on_finish(row: int, response: Response | Conversation) -> None:
+            conversation = response if isinstance(response, Conversation) else None
+            if conversation is not None and conversation.error is not None:
+                without_score[row] = RewardResult(None, error=conversation.error)
+                return
+            ids = response.token_ids if conversation is None else conversation.drawn_ids
             self.rewards.submit(
                 reward_sample(
                     repeated,
                     row,
-                    text=text,
+                    text=self.tokenizer.decode(ids, skip_special_tokens=True),
                     length=len(response.token_ids),
                     truncated=response.finish_reason == "length",
+                    conversation=conversation,
                 )
             )
 
         with timer("gen"):
             batch = self.workers.generate(prompts, settings, on_finish)
         with timer("reward"):
-            results = self.rewards.collect()
+            results = self.rewards.collect() | without_score
         in_order = [results[row] for row in range(len(batch))]
         self.failures.add(in_order)
         return attach_scores(batch, in_order)
@@ -131,7 +138,7 @@ class DynamicSampling:
         self._dropped += int((~keep).sum())
         if keep.any():
             self._kept.append(batch[keep.repeat_interleave(self.n)])
-        summed = {k: self._metrics.get(k, 0.0) + metrics[k] for k in _COUNTS if k in metrics}
+        summed = {k: self._metrics.get(k, 0.0) + metrics[k] for k in metrics if _adds_up(k)}
         self._metrics = {**(self._metrics or metrics), **summed}
         full = sum(len(part) for part in self._kept) >= self.prompts * self.n
         if not full and self._rounds == self.rules.max_num_gen_batches:
@@ -147,10 +154,32 @@ class DynamicSampling:
         }
 
 
-def reward_sample(prompts: DataProto, row: int, *, text: str, length: int, truncated: bool) -> RewardSample:
+def _adds_up(metric: str) -> bool:
+    """Whether a metric is a count, which adds up over the rounds of dynamic sampling."""
+    return metric in ("reward/failed", "reward/calls") or is_count(metric)
+
+
+def agent_metrics(batch: DataProto) -> dict[str, float]:
+    """Turns and tool calls, where responses are conversations."""
+    conversations = batch.non_tensor_batch.get("conversation")
+    return {} if conversations is None else conversation_metrics(list(conversations))
+
+
+def reward_sample(
+    prompts: DataProto,
+    row: int,
+    *,
+    text: str,
+    length: int,
+    truncated: bool,
+    conversation: Conversation | None = None,
+) -> RewardSample:
     """The reward input of one response; `prompts` has one row per response."""
     column = {name: values[row] for name, values in prompts.non_tensor_batch.items()}
     raw = column["raw_prompt"]
+    told: dict[str, Any] = {"messages": list(raw) if not isinstance(raw, str) else None}
+    if conversation is not None:
+        told = conversation_fields(conversation)
     return RewardSample(
         index=row,
         prompt=column["prompt_text"],
@@ -161,18 +190,43 @@ def reward_sample(prompts: DataProto, row: int, *, text: str, length: int, trunc
         columns=column.get("columns") or {},
         response_length=length,
         truncated=truncated,
-        messages=list(raw) if not isinstance(raw, str) else None,
+        **told,
     )
 
 
+def conversation_fields(conversation: Conversation) -> dict[str, Any]:
+    """What reward functions may ask for besides the response: the whole conversation, its turns and calls."""
+    return {
+        "messages": conversation.messages,
+        "turns": conversation.transcript(),
+        "tool_calls": [
+            {
+                "name": record.name,
+                "arguments": record.arguments,
+                "result": record.result,
+                "failure": record.failure,
+            }
+            for turn in conversation.turns
+            for record in turn.records
+        ],
+    }
+
+
 def attach_scores(batch: DataProto, results: list[RewardResult]) -> DataProto:
-    """Put each score on the last policy token of its response; keep extras and errors by row."""
+    """Put each score on the last policy token of its response; keep extras and errors by row. Rewards of an environment
+    join: those of a turn on the turn's last token, that of the whole on the last one."""
     mask = batch.batch["response_mask"]
     failed = np.array([result.score is None for result in results])
     scores = torch.tensor([0.0 if result.score is None else result.score for result in results])
     positions = torch.arange(mask.shape[1]).expand_as(mask)
     last = torch.where(mask.bool(), positions, -1).amax(-1, keepdim=True)
+    for row, conversation in enumerate(batch.non_tensor_batch.get("conversation", ())):
+        scores[row] += conversation.environment_reward or 0.0
     token_level = torch.where((positions == last) & (last >= 0), scores.unsqueeze(-1), 0.0)
+    for row, conversation in enumerate(batch.non_tensor_batch.get("conversation", ())):
+        for turn in conversation.turns:
+            if turn.reward is not None and not failed[row]:
+                token_level[row, turn.end - 1] += turn.reward
     if failed.any():
         mask = mask.clone()
         mask[torch.from_numpy(failed)] = 0
@@ -234,7 +288,13 @@ def validate(
         asked = [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
         batch = experience.score(prompts, settings, timer)
         found = sample_rows(batch, tokenizer)
-        for uid, row, extra in zip(asked, found, batch.non_tensor_batch["reward_extra"], strict=True):
+        extras = list(batch.non_tensor_batch["reward_extra"])
+        if "conversation" in batch.non_tensor_batch:
+            talks = batch.non_tensor_batch["conversation"]
+            extras = [
+                {**extra, "num_turns": len(c.model_turns)} for extra, c in zip(extras, talks, strict=True)
+            ]
+        for uid, row, extra in zip(asked, found, extras, strict=True):
             for name in extra:
                 columns.setdefault(name, [None] * len(uids))
             for name, values in columns.items():
@@ -264,9 +324,23 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
                 "finish_reason": extras["finish_reason"][row],
                 "error": extras["reward_error"][row],
                 **{f"reward_{k}": _plain(v) for k, v in extras["reward_extra"][row].items()},
+                **({"turns": extras["conversation"][row].transcript()} if "conversation" in extras else {}),
             }
         )
-    return rows
+    return rows if "session" not in extras else _joined(rows, extras["session"])
+
+
+def _joined(rows: list[dict[str, Any]], sessions: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows of single turns (`multi_turn.history=split`) as one for each conversation."""
+    joined: dict[str, dict[str, Any]] = {}
+    for row, session in zip(rows, sessions, strict=True):
+        whole = joined.setdefault(session, row)
+        if whole is not row:
+            whole["response"] += "\n" + row["response"]
+            whole["length"] += row["length"]
+            whole["finish_reason"] = row["finish_reason"]
+            whole["score"] = None if whole["score"] is None else whole["score"] + row["score"]
+    return list(joined.values())
 
 
 def _plain(value: Any) -> Any:

@@ -41,6 +41,8 @@ class ExternalLoader:
             raise DataError("the dataloader has no batches")
         self._config = config
         self._tokenizer = tokenizer
+        self.tools: Any = None
+        """The schemas shown to the policy, or a function from a row to them."""
         self.epoch = 0
         self.position = 0
         self._opened: Iterator[Any] | None = None
@@ -97,7 +99,7 @@ class ExternalLoader:
 
     def _rows(self, batch: Any) -> RLDataset:
         rows = rows_of(batch, self._config.prompt_key)
-        return RLDataset(self._config, Rows.from_list(rows, "the batch"), self._tokenizer)
+        return RLDataset(self._config, Rows.from_list(rows, "the batch"), self._tokenizer, tools=self.tools)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}

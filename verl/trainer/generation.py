@@ -13,12 +13,14 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.agents.conversation import Conversation
 from verl.checkpoint.files import sync_folder
+from verl.config.keys import to_dict
 from verl.config.machine import machine_errors
 from verl.config.model_path import folder_problem
 from verl.config.parallelism import EXTERNAL_ENGINES, engines
@@ -34,10 +36,12 @@ from verl.runtime import quiet_transformers, seed_everything
 from verl.trainer.generation_model import ModelChoice, choose_model
 from verl.trainer.preflight import PROMPT_AND_RESPONSE, hub_problems, warn_of_length
 from verl.trainer.row_output import ExtendedRows
+from verl.trainer.setup import open_agents
 from verl.workers.generation import open_engine, rollout_section
 from verl.workers.roles import training_settings
 
 if TYPE_CHECKING:
+    from verl.agents.runner import ConversationRunner
     from verl.config.schema import GenerationConfig
 
 logger = logging.getLogger(__name__)
@@ -67,13 +71,24 @@ def generate_file(cfg: GenerationConfig) -> None:
     choice = choose_model(cfg.model)
     _preflight(cfg, choice)
     tokenizer = load_tokenizer(choice.tokenizer, cfg.model.trust_remote_code, cfg.data.chat_template)
+    agents = open_agents(cfg.rollout.multi_turn, cfg.data, tokenizer, choice.path)
+    with nullcontext() if agents is None else closing(agents):
+        _generate_file(cfg, choice, tokenizer, agents)
+
+
+def _generate_file(
+    cfg: GenerationConfig, choice: ModelChoice, tokenizer: Any, agents: ConversationRunner | None
+) -> None:
     dataset = RLDataset(
         prompt_section(cfg),
         read_rows(cfg.data.path, key="data.path", split="test"),
         tokenizer,
         training=False,
+        tools=None if agents is None else agents.schemas,
         files_key="data.path",
     )
+    if agents is not None:
+        agents.check_data(dataset)
     output = Path(cfg.data.output_path)
     extended = ExtendedRows(
         dataset.rows,
@@ -91,7 +106,7 @@ def generate_file(cfg: GenerationConfig) -> None:
         if left:
             try:
                 with open_engine(cfg, choice.path, choice.adapter, tokenizer) as engine:
-                    summary += f"; {_generate(cfg, dataset, engine, tokenizer, journal, left)}"
+                    summary += f"; {_generate(cfg, dataset, engine, tokenizer, journal, left, agents)}"
             except BaseException:
                 if len(journal):
                     kept = "%d of %d rows are kept in %s; the same command resumes from there"
@@ -110,6 +125,7 @@ def _generate(
     tokenizer: Any,
     journal: Journal,
     positions: Sequence[int],
+    agents: ConversationRunner | None,
 ) -> str:
     """Responses for these prompts, into the journal as each prompt's are complete; returns what was generated."""
     settings = training_settings(rollout_section(cfg), cfg.data.max_response_length, step=0)
@@ -122,20 +138,32 @@ def _generate(
         for start in range(0, len(positions), cfg.data.batch_size):
             batch = positions[start : start + cfg.data.batch_size]
             names = [str(dataset.row_number(position)) for position in batch]
-            prompts = dataset.batch(batch, names).non_tensor_batch["prompt_ids"]
-            waiting: dict[str, dict[int, Response]] = {name: {} for name in names}
-            for response in engine.generate(
-                Request(name, ids, settings.sampling, n=settings.n, seed=settings.seed)
-                for name, ids in zip(names, prompts, strict=True)
-            ):
-                samples = waiting[response.request_id]
+            prompts = dataset.batch(batch, names)
+            waiting: dict[str, dict[int, Response | Conversation]] = {name: {} for name in names}
+
+            def add(
+                name: str,
+                response: Response | Conversation,
+                waiting: dict[str, dict[int, Response | Conversation]] = waiting,
+            ) -> None:
+                nonlocal tokens
+                samples = waiting[name]
                 samples[response.sample] = response
                 tokens += len(response.token_ids)
                 if len(samples) == settings.n:
-                    del waiting[response.request_id]
+                    del waiting[name]
                     responses = [samples[i] for i in range(settings.n)]
-                    journal.add(int(response.request_id), _record(cfg, responses, tokenizer))
+                    journal.add(int(name), _record(cfg, responses, tokenizer))
                     counter.advance(about=rate())
+
+            if agents is not None:
+                agents.run(engine, prompts, settings, lambda row, talk: add(talk.uid, talk))
+                continue
+            for response in engine.generate(
+                Request(name, ids, settings.sampling, n=settings.n, seed=settings.seed)
+                for name, ids in zip(names, prompts.non_tensor_batch["prompt_ids"], strict=True)
+            ):
+                add(response.request_id, response)
             if waiting:
                 raise RolloutError(
                     f"{type(engine).__name__} left {len(waiting)} prompts unanswered; this is a defect of the "
@@ -145,10 +173,13 @@ def _generate(
     return f"{count} generated now, {tokens:,} tokens in {time.monotonic() - started:.1f} s ({rate()})"
 
 
-def _record(cfg: GenerationConfig, responses: Sequence[Response], tokenizer: Any) -> dict[str, Any]:
+def _record(
+    cfg: GenerationConfig, responses: Sequence[Response | Conversation], tokenizer: Any
+) -> dict[str, Any]:
     """The new columns of a row, by what follows `data.response_key` in their names."""
+    drawn = [r.drawn_ids if isinstance(r, Conversation) else r.token_ids for r in responses]
     record: dict[str, Any] = {
-        "": [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in responses],
+        "": [tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn],
         "_finish_reason": [r.finish_reason for r in responses],
         "_length": [len(r.token_ids) for r in responses],
     }
@@ -156,6 +187,9 @@ def _record(cfg: GenerationConfig, responses: Sequence[Response], tokenizer: Any
         record["_token_ids"] = [r.token_ids for r in responses]
     if cfg.data.save_log_probs:
         record["_log_probs"] = [r.log_probs for r in responses]
+    talks = [r for r in responses if isinstance(r, Conversation)]
+    if talks:
+        record["_turns"] = [json.dumps(talk.transcript(), ensure_ascii=False) for talk in talks]
     return record
 
 
@@ -194,6 +228,8 @@ def added_columns(cfg: GenerationConfig) -> dict[str, str]:
         columns[f"{key}_token_ids"] = "list<list<int64>>"
     if data.save_log_probs:
         columns[f"{key}_log_probs"] = "list<list<float64>>"
+    if cfg.rollout.multi_turn.enable:
+        columns[f"{key}_turns"] = "list<string>"
     return columns
 
 
@@ -212,6 +248,7 @@ def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDat
         "rollout.seed": settings.seed,
         "rollout.name": cfg.rollout.name,
         "rollout.dtype": cfg.rollout.dtype,
+        "rollout.multi_turn": to_dict(cfg.rollout.multi_turn) if cfg.rollout.multi_turn.enable else None,
         "model.override_config": cfg.model.override_config,
     }
 

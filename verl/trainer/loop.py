@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.algorithms import get_kl_controller, group_metrics, rollout_probs_diff_metrics
+from verl.agents.base import ToolsLost
+from verl.algorithms import get_kl_controller, rollout_probs_diff_metrics
+from verl.data.assemble import split_turns
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError
 from verl.observe.batch_metrics import ModelSize, batch_metrics, step_metrics
@@ -21,7 +23,13 @@ from verl.observe.metrics import Timer
 from verl.trainer import advantage
 from verl.trainer.experience import DynamicSampling, SyncExperience, sample_rows, validate
 from verl.trainer.setup import resume_note, whole_number
-from verl.workers.group import corrects_rollout, needs_critic, needs_old_log_probs, needs_reference
+from verl.workers.group import (
+    corrects_rollout,
+    needs_critic,
+    needs_old_log_probs,
+    needs_reference,
+    sessions_of,
+)
 
 if TYPE_CHECKING:
     from verl.checkpoint import CheckpointManager
@@ -88,11 +96,17 @@ class RLLoop:
         prompts = self.prompts()
         stopping = self.stop_requested
         while self.step_number < self.total_steps and not stopping:
+            complete = self.step_number, self.train_loader.state_dict()
             self.step_number += 1
-            last = self.step(prompts)
-            ending = self.step_number == self.total_steps
-            if self.due(trainer.test_freq) or ending:
-                last |= self.validate()
+            try:
+                last = self.step(prompts)
+                complete = self.step_number, self.train_loader.state_dict()
+                ending = self.step_number == self.total_steps
+                if self.due(trainer.test_freq) or ending:
+                    last |= self.validate()
+            except ToolsLost:
+                self.save_complete_step(*complete, last)
+                raise
             noticed = self.health.check(self.step_number, last, self.batch)
             # Read once: a stop requested after this gets another step, so that the last step has its checkpoint.
             stopping = self.stop_requested
@@ -148,6 +162,7 @@ class RLLoop:
         """Scored responses with final rewards; with dynamic sampling, as many rounds as fill the batch."""
         if not self.cfg.algorithm.filter_groups.enable:
             batch, metrics = self.experience.collect(prompts, self.step_number, timer)
+            batch = self.rows_to_train_on(batch)
             self.final_rewards(batch, timer)
             return batch, metrics
         sampling = DynamicSampling(self.cfg, self.tokenizer.pad_token_id or 0)
@@ -159,8 +174,16 @@ class RLLoop:
             full = sampling.add(batch, metrics)
         batch, metrics = sampling.result()
         if not sampling.needs_final_rewards:
+            batch = self.rows_to_train_on(batch)
             self.final_rewards(batch, timer)
         return batch, metrics
+
+    def rows_to_train_on(self, batch: DataProto) -> DataProto:
+        """With `multi_turn.history=split`, one row for each of the model's turns; otherwise the batch as it is."""
+        multi_turn = self.cfg.actor_rollout_ref.rollout.multi_turn
+        if not (multi_turn.enable and multi_turn.history == "split"):
+            return batch
+        return split_turns(batch, self.tokenizer.pad_token_id or 0)
 
     def final_rewards(self, batch: DataProto, timer: Timer) -> None:
         """Add the log-probs the step needs and `token_level_rewards`: the scores, with the KL penalty if configured."""
@@ -169,7 +192,7 @@ class RLLoop:
         batch.meta_info["temperature"] = 1.0 if rollout.raw_log_probs else rollout.temperature
         if cfg.algorithm.rollout_correction.bypass_mode:
             tensors["old_log_probs"] = tensors["rollout_log_probs"]
-        elif needs_old_log_probs(cfg, len(batch)):
+        elif needs_old_log_probs(cfg, sessions_of(batch).count):
             with timer("old_log_prob"):
                 otb = cfg.algorithm.adv_estimator == "optimal_token_baseline"
                 out = self.workers.log_probs(batch, with_sum_pi_squared=otb)
@@ -190,10 +213,9 @@ class RLLoop:
         if algorithm.use_kl_in_reward:
             kl = float(np.mean(batch.non_tensor_batch["kl"]))
             metrics |= {"actor/kl": kl, "actor/kl_coef": self.kl_controller.value}
-            self.kl_controller.update(kl, len(batch))
-        advantage.estimate(batch, algorithm)
+            self.kl_controller.update(kl, sessions_of(batch).count)
+        metrics |= advantage.estimate(batch, algorithm)
         mask = batch.batch["response_mask"]
-        metrics |= group_metrics(batch.batch["token_level_rewards"], mask, batch.non_tensor_batch["uid"])
         if "old_log_probs" in batch.batch and not algorithm.rollout_correction.bypass_mode:
             metrics |= rollout_probs_diff_metrics(
                 batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask
@@ -204,7 +226,7 @@ class RLLoop:
         if algorithm.filter_overlong_responses:
             mask = advantage.drop_overlong(batch, mask)
         batch.batch["response_mask"] = mask
-        metrics["training/masked_responses"] = float((mask.sum(-1) == 0).sum())
+        metrics["training/masked_responses"] = float((sessions_of(batch).sum(mask.sum(-1)) == 0).sum())
         if algorithm.use_pf_ppo:
             batch = advantage.resample(batch, algorithm, self.generator)
         return batch, metrics
@@ -243,12 +265,21 @@ class RLLoop:
             self.saved_step = self.step_number
         return timer.metrics()
 
+    def save_complete_step(self, step: int, loader: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Generation cannot continue: save the last step whose update is complete, with the loader where it was."""
+        self.step_number = step
+        self.train_loader.load_state_dict(loader)
+        if self.step_number > self.saved_step:
+            self.save(metrics)
+            self.checkpoints.wait()
+
     def resume(self) -> None:
         state = self.checkpoints.resume(self.workers.checkpoint_parts(), self.load_state_dict)
         if state is None and not self.cfg.trainer.val_only:
             self.run_folder.restart()
         if state is not None:
             self.workers.sync_weights()
+            self.saved_step = self.step_number
             if self.cfg.trainer.val_only:
                 pass  # writes no steps, so keeps later ones in the run folder
             elif not self.run_folder.rewind(self.step_number) and "metrics" in state:

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 from verl.config.build import fit_batch
 from verl.config.checks import check
 from verl.config.load import to_dict
+from verl.data.chat import generation_stop_ids
 from verl.errors import CheckpointError
 from verl.observe.jsonl import jsonable
 from verl.observe.run_folder import RunFolder, default_run_path
 from verl.observe.trackers import FanOut, build_trackers
 
 if TYPE_CHECKING:
+    from verl.agents.runner import ConversationRunner
     from verl.config.schema import BaseTrainerConfig, PPOConfig, SFTConfig
+    from verl.config.sections.data import PromptsConfig
+    from verl.config.sections.rollout import MultiTurnConfig
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,17 @@ def open_tracker(cfg: PPOConfig | SFTConfig, folder: RunFolder, *, total_steps: 
         live=live,
         prometheus=(prometheus.host, prometheus.port) if prometheus.enable else None,
     )
+
+
+def open_agents(
+    cfg: MultiTurnConfig, data: PromptsConfig, tokenizer: Any, model_path: str
+) -> ConversationRunner | None:
+    """The runner of conversations, where `rollout.multi_turn` is enabled."""
+    if not cfg.enable:
+        return None
+    from verl.agents.runner import ConversationRunner
+
+    return ConversationRunner(cfg, data, tokenizer, generation_stop_ids(model_path))
 
 
 def run_path(cfg: BaseTrainerConfig) -> Path:

@@ -15,12 +15,15 @@ import torch
 
 from verl.algorithms.aggregation import batch_counts
 from verl.algorithms.registry import Prepare, get_policy_loss_prepare
+from verl.algorithms.sessions import Sessions
 from verl.config.known import CRITIC_ESTIMATORS, ESTIMATORS
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric, average_metrics
-from verl.workers.roles import GenerationSettings, OnFinish
+from verl.rollout.base import GenerationSettings
+from verl.workers.roles import OnFinish
 
 if TYPE_CHECKING:
+    from verl.agents.runner import ConversationRunner
     from verl.config.schema import ActorConfig, CriticConfig, PPOConfig
 
 
@@ -30,6 +33,8 @@ class WorkerGroup(ABC):
     def __init__(self, cfg: PPOConfig) -> None:
         self.cfg = cfg
         self.policy_version = 0
+        self.agents: ConversationRunner | None = None
+        """Set where responses are conversations of several turns."""
 
     @abstractmethod
     def generate(
@@ -112,16 +117,31 @@ class WorkerGroup(ABC):
         )
 
 
+def sessions_of(batch: DataProto) -> Sessions:
+    """The conversations of the batch: one per row, or several rows each where it has the column `session`."""
+    return Sessions(batch.non_tensor_batch.get("session"), len(batch))
+
+
 def mini_batches(batch: DataProto, size: int, epochs: int, *, seed: int) -> Iterator[DataProto]:
     """`epochs` passes over `batch` in mini-batches of `size` sequences, each with its own denominators.
 
-    The first pass keeps the order (groups stay together); later ones are shuffled."""
+    The first pass keeps the order (groups stay together); later ones are shuffled. Rows that are turns of one
+    conversation are one sequence: they stay together and count once, and `sequence_num_tokens` [B] has the policy
+    tokens of all of them."""
     generator = torch.Generator().manual_seed(seed)
+    rows = sessions_of(batch).rows()
     for epoch in range(epochs):
-        order = torch.randperm(len(batch), generator=generator) if epoch else torch.arange(len(batch))
-        for start in range(0, len(batch), size):
-            mini = batch[order[start : start + size]]
-            mini.meta_info = {**batch.meta_info, **batch_counts(mini.batch["response_mask"])}
+        order = torch.randperm(len(rows), generator=generator) if epoch else torch.arange(len(rows))
+        for chosen in order.split(size):
+            mini = batch[torch.cat([rows[number] for number in chosen.tolist()])]
+            mask = mini.batch["response_mask"]
+            counts = batch_counts(mask)
+            if "session" in mini.non_tensor_batch:
+                sessions = sessions_of(mini)
+                tokens = sessions.sum(mask.bool().sum(-1))
+                mini.batch["sequence_num_tokens"] = tokens[sessions.ids]
+                counts["global_batch_size"] = int((tokens > 0).sum())
+            mini.meta_info = {**batch.meta_info, **counts}
             yield mini
 
 

@@ -16,8 +16,9 @@ from verl.errors import ConfigError
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout import build_rollout
+from verl.rollout.base import GenerationSettings
 from verl.workers.group import WorkerGroup, needs_critic, needs_reference
-from verl.workers.roles import ActorRole, CriticRole, GenerationSettings, OnFinish, generate_batch
+from verl.workers.roles import ActorRole, CriticRole, OnFinish, generate_batch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,7 +113,7 @@ class LocalGroup(WorkerGroup):
         with self._resident("actor", optimizer=False):
             self.rollout.wake()
             try:
-                return generate_batch(self.rollout, prompts, settings, self._pad_id, on_finish)
+                return generate_batch(self.rollout, prompts, settings, self._pad_id, on_finish, self.agents)
             finally:
                 if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
                     self.rollout.sleep()

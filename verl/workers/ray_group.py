@@ -21,6 +21,7 @@ from verl.config.parallelism import ROLLOUT, engine_size, rollout_pool
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
+from verl.rollout.base import GenerationSettings
 from verl.rollout.weight_sync.fingerprint import compare
 from verl.rollout.weight_sync.probe import ProbeCheck, worst
 from verl.workers.group import WorkerGroup, needs_critic
@@ -29,7 +30,7 @@ from verl.workers.rank import RankSetup
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_rollout import RayRollout
-from verl.workers.roles import GenerationSettings, OnFinish, generate_batch
+from verl.workers.roles import OnFinish, generate_batch
 from verl.workers.shard_batch import join, pad_rows, shard_rows, to_arrays
 
 if TYPE_CHECKING:
@@ -47,9 +48,12 @@ CLOSE_S = 10.0
 TRAIN_RANK = "verl.workers.train_rank:TrainRank"
 _INPUTS = ("input_ids", "attention_mask", "response_mask")
 _TRAINING_TENSORS = {
-    "actor": ("old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "rollout_is_weights"),
-    "critic": ("values", "returns"),
-}
+    "actor": (
+        "old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "rollout_is_weights",
+        "sequence_num_tokens",
+    ),
+    "critic": ("values", "returns", "sequence_num_tokens"),
+}  # fmt: skip
 
 
 _ADVICE = (
@@ -124,7 +128,8 @@ class RayGroup(WorkerGroup):
     def generate(
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
     ) -> DataProto:
-        return generate_batch(self.rollout, prompts, settings, self._pad_id, on_finish)
+        with self.rollout.kept_open():
+            return generate_batch(self.rollout, prompts, settings, self._pad_id, on_finish, self.agents)
 
     def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
         return self._pass("log_probs", batch, {"otb": with_sum_pi_squared})

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -37,7 +38,7 @@ class RayRollout(RolloutEngine):
         self._streams: dict[Any, int] = {}
         self._submits: dict[Any, tuple[int, list[Request]]] = {}
         """Requests sent to a running stream that has not confirmed them."""
-        self._open = False
+        self._open = self._held = False
         self._heard = 0.0
         self._version = 0
         self.answered: Counter[int] = Counter()
@@ -62,7 +63,8 @@ class RayRollout(RolloutEngine):
                 if not self._scheduler.waiting() and not any(self._scheduler.loads().values()):
                     while self._streams or self._submits:  # all is answered: the streams end now
                         self._receive(SUBMIT_S)
-                    self._close_generation()
+                    if not self._held:
+                        self._close_generation()
                 if responses or (deadline is not None and time.monotonic() >= deadline):
                     return responses
         except BaseException:
@@ -107,6 +109,18 @@ class RayRollout(RolloutEngine):
                 found += responses
         return found
 
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Ranks keep gathered weights and KV blocks to the end of this block: between the turns of conversations there
+        are moments when nothing is outstanding."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            if not self._streams and not self._submits:
+                self._close_generation()
+
     def _close_generation(self) -> None:
         if self._open:
             self._open = False
@@ -139,6 +153,7 @@ class RayRollout(RolloutEngine):
             total.kv_blocks_used += each.kv_blocks_used
             total.kv_blocks += each.kv_blocks
             total.generated_tokens += each.generated_tokens
+            total.prefilled_tokens += each.prefilled_tokens
             total.preemptions += each.preemptions
         return total
 

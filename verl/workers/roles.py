@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,20 +11,30 @@ import torch
 from verl.algorithms import agg_loss, compute_value_loss, get_policy_loss_fn, kl_penalty
 from verl.algorithms.aggregation import loss_denominators
 from verl.data.assemble import assemble_rollouts
-from verl.data.proto import DataProto
+from verl.data.proto import DataProto, object_column
 from verl.errors import RolloutError
 from verl.observe.metrics import Metric
-from verl.rollout.base import Request, Response, SamplingParams
+from verl.rollout.base import GenerationSettings, Request, Response, SamplingParams
 
 if TYPE_CHECKING:
+    from verl.agents.runner import ConversationRunner
     from verl.config.schema import ActorConfig, CriticConfig, RolloutConfig
     from verl.engines.base import ModelOutput, TrainEngine
     from verl.rollout.base import RolloutEngine
 
-OnFinish = Callable[[int, Response], None]
-"""Called with the row in the batch and its response, as each response finishes."""
+OnFinish = Callable[[int, Any], None]
+"""Called with the row in the batch and its response (or conversation), as each finishes."""
 _PREPARED = "prepared."
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
+
+
+def _denominators(micro: DataProto, loss_scale_factor: int) -> dict[str, Any]:
+    """Those of the whole mini-batch, as keyword arguments of `agg_loss`."""
+    info = {key: micro.meta_info[key] for key in _COUNTS}
+    info["loss_scale_factor"] = loss_scale_factor
+    if "sequence_num_tokens" in micro.batch:
+        info["sequence_num_tokens"] = micro.batch["sequence_num_tokens"]
+    return info
 
 
 class LossConfig:
@@ -94,8 +103,7 @@ class ActorRole:
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         cfg, tensors, mask = self.cfg, micro.batch, micro.batch["response_mask"]
-        info = {key: micro.meta_info[key] for key in _COUNTS}
-        info["loss_scale_factor"] = self._loss_scale_factor
+        info = _denominators(micro, self._loss_scale_factor)
         log_prob = out.log_probs
         assert log_prob is not None
         # One optimiser step on fresh samples: the behaviour policy is the current one, no second pass needed.
@@ -153,7 +161,7 @@ class CriticRole:
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         mask = micro.batch["response_mask"]
         assert out.values is not None
-        info = {key: micro.meta_info[key] for key in _COUNTS}
+        info = _denominators(micro, self._loss_scale_factor)
         loss, clipfrac = compute_value_loss(
             vpreds=out.values,
             returns=micro.batch["returns"],
@@ -161,7 +169,6 @@ class CriticRole:
             response_mask=mask,
             cliprange_value=self.cfg.cliprange_value,
             loss_agg_mode=self.cfg.loss_agg_mode,
-            loss_scale_factor=self._loss_scale_factor,
             **info,
         )
         tokens = mask.sum()
@@ -179,15 +186,6 @@ def step_metrics(role: str, step: dict[str, float]) -> dict[str, Metric]:
         f"{role}/lr": Metric(step["lr"], "max"),
         f"{role}/skipped_updates": Metric(step["skipped"], "sum"),
     }
-
-
-@dataclass(frozen=True)
-class GenerationSettings:
-    """One generation pass: how to sample, how often, and the seed of its draws."""
-
-    sampling: SamplingParams
-    n: int = 1
-    seed: int = 0
 
 
 def training_settings(cfg: RolloutConfig, max_tokens: int, step: int) -> GenerationSettings:
@@ -227,13 +225,23 @@ def generate_batch(
     settings: GenerationSettings,
     pad_token_id: int,
     on_finish: OnFinish | None = None,
+    agents: ConversationRunner | None = None,
 ) -> DataProto:
-    """`settings.n` rows for each prompt, in the order of the prompts whatever finished first."""
+    """`settings.n` rows for each prompt, in the order of the prompts whatever finished first. With `agents` a row is a
+    conversation of several turns."""
     n = settings.n
     uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
     first_row = {uid: i * n for i, uid in enumerate(uids)}
     if len(first_row) != len(uids):
         raise RolloutError("two prompts of one batch share a uid; uids must differ")
+    if agents is not None:
+        conversations = agents.run(engine, prompts, settings, on_finish)
+        repeated = prompts.repeat(n)
+        repeated.non_tensor_batch |= {
+            "prompt_ids": object_column(conversation.prompt_ids for conversation in conversations),
+            "conversation": object_column(conversations),
+        }
+        return assemble_rollouts(repeated, conversations, pad_token_id)
     requests = [
         Request(uid, ids, settings.sampling, n=n, seed=settings.seed)
         for uid, ids in zip(uids, prompts.non_tensor_batch["prompt_ids"], strict=True)
