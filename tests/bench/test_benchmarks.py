@@ -7,7 +7,18 @@ import re
 
 import pytest
 
-from benchmarks import algorithms, checkpoint, compare, reward, rollout, size, step, token_budget, train
+from benchmarks import (
+    agents,
+    algorithms,
+    checkpoint,
+    compare,
+    reward,
+    rollout,
+    size,
+    step,
+    token_budget,
+    train,
+)
 from verl.algorithms import adv_estimator_names, policy_loss_names
 
 SHORT_STEP = ["--prompts", "4", "--n", "2", "--max-tokens", "4", "--steps", "2", "--warm-up", "1"]
@@ -110,3 +121,13 @@ def test_size_prints_each_package_beside_the_last_release(tmp_path, capsys):
     assert (
         re.search(r"^observe +1 +1 +2968$", out, re.M) and "largest file: observe/view.py 1 (before: " in out
     )
+
+
+@pytest.mark.slow(seconds=8)
+def test_both_schedules_hold_the_same_conversations(capsys):
+    sizes = ["--conversations", "6", "--n", "2", "--turns", "3", "--median", "0.01", "--device", "cpu"]
+    assert agents.main(sizes) == 0
+    out = capsys.readouterr().out
+    assert "the same conversations: True" in out
+    computed, asked = map(int, re.search(r"prefill: (\d+) of (\d+) tokens", out).groups())
+    assert computed < asked
