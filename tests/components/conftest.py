@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,3 +135,26 @@ def reference() -> Callable[..., list[float]]:
         return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
 
     return run
+
+
+@pytest.fixture
+def port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts Python with some arguments; it is killed after the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(*command: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, *map(str, command)], stdin=subprocess.DEVNULL))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
