@@ -62,6 +62,7 @@ def test_a_group_is_killed_as_one_although_its_first_process_has_ended(start, go
 
 def test_a_process_is_known_by_pid_and_start(start):
     process = start("import time; print(1, flush=True); time.sleep(600)")
+    assert process.stdout.readline()  # before it has executed Python, it has no command line
     started = processes.start_time(process.pid)
     assert started > 0 and processes.is_alive(process.pid, started) and processes.is_alive(process.pid)
     assert not processes.is_alive(process.pid, started + 1)
