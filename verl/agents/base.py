@@ -1,6 +1,6 @@
 """What the parts of a conversation exchange: calls, their outcomes, and the interfaces of tools and users.
 
-Coroutines of these interfaces run in one event loop, in a thread of their own (`verl/agents/sessions.py`).
+Coroutines of these interfaces run in one event loop, in a thread of their own (`verl/agents/toolset.py`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ seed, uid, sample and turn only, not on how long tools take or on what else runs
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -14,8 +15,9 @@ from typing import Any
 from verl.agents.base import Message, Schema, ToolFailed
 from verl.agents.conversation import Conversation, prompt_messages
 from verl.agents.formats import detect_format, get_format
-from verl.agents.sessions import KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents, Answer, Session, logger
+from verl.agents.sessions import Answer, Session
 from verl.agents.templates import ChatTurns
+from verl.agents.toolset import KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents
 from verl.config.known import TOOL_FORMATS
 from verl.config.sections.data import PromptsConfig
 from verl.config.sections.rollout import MultiTurnConfig
@@ -23,6 +25,8 @@ from verl.data.chat import ChatFormat, as_messages
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
 from verl.rollout.base import GenerationSettings, Request, Response, RolloutEngine
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """How often answers of tools are looked for while the engine generates."""
@@ -113,7 +117,7 @@ class ConversationRunner:
             return batch.run()
         except BaseException:
             self.agents.cancel()
-            self.agents.end(batch.sessions)
+            self.agents.end(session.end() for session in batch.sessions)
             try:
                 batch.abort()
             except Exception as error:  # of an engine that failed; the first error says why

@@ -252,7 +252,7 @@ def main(control_fd: int) -> None:
         if not data:
             return
         if not descriptors:
-            continue  # no room for one more here: the trainer sees that it was closed
+            continue  # no descriptor left for it here: the trainer sees that it was closed
         _flush()
         with socket.socket(fileno=descriptors[0]) as channel:
             try:

@@ -1,0 +1,299 @@
+"""The tools, environments and users of a run, opened once, and the event loop in which sessions talk to them.
+
+The loop has a thread of its own, so that the tools of many conversations run while the engine generates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from verl.agents.base import Schema, ToolCall, ToolProvider
+from verl.agents.formats import ToolFormat
+from verl.agents.mcp import MCPTools
+from verl.agents.tool_host import Target
+from verl.agents.tool_processes import ToolProcesses
+from verl.agents.tool_server import TextServer, connect_tool_server
+from verl.agents.tools import HostedInfo
+from verl.agents.users import EndpointUser
+from verl.config.sections.rollout import MultiTurnConfig
+from verl.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+KEY = "actor_rollout_ref.rollout.multi_turn"
+SINGLE_TURN = "single_turn_agent"
+_AGENTS = (SINGLE_TURN, "tool_agent")
+"""Values of the column `agent_name`, besides the names of environments."""
+ROUTING_COLUMNS = ("environment", "agent_name", "interaction_kwargs", "extra_info")
+"""Columns that decide which environment a row's conversation has."""
+ROW_FIELDS = ("prompt", "data_source", "ground_truth", "extra_info")
+"""What a row always has, besides the columns of its file."""
+_END_S = 10.0
+"""For conversations that are given up."""
+
+
+class FunctionTools(ToolProvider):
+    """Plain functions, in any free process."""
+
+    def __init__(self, processes: ToolProcesses, target: int, info: HostedInfo) -> None:
+        self._processes, self._target, self._info = processes, target, info
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        return self._info.schemas
+
+    async def open(self) -> None:
+        """`Agents` has opened the processes."""
+
+    async def call(self, session: str, call: ToolCall, timeout_s: float) -> str:
+        return await self._processes.call(self._target, call, timeout_s)
+
+    async def close(self) -> None:
+        """`Agents` closes the processes."""
+
+
+class Agents:
+    """Everything conversations talk to, opened once. `start` and `take` are called from the thread that generates."""
+
+    def __init__(self, cfg: MultiTurnConfig, tool_format: ToolFormat) -> None:
+        self.cfg = cfg
+        self.format = tool_format
+        self.environments: dict[str, tuple[int, HostedInfo]] = {}
+        self.stateful_tools: list[tuple[int, HostedInfo]] = []
+        self.user: tuple[int, HostedInfo] | EndpointUser | None = None
+        self.text_server: TextServer | None = None
+        self.providers: list[ToolProvider] = []
+        self.processes = ToolProcesses([])
+        self._results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._pending: set[asyncio.Future[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+        self._thread.start()
+        try:
+            self.wait_for(self._open())
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- opening and closing
+
+    async def _open(self) -> None:
+        cfg = self.cfg
+        targets = [Target("tools", spec) for spec in cfg.tools]
+        targets += [Target("environment", spec) for spec in cfg.environment]
+        targets += [Target("user", cfg.user.path)] if cfg.user.path else []
+        if targets:
+            self.processes = ToolProcesses(targets)
+            await self.processes.open()
+            for number, info in enumerate(self.processes.infos):
+                self._add_hosted(number, self.processes.targets[number], info)
+        if cfg.tool_server:
+            server = await connect_tool_server(cfg.tool_server, cfg.tool_timeout_s)
+            if isinstance(server, TextServer):
+                self.text_server = server
+            else:
+                self.providers.append(server)
+        for address in cfg.mcp:
+            self.providers.append(provider := MCPTools(address))
+            await provider.open()
+        if cfg.user.base_url:
+            self.user = user = EndpointUser(cfg.user)
+            await user.open(cfg.tool_timeout_s)
+        self._refuse_equal_names()
+
+    def _add_hosted(self, number: int, target: Target, info: HostedInfo) -> None:
+        if target.kind == "environment":
+            if info.name in self.environments:
+                raise ConfigError(f"{KEY}.environment: two environments are called {info.name!r}; rename one")
+            self.environments[info.name] = (number, info)
+        elif target.kind == "user":
+            self.user = (number, info)
+        elif info.stateful:
+            self.stateful_tools.append((number, info))
+        else:
+            self.providers.append(FunctionTools(self.processes, number, info))
+
+    def _refuse_equal_names(self) -> None:
+        for environment in self.environments or [""]:
+            names = [str(schema["function"]["name"]) for schema in self._schemas(environment)]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                where = f" with the environment {environment}" if environment else ""
+                raise ConfigError(
+                    f"two tools are called {twice[0]!r}{where}; rename one ({KEY}.tools, environment, tool_server, mcp)"
+                )
+        if self.text_server is not None and (
+            self.environments or self.stateful_tools or any(provider.schemas for provider in self.providers)
+        ):
+            raise ConfigError(
+                f"{KEY}.tool_server={self.cfg.tool_server} reads whole turns (/get_observation) and cannot be combined "
+                f"with {KEY}.tools, environment or mcp; use one of them"
+            )
+
+    def close(self) -> None:
+        """Disconnect and end processes. Safe to call twice."""
+        if self._loop.is_closed():
+            return
+        self.wait_for(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        for task in self._pending:
+            task.cancel()
+        await asyncio.gather(*self._pending, return_exceptions=True)
+        closing: list[Any] = [*self.providers, self.processes, self.text_server]
+        closing += [self.user] if isinstance(self.user, EndpointUser) else []
+        for each in closing:
+            if each is not None:
+                await each.close()
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    # ---- what rows see
+
+    @property
+    def has_user(self) -> bool:
+        return self.user is not None or any("user" in info.hooks for _, info in self.environments.values())
+
+    @property
+    def has_tools(self) -> bool:
+        return self.text_server is not None or any(self._schemas(name) for name in (*self.environments, ""))
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether every conversation is rewarded by its environment, so that no reward function is needed.
+
+        Tools and interactions of YAML files only add to the scorer of the data source, as in verl."""
+        return bool(self.environments) and all(
+            {"reward", "turn_reward"} & set(info.hooks)
+            and not self.processes.targets[number].spec.endswith((".yaml", ".yml"))
+            for number, info in self.environments.values()
+        )
+
+    def schemas(self, row: Mapping[str, Any]) -> list[Schema]:
+        """Of the tools a row's conversation has. A row that names no environment there is has those without one:
+        `check_row` refuses it, with its place."""
+        if agent_name(row) == SINGLE_TURN:
+            return []
+        named = self._environment_named(row)
+        return self._schemas(named if named in list(self.environments) else "")
+
+    def _schemas(self, environment: str) -> list[Schema]:
+        found = [schema for provider in self.providers for schema in provider.schemas]
+        found += [schema for _, info in self.stateful_tools for schema in info.schemas]
+        if environment:
+            found += self.environments[environment][1].schemas
+        return found
+
+    def environment_of(self, row: Mapping[str, Any], where: str = "a row") -> str | None:
+        """The name of a row's environment: in its column, or the only one there is."""
+        if not self.environments:
+            return None
+        named = self._environment_named(row)
+        if named not in list(self.environments):  # it may be anything, also what has no hash
+            seen = "has no column 'environment'" if named is None else f"names the environment {named!r}"
+            raise DataError(f"{where} {seen}; known ({KEY}.environment): {', '.join(self.environments)}")
+        return str(named)
+
+    def _environment_named(self, row: Mapping[str, Any]) -> Any:
+        kwargs = _column(row, "interaction_kwargs")
+        named = _column(row, "environment") or (kwargs.get("name") if isinstance(kwargs, Mapping) else None)
+        if named is None and agent_name(row) in self.environments:
+            return agent_name(row)
+        if named is None and len(self.environments) == 1:
+            return next(iter(self.environments))
+        return named
+
+    def check_row(self, row: Mapping[str, Any], where: str) -> None:
+        """Refuse a row that names an environment or agent that does not exist."""
+        name = agent_name(row)
+        if name is not None and name not in (*_AGENTS, *self.environments):
+            known = ", ".join((*_AGENTS, *self.environments))
+            raise DataError(f"{where} has agent_name {name!r}; known: {known}")
+        if name != SINGLE_TURN:
+            self.environment_of(row, where)
+
+    def check_columns(self, columns: Collection[str], where: str) -> None:
+        """Refuse data without a column that the `reset` of an environment or user asks for."""
+        for info in self.processes.infos:
+            missing = [name for name in info.columns if name not in (*columns, *ROW_FIELDS)]
+            if missing and len(self.environments) < 2:
+                raise DataError(
+                    f"{where} has no column {missing[0]!r}, which reset() of {info.name} asks for; its columns are "
+                    f"{', '.join(columns)}. Rename the parameter, or give it a default"
+                )
+
+    # ---- running sessions
+
+    def start(self, key: Any, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run `coroutine`; `take` returns its result, or its exception, under `key`."""
+        self._loop.call_soon_threadsafe(self._start, key, coroutine)
+
+    def _start(self, key: Any, coroutine: Coroutine[Any, Any, Any]) -> None:
+        async def deliver() -> None:
+            try:
+                self._results.put((key, await coroutine))
+            except BaseException as error:  # whoever waits for the result must get something
+                self._results.put((key, error))
+                if not isinstance(error, Exception):
+                    raise
+
+        task = self._loop.create_task(deliver())
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+
+    def take(self, wait: bool) -> list[tuple[Any, Any]]:
+        """What has finished; waits for at least one if asked to."""
+        found = [self._results.get()] if wait else []
+        while not self._results.empty():
+            found.append(self._results.get())
+        return found
+
+    def cancel(self) -> None:
+        """Cancel everything that runs, and forget its results."""
+
+        async def cancel() -> None:
+            pending = list(self._pending)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+        self.wait_for(cancel())
+        self.take(wait=False)
+
+    def end(self, endings: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run what ends sessions, after `cancel`. What goes wrong is only logged: the run has failed already."""
+
+        async def end() -> None:
+            ending = [asyncio.ensure_future(each) for each in endings]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    for problem in await asyncio.gather(*ending, return_exceptions=True):
+                        if problem is not None:
+                            logger.debug("ending a conversation: %s", problem)
+
+        self.wait_for(end())
+
+
+def agent_name(row: Mapping[str, Any]) -> str | None:
+    """The column `agent_name`."""
+    name = _column(row, "agent_name")
+    return None if name is None else str(name)
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    """A column of the row, or the entry of that name in its extra_info."""
+    value = row.get(name)
+    if value is None:
+        extra = row.get("extra_info")
+        value = extra.get(name) if isinstance(extra, Mapping) else None
+    return value
