@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,44 @@ def test_abort_keeps_what_is_there(engine: Any, monkeypatch: pytest.MonkeyPatch)
         aborted.set()
     assert len(answers) == 4 and next(iter(answers)) == "short"
     assert answers["long1"].finish_reason == "abort" and len(answers["long1"].token_ids) < 100
+
+
+def test_weights_arrive_while_samples_run(engine: Any, model: Any) -> None:
+    """Eight of eleven samples have three tokens, and their threads wait for more; the others wait for a connection."""
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    requests = [Request("a", [5, 9], sampling, n=2, seed=3), Request("b", [7], sampling, partial=([4, 4],))]
+    requests.append(Request("c", [60, 3], sampling, n=8))
+    prompts = {"a": [5, 9], "b": [7, 4, 4], "c": [60, 3]}
+    old, before = copy.deepcopy(model), engine.version
+    engine.client.call("POST", "/hold", {"tokens": 3})
+    engine.submit(requests)
+    deadline = time.monotonic() + 300
+    while sum(len(s.log_probs) == 3 for s in engine._outstanding.values()) < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
+    engine.update_weights(ModuleWeights(model), before + 1)
+    found: dict[tuple[str, int], Any] = {}
+    while responses := engine.poll():
+        found |= {(response.request_id, response.sample): response for response in responses}
+    assert len(found) == 11
+    assert sorted(r.version_changes for r in found.values()) == [[]] * 3 + [[(3, before + 1)]] * 8
+    for (name, sample), response in found.items():
+        prompt, tokens = prompts[name], response.token_ids
+        change = 3 if response.version_changes else 0
+        assert len(tokens) == (6 if name == "b" else 8)
+        assert response.versions == [before] * change + [before + 1] * (len(tokens) - change)
+        expected = log_probs(old, prompt, tokens[:change], 1.0) if change else []
+        expected += log_probs(model, [*prompt, *tokens[:change]], tokens[change:], 1.0)
+        assert response.log_probs == pytest.approx(expected, abs=1e-4)
+        if (name, sample) == ("b", 0):
+            resumed = Request("b", [7], sampling, partial=([4, 4, *tokens[:change]],))
+            assert [r.token_ids for r in engine.generate([resumed])] == [tokens[change:]]
+    assert calls(engine, "/update_weights_from_disk")[-1]["abort_all_requests"] is True
+    names = [body["rid"] for body in calls(engine, "/generate")]
+    assert {f"a/0@{before}", f"a/0@{before + 1}"} <= set(names)
 
 
 def test_the_server_wants_its_key_and_listens_on_loopback(engine: Any) -> None:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.errors import RolloutError
@@ -71,6 +72,12 @@ class Request:
     prefix_id: str | None = None
     """Keep the KV blocks of this request's tokens (prompt and response) after it has finished, until `release` of this
     id or the next weight update: the following turn of the conversation then prefills only what is new."""
+    key: str | None = None
+    """What keys the draws instead of `request_id`, for requests that must have another id than usual."""
+
+    @property
+    def draw_key(self) -> str:
+        return self.request_id if self.key is None else self.key
 
 
 @dataclass
@@ -83,6 +90,15 @@ class Response:
     log_probs: list[float]
     finish_reason: FinishReason
     policy_version: int = 0
+    """Of the weights that drew the first token."""
+    version_changes: list[tuple[int, int]] = field(default_factory=list)
+    """(position in `token_ids`, version): from there on the weights were those of this version."""
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of the weights that drew each token."""
+        starts = [(0, self.policy_version), *self.version_changes, (len(self.token_ids), 0)]
+        return [version for (start, version), (end, _) in pairwise(starts) for _ in range(start, end)]
 
 
 @dataclass
@@ -128,9 +144,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Take the weights of `source`, between two steps; responses that start now carry `version`.
+        """Take the weights of `source`, between two steps; tokens drawn from now on are of `version`.
 
-        Cached KV blocks of the old weights are dropped."""
+        Samples may be running: they continue, with the keys and values they have or, with
+        `rollout.recompute_kv_cache`, with new ones. No other request uses KV blocks of the old weights."""
 
     @abstractmethod
     def stats(self) -> RolloutStats:

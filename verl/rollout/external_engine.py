@@ -11,7 +11,6 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from importlib import util
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +27,10 @@ from verl.rollout.base import (
     RolloutEngine,
     RolloutStats,
     Stopper,
-    check_finite,
     check_requests,
 )
+from verl.rollout.external_sample import Sample
 from verl.rollout.model_info import model_info
-from verl.rollout.sampling import mix, sequence_key
 from verl.rollout.stale_files import new_path, remove, sweep
 from verl.rollout.weight_sync.broadcast import ReceivedWeights
 from verl.rollout.weight_sync.probe import PROBE_ID, ProbeCheck, probe_request
@@ -40,7 +38,6 @@ from verl.rollout.weight_sync.probe import PROBE_ID, ProbeCheck, probe_request
 if TYPE_CHECKING:
     from verl.config.schema import RolloutConfig
 
-_MAX_SEED = (1 << 63) - 1
 _SLEEP_ARGUMENT = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
 
 
@@ -65,68 +62,6 @@ def engine_kwargs(engine: str, extra: dict[str, Any], ours: tuple[str, ...]) -> 
             f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{taken[0]} is set by verl; leave it out"
         )
     return dict(extra)
-
-
-@dataclass(eq=False)
-class Sample:
-    """One sample being generated."""
-
-    request: Request
-    number: int
-    version: int = 0
-    """Of the weights it started with."""
-    log_probs: list[float] = field(default_factory=list)
-    response_ids: list[int] = field(init=False)
-    """Resumed and new tokens."""
-    started: bool = False
-    aborted: bool = False
-
-    def __post_init__(self) -> None:
-        self.response_ids = self.resumed
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The new tokens."""
-        return self.response_ids[len(self.response_ids) - len(self.log_probs) :]
-
-    @property
-    def resumed(self) -> list[int]:
-        return list(self.request.partial[self.number]) if self.request.partial else []
-
-    @property
-    def prompt(self) -> list[int]:
-        return [*self.request.prompt_ids, *self.resumed]
-
-    @property
-    def key(self) -> str:
-        return f"{self.request.request_id}/{self.number}"
-
-    @property
-    def seed(self) -> int:
-        key = sequence_key(self.request.seed, self.request.request_id, self.number)
-        # A resumed sample must not repeat the noise of its first tokens.
-        return (mix(key + len(self.resumed)) if self.resumed else key) & _MAX_SEED
-
-    def append(
-        self, token_ids: Sequence[int], log_probs: Sequence[float], stopper: Stopper
-    ) -> FinishReason | None:
-        """Append new tokens up to where the sample ends; why it ends, or None."""
-        check_finite(log_probs)
-        response, start = self.response_ids, len(self.response_ids)
-        for token, log_prob in zip(token_ids, log_probs, strict=True):
-            response.append(int(token))
-            self.log_probs.append(float(log_prob))
-        end = stopper.end(response, start, self.request.sampling)
-        if end is None:
-            return None
-        count, reason = end
-        del self.log_probs[len(self.log_probs) - (len(response) - count) :], response[count:]
-        return reason
-
-    def response(self, reason: FinishReason) -> Response:
-        return Response(
-            self.request.request_id, self.number, self.token_ids, self.log_probs, reason, self.version
-        )
 
 
 class ExternalRollout(RolloutEngine):
@@ -158,6 +93,8 @@ class ExternalRollout(RolloutEngine):
         self._outstanding: dict[str, Sample] = {}
         self._finished: list[Response] = []
         """Finished while the probe ran; for the next `poll`."""
+        self._updating = False
+        """Weights are on their way: no sample runs, and those submitted now wait."""
         self._generated_tokens = 0
         self._base_sent = False
         self._unproven = False
@@ -184,7 +121,11 @@ class ExternalRollout(RolloutEngine):
 
     @abstractmethod
     def _start(self, samples: Sequence[Sample]) -> None:
-        """Queue samples; may be called from any thread."""
+        """Queue samples; may be called from any thread, with the lock."""
+
+    @abstractmethod
+    def _interrupt(self) -> None:
+        """Stop all samples, with the tokens they have; `_start` lets those that have not `ended` continue."""
 
     @abstractmethod
     def _advance(self, timeout_s: float | None) -> list[Response]:
@@ -223,15 +164,16 @@ class ExternalRollout(RolloutEngine):
         self._enqueue(requests)
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
-        samples = [Sample(r, number, self.version) for r in requests for number in range(r.n)]
         with self._lock:
+            samples = [Sample(r, number, self.version) for r in requests for number in range(r.n)]
             twice = [sample for sample in samples if sample.key in self._outstanding]
             if twice:
                 raise RolloutError(
                     f"request {twice[0].request.request_id!r} is outstanding already; request ids must differ"
                 )
             self._outstanding.update({sample.key: sample for sample in samples})
-        self._start(samples)
+            if not self._updating:
+                self._start(samples)
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -283,23 +225,50 @@ class ExternalRollout(RolloutEngine):
     # -- weights ------------------------------------------------------------------------------------------------
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Take the trainer's weights (or, with LoRA, its adapter) and prove that they are in use."""
-        self.source, self.version = source, version
+        """Take the trainer's weights (or, with LoRA, its adapter) and prove that they are in use.
+
+        Running samples are interrupted meanwhile and continue as resumed ones: exactly the tokens they had are of
+        earlier weights, however far the engine runs ahead of what it reports."""
+        try:
+            with self._lock:
+                self._updating = True
+            if self._outstanding:
+                self._interrupt()
+            self.source, self.version = source, version
+            self._receive(source)
+            self._reset_prefix_cache()
+        except BaseException:
+            self._drop_outstanding()
+            raise
+        finally:
+            self._continue()
+        self._unproven = True
+        if not self.asleep:
+            self.prove()
+
+    def _receive(self, source: WeightSource) -> None:
         if "weights" in self.asleep:
             self._wake_up(["weights"])
         if not self.separate_adapter:
             self._send_weights(source.named_tensors())
-        else:
-            if not self._base_sent:
-                self._send_weights(source.base_tensors())
-                self._base_sent = True
-            adapter = source.adapter()
-            assert adapter is not None
-            self._send_adapter(adapter)
-        self._reset_prefix_cache()
-        self._unproven = True
-        if not self.asleep:
-            self.prove()
+            return
+        if not self._base_sent:
+            self._send_weights(source.base_tensors())
+            self._base_sent = True
+        adapter = source.adapter()
+        assert adapter is not None
+        self._send_adapter(adapter)
+
+    def _continue(self) -> None:
+        """Start what was interrupted, or submitted during the update, in the order it was submitted."""
+        with self._lock:
+            self._updating = False
+            samples = [sample for sample in self._outstanding.values() if not sample.ended]
+            for sample in samples:
+                sample.set_version(self.version)
+                sample.started = False
+            if samples:
+                self._start(samples)
 
     def prove(self) -> None:
         """Compare a few log-probs with the trainer's, where that is not left to the trainer's process."""
@@ -383,6 +352,9 @@ class TPFollower(ExternalRollout):
         raise RolloutError(f"this rank follows the one that hosts {self.name}; requests go to that one")
 
     def _start(self, samples: Sequence[Sample]) -> None:
+        pass
+
+    def _interrupt(self) -> None:
         pass
 
     def _advance(self, timeout_s: float | None) -> list[Response]:

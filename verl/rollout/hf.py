@@ -125,7 +125,7 @@ class HFRollout(BatchEngine):
         for index, row in enumerate(rows):
             input_ids_BL[index, width - row.length :] = torch.tensor(row.tokens)
             mask_BL[index, width - row.length :] = 1
-            row.version = self.version
+            row.set_version(self.version)
         input_ids_BL, mask_BL = input_ids_BL.to(device), mask_BL.to(device)
         history_BL = torch.where(mask_BL == 1, input_ids_BL, -1)
         positions_BL = (mask_BL.cumsum(-1) - 1).clamp_(min=0)

@@ -16,7 +16,7 @@ import subprocess
 import time
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,8 @@ import torch
 from verl.errors import RESUME, ConfigError, EngineLost, RolloutError
 from verl.processes import describe, die_with_parent, group_members
 from verl.rollout.base import FinishReason, Response
-from verl.rollout.external_engine import ExternalRollout, Sample
+from verl.rollout.external_engine import ExternalRollout
+from verl.rollout.external_sample import Sample
 from verl.rollout.model_info import ModelInfo
 from verl.watchdog import POLL_S, EngineWatchdog
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 900.0
 _HEALTH_TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 256
+_INTERRUPT_S = 0.05
 _LOG_LINES = 20
 
 Chunk = tuple[Sequence[int], Sequence[float], str | None]
@@ -73,6 +75,8 @@ class Client:
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
             timeout=None,
         )
+        self._streams: set[socket.socket] = set()
+        """Connections of streaming answers."""
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """The decoded answer (text where it is not JSON); RolloutError for anything but success."""
@@ -107,8 +111,15 @@ class Client:
 
     def events(self, path: str, body: Any) -> Iterator[Any]:
         """The decoded server-sent events of a streaming answer; closing the iterator closes the connection."""
+        opened: list[socket.socket] = []
+
+        def note(event: str, info: dict[str, Any]) -> None:
+            if event.startswith("connection.connect_") and event.endswith(".complete"):
+                opened.append(info["return_value"].get_extra_info("socket"))
+                self._streams.update(opened)
+
         try:
-            with self._http.stream("POST", path, json=body) as response:
+            with self._http.stream("POST", path, json=body, extensions={"trace": note}) as response:
                 if response.is_error:
                     response.read()
                 self._check_status(response, path)
@@ -120,6 +131,14 @@ class Client:
                         yield json.loads(line.removeprefix("data: "))
         except httpx.HTTPError as error:
             raise RolloutError(f"{self.name}'s server broke off {path}: {error!r}") from error
+        finally:
+            self._streams.difference_update(opened)
+
+    def break_off(self) -> None:
+        """End all streaming answers now, from another thread than those that read them."""
+        for connection in list(self._streams):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _check_status(self, response: httpx.Response, path: str) -> None:
         if not response.is_success:
@@ -218,6 +237,7 @@ class ServerRollout(ExternalRollout):
         """Start the server and wait until it is ready."""
         connections = min(self.config.max_num_seqs, _MAX_CONNECTIONS)
         self._threads = ThreadPoolExecutor(connections, "verl-sample")
+        self._runs: set[Future[None]] = set()
         self._results: queue.SimpleQueue[tuple[Sample, FinishReason | Exception]] = queue.SimpleQueue()
         env = {**env, **server_devices(self.config, self.info)}
         self.process = ServerProcess(command, self.folder / "server.txt", self.name, env)
@@ -233,17 +253,33 @@ class ServerRollout(ExternalRollout):
         if len(self._outstanding) == len(samples):
             self.watchdog.beat()  # nothing was asked of the server before
         for sample in samples:
-            self._threads.submit(self._run, sample)
+            run = self._threads.submit(self._run, sample)
+            self._runs.add(run)
+            run.add_done_callback(self._runs.discard)
+
+    def _interrupt(self) -> None:
+        running = {run for run in list(self._runs) if not run.cancel()}
+        while running:
+            self.client.break_off()  # again for those that were just connecting
+            running = wait(running, _INTERRUPT_S).not_done
 
     def _run(self, sample: Sample) -> None:
+        result: FinishReason | Exception | None
         try:
-            self._results.put((sample, self._generate(sample)))
+            result = self._generate(sample)
         except Exception as error:
-            self._results.put((sample, error))
+            # While samples are interrupted this is how a connection ends; any other error comes again.
+            result = None if self._updating else error
+        if result is not None:
+            sample.ended = True
+            self._results.put((sample, result))
 
-    def _generate(self, sample: Sample) -> FinishReason:
+    def _generate(self, sample: Sample) -> FinishReason | None:
+        """Why it ended; None: it was interrupted."""
         if sample.aborted:
             return "abort"
+        if self._updating:
+            return None
         sample.started = True
         # Closing the connection is how the server learns that the rest is not wanted.
         with contextlib.closing(self.stream(sample)) as stream:
@@ -253,6 +289,8 @@ class ServerRollout(ExternalRollout):
                     reason = "length" if ended == "length" else "abort"
                 if reason is not None:
                     return reason
+                if self._updating:
+                    return None
         raise RolloutError(f"{self.name}'s server ended the answer to {sample.key} without a reason")
 
     def _advance(self, timeout_s: float | None) -> list[Response]:

@@ -20,7 +20,8 @@ import torch
 
 from verl.errors import RolloutError, TrainingHalted
 from verl.models.weight_source import NamedTensors
-from verl.rollout.external_engine import Sample, engine_kwargs
+from verl.rollout.external_engine import engine_kwargs
+from verl.rollout.external_sample import Sample
 from verl.rollout.http_server import Chunk, ServerRollout, free_port
 from verl.rollout.model_info import ModelInfo
 from verl.rollout.stale_files import remove
@@ -66,17 +67,18 @@ def server_arguments(config: RolloutConfig, info: ModelInfo, folder: Path) -> di
     return {**arguments, **engine_kwargs("sglang", config.engine_kwargs.sglang, _OURS)}
 
 
-def generate_body(sample: Sample, eos_ids: frozenset[int]) -> dict[str, Any]:
-    """The body of `/generate` for one sample."""
+def generate_body(sample: Sample, eos_ids: frozenset[int], version: int) -> dict[str, Any]:
+    """The body of `/generate` for one sample, started with policy `version`."""
     sampling = sample.request.sampling
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_ids))
     return {
         "input_ids": sample.prompt,
-        "rid": sample.key,
+        # A sample starts again with other weights; the server may still be ending the start before that by its name.
+        "rid": f"{sample.key}@{version}",
         "stream": True,
         "return_logprob": True,
         "sampling_params": {
-            "max_new_tokens": sampling.max_tokens - len(sample.resumed),
+            "max_new_tokens": sampling.max_tokens - len(sample.response_ids),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k if sampling.top_k > 0 else -1,
@@ -115,7 +117,7 @@ class SGLangRollout(ServerRollout):
 
     def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
         seen = 0
-        for event in self.client.events("/generate", generate_body(sample, self.info.eos_ids)):
+        for event in self.client.events("/generate", generate_body(sample, self.info.eos_ids, self.version)):
             if "error" in event:
                 raise RolloutError(f"sglang's server refused {sample.key}: {event['error']}")
             meta = event["meta_info"]
@@ -128,7 +130,6 @@ class SGLangRollout(ServerRollout):
     # -- weights and memory -------------------------------------------------------------------------------------
 
     def _send_weights(self, tensors: NamedTensors) -> None:
-        self._require_idle("take new weights")  # it flushes its cache, which it refuses while requests run
         folder = shared_folder()
         try:
             small = self._write_weights(tensors, folder)
@@ -136,6 +137,8 @@ class SGLangRollout(ServerRollout):
                 "model_path": str(folder),
                 "load_format": "safetensors",
                 "flush_cache": True,
+                # It may not know yet that interrupted samples are not wanted any more; it waits for their end.
+                "abort_all_requests": True,
                 "weight_version": str(self.version),
             }
             answer = self.client.call("POST", "/update_weights_from_disk", body)

@@ -149,6 +149,11 @@ class RolloutConfig(EngineConfig, LogProbConfig):
     free_cache_engine: bool = key(
         True, "free the KV cache while training", used_if=(".name!=hf", "@shared_gpus", "@gpu")
     )
+    recompute_kv_cache: bool = key(
+        False,
+        "compute the KV cache of running samples anew when weights arrive; SGLang and LoRA always do",
+        used_if="trainer.async_training.mode=fully_async",
+    )
     n_gpus_per_node: int = key(0, "GPUs per node for rollout alone; 0: on the trainer's GPUs", ge=0)
     nnodes: int = key(0, "nodes for rollout alone; 0: on the trainer's nodes", ge=0)
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling in validation", used_if="data.val_files")

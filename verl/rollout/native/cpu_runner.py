@@ -240,6 +240,10 @@ class CPURunner:
         """Sequences leave. None has ended without `step` having returned it."""
         return []
 
+    def settle(self) -> list[tuple[Sequence, FinishReason]]:
+        """Lengths are always exact here."""
+        return []
+
     @torch.no_grad()
     def forward(self, step: Step) -> tuple[list[Sequence], list[int], list[float]]:
         """The sequences that drew a token, their tokens and log-probs."""

@@ -363,6 +363,12 @@ class DeviceRunner:
             row.sequence.computed = row.sequence.length - 1
         return self._finalize(ended, watched)
 
+    def settle(self) -> list[tuple[Sequence, FinishReason]]:
+        """Wait for the device: the length of every sequence is then exact. Returns those that have ended."""
+        ended = [*self.poll_finished(), *self.poll_finished()]  # the poll of the last step, then one of now
+        self._in_flight = 0
+        return ended
+
     def evict(self, sequences: list[Sequence]) -> list[tuple[Sequence, FinishReason]]:
         """Rows that are preempted or aborted leave, with all their tokens copied to the host; returns those that have
         ended meanwhile, which must not be continued: (sequence, why). Waits for the device."""

@@ -322,12 +322,16 @@ class NativeRollout(RolloutEngine):
     def _suspend(self) -> None:
         """Every running sequence waits again, with the tokens it has; nothing of the cache is used any more."""
         if self._scheduler is not None and self.session is not None:
-            ended = self.session.runner.evict(list(self._scheduler.running))
-            self._scheduler.finish_all([sequence for sequence, _ in ended])
-            self._answer(ended)
+            self._finish(self.session.runner.evict(list(self._scheduler.running)))
             self._scheduler.preempt_all()
             self._scheduler.blocks.invalidate()
             self._suspended = not self._scheduler.idle
+
+    def _finish(self, ended: list[tuple[Sequence, FinishReason]]) -> None:
+        """Running sequences were found to have ended."""
+        assert self._scheduler is not None
+        self._scheduler.finish_all([sequence for sequence, _ in ended])
+        self._answer(ended)
 
     def _drop_everything(self) -> None:
         with self._lock:
@@ -383,10 +387,15 @@ class NativeRollout(RolloutEngine):
     def update_weights(self, source: Any, version: int) -> None:
         """Continue with the weights of `source` (None: the same, changed in place) from the next step on.
 
-        Running sequences keep the keys and values they have; nothing else of the cache is used again."""
+        Running sequences keep the keys and values they have, or are prefilled again (`recompute_kv_cache`); nothing
+        else of the cache is used again."""
         if source is not None:
             self.source = as_source(source)
         self.version = version
+        if self.limits.recompute_kv_cache:
+            self._suspend()
+        elif self._scheduler is not None and self.session is not None:
+            self._finish(self.session.runner.settle())
         if self._scheduler is not None:
             self._scheduler.set_version(version)
         # The next poll enters again: weights gathered from shards are those of the moment they were gathered.

@@ -163,15 +163,13 @@ class Scheduler:
             self._preempt(sequence, Step())
 
     def set_version(self, version: int) -> None:
-        """The weights are new. Running sequences continue on the keys and values they have, which no other sequence
-        may reuse; what has no token yet starts with this version."""
+        """The weights are new. Running sequences, whose lengths must be exact, continue on the keys and values they
+        have, which no other sequence may reuse; the next token of each sequence is of this version."""
         self.blocks.invalidate()
         for sequence in self.running:
             sequence.stale = True
-        for leader in self.waiting:
-            for sequence in (leader, *leader.siblings):
-                if len(sequence.tokens) == sequence.resumed_length:
-                    sequence.version = version
+        for sequence in self.everything():
+            sequence.set_version(version)
 
     def _admit(self, budget: int, step: Step) -> None:
         fresh: set[tuple[int, ...]] = set()

@@ -11,6 +11,7 @@ from enum import Enum
 
 from verl.rollout.base import FinishReason, Request, Response
 from verl.rollout.sampling import sequence_key
+from verl.rollout.versions import VersionLog
 
 
 class Status(Enum):
@@ -39,16 +40,15 @@ class Sequence:
         "status",
         "table",
         "tokens",
-        "version",
+        "versions",
     )
 
     def __init__(self, request: Request, sample: int, version: int) -> None:
         partial = request.partial[sample] if request.partial else ()
         self.request = request
         self.sample = sample
-        self.version = version
-        """Of the weights it started with."""
-        self.key = sequence_key(request.seed, request.request_id, sample)
+        self.versions = VersionLog(version)
+        self.key = sequence_key(request.seed, request.draw_key, sample)
         self.tokens = [*request.prompt_ids, *partial]
         self.log_probs: list[float] = []
         self.prompt_length = len(request.prompt_ids)
@@ -80,14 +80,20 @@ class Sequence:
         """Tokens after the prompt, resumed ones included: the position that keys the next draw."""
         return self.length - self.prompt_length
 
+    def set_version(self, version: int) -> None:
+        """Its next token is drawn by this version of the weights."""
+        self.versions.change(self.length - self.resumed_length, version)
+
     def response(self, reason: FinishReason) -> Response:
+        token_ids = self.tokens[self.resumed_length :]
         return Response(
             self.request.request_id,
             self.sample,
-            self.tokens[self.resumed_length :],
+            token_ids,
             list(self.log_probs),
             reason,
-            self.version,
+            self.versions.first,
+            self.versions.within(len(token_ids)),
         )
 
     def __repr__(self) -> str:

@@ -50,6 +50,7 @@ class Limits:
     enforce_eager: bool = RolloutConfig.enforce_eager
     dtype: str = RolloutConfig.dtype
     max_model_len: int | None = RolloutConfig.max_model_len
+    recompute_kv_cache: bool = RolloutConfig.recompute_kv_cache
     cache_tokens: int | None = None
     """Size of the KV cache in tokens; None: from memory."""
 

@@ -16,6 +16,7 @@ from verl.errors import RolloutError, TrainingHalted
 from verl.models.lora import ADAPTER
 from verl.models.weight_source import Adapter, NamedTensors
 from verl.rollout.external_engine import ExternalRollout
+from verl.rollout.external_sample import Sample
 from verl.rollout.vllm.settings import engine_arguments
 from verl.rollout.weight_sync.fingerprint import Manifest, compare, fingerprint
 from verl.rollout.weight_sync.shared_memory import SharedMemorySender
@@ -89,8 +90,6 @@ class VLLMBase(ExternalRollout):
             return call.result()
 
     def _send_adapter(self, adapter: Adapter) -> None:
-        # Running samples carry the old adapter, which vLLM would load again from its folder.
-        self._require_idle("take a new LoRA adapter")
         self._adapters += 1  # vLLM does not reload a number it knows
         folder, sent = self.folder / f"adapter{self._adapters}", Manifest()
         write_adapter(Adapter(adapter.config, sent.watch(adapter.named_tensors)), folder)
@@ -98,10 +97,22 @@ class VLLMBase(ExternalRollout):
         if self.adapter is not None:
             self._unload_adapter(self.adapter)
         self.adapter = self._load_adapter(f"policy-{self._adapters}", self._adapters, str(folder))
-        shutil.rmtree(self.folder / f"adapter{self._adapters - 1}", ignore_errors=True)
+        # The last one stays: a server may run interrupted samples, which carry it, until it notices, and load it again.
+        shutil.rmtree(self.folder / f"adapter{self._adapters - 2}", ignore_errors=True)
+
+    @property
+    def _keeps_cache(self) -> bool:
+        """Samples continue on keys and values of earlier weights; but vLLM never uses those of another adapter."""
+        return not (self.config.recompute_kv_cache or self.separate_adapter)
+
+    def cache_salt(self, sample: Sample) -> str:
+        """Only requests with the same one share cached blocks: those that started with the same weights, of which the
+        interrupted ones so find the blocks they had."""
+        return str(sample.versions.first if self._keeps_cache else self.version)
 
     def _reset_prefix_cache(self) -> None:
-        # Preempted requests are computed anew with the new weights.
+        if self._outstanding and self._keeps_cache:
+            return
         if not any(self._try_reset_prefix_cache(preempt) for preempt in (bool(self._outstanding), True)):
             raise RolloutError(
                 f"vLLM did not empty its prefix cache for policy version {self.version}. Set "

@@ -24,7 +24,7 @@ from verl.errors import RESUME, EngineLost, RolloutError
 from verl.models.weight_source import NamedTensors
 from verl.processes import describe, is_alive, start_time
 from verl.rollout.base import FinishReason, Response
-from verl.rollout.external_engine import Sample
+from verl.rollout.external_sample import Sample
 from verl.rollout.stale_files import remember_segments
 from verl.rollout.vllm.base import VLLMBase
 from verl.rollout.vllm.settings import SOCKET_FOLDER, host_environment, sampling_arguments, set_environment
@@ -89,6 +89,14 @@ class VLLMRollout(VLLMBase):
     def _start(self, samples: Sequence[Sample]) -> None:
         self._new.extend(samples)
 
+    def _interrupt(self) -> None:
+        with self._lock:
+            running = [sample for sample in self._outstanding.values() if sample.started]
+        for sample in running:
+            self._take_unfinished(sample)
+        self._abort_in_vllm(running)
+        self._new.clear()
+
     def _advance(self, timeout_s: float | None) -> list[Response]:
         """One step of vLLM's engine."""
         engine = self.llm.llm_engine
@@ -111,11 +119,11 @@ class VLLMRollout(VLLMBase):
 
         sampling = sample.request.sampling
         seed = sample.seed if self.config.per_request_seed else None
-        arguments = sampling_arguments(sampling, self.info.eos_ids, seed, len(sample.resumed))
+        arguments = sampling_arguments(sampling, self.info.eos_ids, seed, len(sample.response_ids))
         # Only stop strings are searched for here; vLLM knows every other end itself.
         kind = RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**arguments, detokenize=False, output_kind=kind)
-        prompt = {"prompt_token_ids": sample.prompt}
+        prompt = {"prompt_token_ids": sample.prompt, "cache_salt": self.cache_salt(sample)}
         add = self.llm.llm_engine.add_request
         self._vllm_ids[sample.key] = self._call(
             "generate", add, sample.key, prompt, params, lora_request=self.adapter

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from typing import Any
 
 from verl.processes import group_members
-from verl.rollout.external_engine import Sample
+from verl.rollout.external_sample import Sample
 from verl.rollout.http_server import Chunk, ServerRollout
 from verl.rollout.stale_files import remember_segments
 from verl.rollout.vllm.base import VLLMBase
@@ -36,10 +36,12 @@ class VLLMServerRollout(VLLMBase, ServerRollout):
 
     def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
         seed = sample.seed if self.config.per_request_seed else None
-        body = sampling_arguments(sample.request.sampling, self.info.eos_ids, seed, len(sample.resumed))
+        done = len(sample.response_ids)
+        body = sampling_arguments(sample.request.sampling, self.info.eos_ids, seed, done)
         body.update(
             model=self.adapter or _MODEL,
             prompt=sample.prompt,
+            cache_salt=self.cache_salt(sample),
             stream=True,
             return_token_ids=True,
             return_tokens_as_token_ids=True,

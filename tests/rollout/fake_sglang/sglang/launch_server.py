@@ -88,9 +88,37 @@ class State:
         self.model = Llama(json.loads((Path(arguments["model-path"]) / "config.json").read_text()))
         self.lock = threading.Lock()
         self.seen = []
+        self.changed = threading.Condition()
+        self.running, self.aborts = set(), 0
+        self.hold = None  # answers stop after so many tokens, until everything is aborted
 
     def generate(self, body):
         """Yields the events of a streamed answer."""
+        with self.changed:
+            if body["rid"] in self.running:
+                raise ValueError(f"{body['rid']} is running already")
+            self.running.add(body["rid"])
+        try:
+            yield from self.answer(body, self.aborts)
+        finally:
+            with self.changed:
+                self.running.discard(body["rid"])
+                self.changed.notify_all()
+
+    def abort_all(self):
+        with self.changed:
+            self.aborts, self.hold = self.aborts + 1, None
+            self.changed.notify_all()
+
+    def may_go_on(self, aborts, tokens):
+        """False when the request was aborted."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.aborts != aborts or self.hold is None or tokens < self.hold, timeout=600
+            )
+            return self.aborts == aborts
+
+    def answer(self, body, aborts):
         params = body["sampling_params"]
         unknown = set(params) - SAMPLING
         if unknown:
@@ -100,6 +128,10 @@ class State:
         ids, rows, temperature = list(body["input_ids"]), [], params["temperature"]
         reason = None
         while reason is None:
+            if not self.may_go_on(aborts, len(rows)):
+                meta = {"id": body["rid"], "finish_reason": {"type": "abort"}, "output_token_logprobs": rows}
+                yield {"output_ids": [row[1] for row in rows], "meta_info": meta}
+                return
             with self.lock:
                 logits = self.model.logits(ids)
             scaled = log_softmax(logits if temperature == 0 else logits / temperature)
@@ -128,6 +160,11 @@ class State:
             weights["model.norm.weight"] = weights["model.norm.weight"] * 1.01
         if fault == "stale" and body["weight_version"] != "0":
             del weights["model.layers.0.mlp.up_proj.weight"]
+        if body.get("abort_all_requests"):
+            self.abort_all()
+        with self.changed:
+            if not self.changed.wait_for(lambda: not self.running, timeout=600):
+                return {"success": False, "message": "requests are running", "num_paused_requests": 0}
         with self.lock:
             if fault == "refuse":
                 return {"success": False, "message": "out of memory", "num_paused_requests": 0}
@@ -169,6 +206,9 @@ class Handler(BaseHTTPRequestHandler):
         self.state.seen.append([self.path, {k: v for k, v in body.items() if k != "input_ids"}])
         if self.path == "/generate":
             self.stream(body)
+        elif self.path == "/hold":  # for tests
+            self.state.hold = body["tokens"]
+            self.reply({})
         elif self.path == "/update_weights_from_disk":
             answer = self.state.update(body)
             self.reply(answer, 200 if answer["success"] else 400)
