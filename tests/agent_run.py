@@ -19,8 +19,8 @@ from tests.tiny_run import tiny_run
 from verl.agents.base import ParsedTurn, ToolCall
 from verl.agents.conversation import Conversation
 from verl.agents.formats import ToolFormat, register_tool_format
-from verl.agents.runner import ConversationRunner
 from verl.rollout.base import Request, Response, RolloutEngine
+from verl.rollout.samples import collect_samples
 from verl.trainer.loop import RLLoop
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|tool|>"]
@@ -232,11 +232,14 @@ class Record:
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     record = Record()
-    run, step = ConversationRunner.run, RLLoop.step
+    step = RLLoop.step
 
-    def run_and_keep(self: Any, engine: Any, prompts: Any, settings: Any, *args: Any) -> Any:
-        recording: Any = RecordingEngine(engine, len(prompts) * settings.n)
-        conversations = run(self, recording, prompts, settings, *args)
+    def collect_and_keep(stream: Any, prompts: Any, settings: Any, *args: Any) -> Any:
+        engine = stream.engine
+        stream.engine = stream.requests.engine = recording = RecordingEngine(
+            engine, len(prompts) * settings.n
+        )
+        conversations = collect_samples(stream, prompts, settings, *args)
         record.batches.append(Batch(recording, conversations, engine.stats().prefilled_tokens))
         return conversations
 
@@ -246,6 +249,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
         return metrics
 
     with monkeypatch.context() as patch:
-        patch.setattr(ConversationRunner, "run", run_and_keep)
+        patch.setattr("verl.workers.roles.collect_samples", collect_and_keep)
         patch.setattr(RLLoop, "step", step_and_keep)
         yield record

@@ -14,7 +14,8 @@ from verl.data.proto import DataProto, object_column
 from verl.engines.base import ModelOutput
 from verl.errors import RolloutError
 from verl.observe.metrics import Metric
-from verl.rollout.base import Response
+from verl.rollout.base import BatchEngine, Response
+from verl.rollout.samples import ResponseStream
 from verl.workers.group import (
     WorkerGroup,
     corrects_rollout,
@@ -191,15 +192,18 @@ def test_settings_of_the_three_kinds_of_generation():
     assert (val.n, val.seed, val.sampling.temperature, val.sampling.top_k) == (1, 5, 0, -1)
 
 
-class Backwards:
+class Backwards(BatchEngine):
     """An engine that answers last samples first."""
 
     def __init__(self, leave_out: int = 0) -> None:
         self.requests: list[Any] = []
         self.leave_out = leave_out
 
-    def generate(self, requests: Any) -> Any:
-        self.requests = list(requests)
+    def update_weights(self, source: Any, version: int) -> None:
+        raise NotImplementedError
+
+    def run_batch(self, requests: list[Any]) -> Any:
+        self.requests = requests
         samples = [(r, s) for r in self.requests for s in range(r.n)]
         for request, sample in reversed(samples[self.leave_out :]):
             token = 10 * int(request.request_id) + sample
@@ -220,10 +224,10 @@ def settings(n: int) -> Any:
 
 
 def test_rows_stand_prompt_by_prompt_whatever_finished_first():
-    engine: Any = Backwards()
+    engine = Backwards()
     heard: list[tuple[int, int]] = []
     batch = generate_batch(
-        engine,
+        ResponseStream(engine),
         prompts("2", "1"),
         settings(3),
         0,
@@ -238,11 +242,11 @@ def test_rows_stand_prompt_by_prompt_whatever_finished_first():
 
 
 def test_unanswered_and_doubled_prompts_are_refused():
-    engine: Any = Backwards(leave_out=1)
+    engine = Backwards(leave_out=1)
     with pytest.raises(RolloutError, match="1 of 4 samples unanswered"):
-        generate_batch(engine, prompts("1", "2"), settings(2), 0)
+        generate_batch(ResponseStream(engine), prompts("1", "2"), settings(2), 0)
     with pytest.raises(RolloutError, match="share a uid"):
-        generate_batch(engine, prompts("1", "1"), settings(2), 0)
+        generate_batch(ResponseStream(engine), prompts("1", "1"), settings(2), 0)
 
 
 class Counting(WorkerGroup):
@@ -263,7 +267,9 @@ class Counting(WorkerGroup):
         self.published.append(self.policy_version)
         return {}
 
-    def generate(self, *arguments: Any) -> Any: ...
+    def samples(self) -> Any: ...
+    def generating(self) -> Any: ...
+
     def log_probs(self, *arguments: Any, **more: Any) -> Any: ...
     def ref_log_probs(self, *arguments: Any) -> Any: ...
     def values(self, *arguments: Any) -> Any: ...

@@ -31,7 +31,7 @@ class Turn:
 class Conversation:
     """One sample of one prompt: token ids, mask, log-probs and policy version of every token after the prompt."""
 
-    def __init__(self, uid: str, sample: int, prompt_ids: Sequence[int], messages: list[Message]) -> None:
+    def __init__(self, uid: str, sample: int, prompt_ids: Sequence[int], messages: Sequence[Message]) -> None:
         self.uid = uid
         self.sample = sample
         self.prompt_ids = list(prompt_ids)
@@ -82,7 +82,7 @@ class Conversation:
         turn.prompt_ids = None if prompt_ids is None else list(prompt_ids)
         self.response_mask += [1] * len(response.token_ids)
         self.log_probs += response.log_probs
-        self.versions += [response.policy_version] * len(response.token_ids)
+        self.versions += response.versions
         self.finish_reason = response.finish_reason
 
     def add_messages(self, ids: Sequence[int], messages: Sequence[Message]) -> None:

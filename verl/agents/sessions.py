@@ -33,9 +33,10 @@ class Answer:
 
 
 class Session:
-    """What one conversation talks to. Its coroutines run one after the other."""
+    """What one conversation talks to. Its coroutines run one after the other. `key` is its name among all sessions;
+    `seed_key`, where it must be another, seeds the random generators of its processes."""
 
-    def __init__(self, agents: Agents, key: str, row: Mapping[str, Any]) -> None:
+    def __init__(self, agents: Agents, key: str, row: Mapping[str, Any], seed_key: str | None = None) -> None:
         self.agents = agents
         self.key = key
         self.row = row
@@ -48,7 +49,9 @@ class Session:
             hosted += agents.stateful_tools
             if isinstance(agents.user, tuple):
                 hosted.append(agents.user)
-            self._instances = [(info, agents.processes.instance(number, key)) for number, info in hosted]
+            self._instances = [
+                (info, agents.processes.instance(number, key, seed_key)) for number, info in hosted
+            ]
 
     async def open(self) -> str | None:
         """Reset the environment; the text it adds to the prompt."""

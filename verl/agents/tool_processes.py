@@ -76,11 +76,13 @@ class ToolProcesses:
             else:
                 self._idle.put_nowait(process)
 
-    def instance(self, target: int, session: str = "") -> Instance:
+    def instance(self, target: int, session: str = "", seed_key: str | None = None) -> Instance:
         """What one conversation gets for its own: a process, started at the first call. Instances of one `session`
-        share one of the `MAX_SESSIONS` places, so that they never wait for each other; `random` is seeded with it."""
+        share one of the `MAX_SESSIONS` places, so that they never wait for each other; `random` is seeded with it, or
+        with `seed_key`."""
         seat = _Seat(self._free)
-        return Instance(self, target, session, self._sessions.setdefault(session, seat) if session else seat)
+        seat = self._sessions.setdefault(session, seat) if session else seat
+        return Instance(self, target, seed_key or session, seat)
 
     async def close(self) -> None:
         """End all processes; calls that run or wait fail. Safe to call twice."""
@@ -214,11 +216,13 @@ class Instance:
     """An environment, or a user, of one conversation. Requests run one after the other; once its process has ended, all
     raise ToolFailed."""
 
-    def __init__(self, owner: ToolProcesses, target: int, session: str, seat: _Seat) -> None:
+    def __init__(self, owner: ToolProcesses, target: int, seed_key: str, seat: _Seat) -> None:
         self._owner = owner
         self._target = target
         self._seat = seat
-        self._seed = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8], "big") if session else None
+        self._seed = (
+            int.from_bytes(hashlib.sha256(seed_key.encode()).digest()[:8], "big") if seed_key else None
+        )
         self._process: ToolProcess | None = None
         self._lock = asyncio.Lock()
         self._closed = False

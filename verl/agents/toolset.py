@@ -58,8 +58,12 @@ class FunctionTools(ToolProvider):
         """`Agents` closes the processes."""
 
 
+Results = queue.SimpleQueue[tuple[Any, Any]]
+"""Where the results of sessions go, each with its key."""
+
+
 class Agents:
-    """Everything conversations talk to, opened once. `start` and `take` are called from the thread that generates."""
+    """Everything conversations talk to, opened once. `start` is called from the thread that generates."""
 
     def __init__(self, cfg: MultiTurnConfig, tool_format: ToolFormat) -> None:
         self.cfg = cfg
@@ -70,8 +74,8 @@ class Agents:
         self.text_server: TextServer | None = None
         self.providers: list[ToolProvider] = []
         self.processes = ToolProcesses([])
-        self._results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self._pending: set[asyncio.Future[None]] = set()
+        self._pending: dict[asyncio.Future[None], Results] = {}
+        """What runs, and where its result goes."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
         self._thread.start()
@@ -234,41 +238,33 @@ class Agents:
 
     # ---- running sessions
 
-    def start(self, key: Any, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run `coroutine`; `take` returns its result, or its exception, under `key`."""
-        self._loop.call_soon_threadsafe(self._start, key, coroutine)
+    def start(self, key: Any, coroutine: Coroutine[Any, Any, Any], results: Results) -> None:
+        """Run `coroutine`; its result, or its exception, is put into `results` with `key`."""
+        self._loop.call_soon_threadsafe(self._start, key, coroutine, results)
 
-    def _start(self, key: Any, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def _start(self, key: Any, coroutine: Coroutine[Any, Any, Any], results: Results) -> None:
         async def deliver() -> None:
             try:
-                self._results.put((key, await coroutine))
+                results.put((key, await coroutine))
             except BaseException as error:  # whoever waits for the result must get something
-                self._results.put((key, error))
+                results.put((key, error))
                 if not isinstance(error, Exception):
                     raise
 
         task = self._loop.create_task(deliver())
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
+        self._pending[task] = results
+        task.add_done_callback(self._pending.pop)
 
-    def take(self, wait: bool) -> list[tuple[Any, Any]]:
-        """What has finished; waits for at least one if asked to."""
-        found = [self._results.get()] if wait else []
-        while not self._results.empty():
-            found.append(self._results.get())
-        return found
-
-    def cancel(self) -> None:
-        """Cancel everything that runs, and forget its results."""
+    def cancel(self, results: Results) -> None:
+        """Cancel what runs for `results`."""
 
         async def cancel() -> None:
-            pending = list(self._pending)
+            pending = [task for task, owner in self._pending.items() if owner is results]
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
 
         self.wait_for(cancel())
-        self.take(wait=False)
 
     def end(self, endings: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Run what ends sessions, after `cancel`. What goes wrong is only logged: the run has failed already."""

@@ -132,6 +132,8 @@ def write_stream(
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     # The view as bytes must come after flattening: a 0-dimensional tensor cannot change its element size.
     flat = tensor.detach().cpu().contiguous().flatten()
+    if not flat.numel():  # one that was an empty numpy array has a stride of 0, for which there is no view
+        return memoryview(b"")
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

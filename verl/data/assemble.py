@@ -18,7 +18,8 @@ from verl.errors import DataError
 
 
 class FinishedSample(Protocol):
-    """What is read of a response; `response_mask` (1 = the policy's own token) may be there for several turns."""
+    """What is read of a response. There may also be `versions`, where weights changed on the way, and `response_mask`
+    (1 = the policy's own token), for several turns."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -70,6 +71,12 @@ def _response_masks(responses: Sequence[FinishedSample]) -> list[list[int]]:
     return masks
 
 
+def _versions(response: FinishedSample) -> Sequence[int]:
+    """Of the weights that drew each token."""
+    versions = getattr(response, "versions", None)
+    return [response.policy_version] * len(response.token_ids) if versions is None else versions
+
+
 def _log_probs(responses: Sequence[FinishedSample]) -> list[Sequence[float]] | None:
     """One per token, for all responses or for none."""
     values_per_row = [response.log_probs if response.log_probs is not None else [] for response in responses]
@@ -89,8 +96,9 @@ def assemble_rollouts(
     """`prompts` (already repeated, one row per response) with the tensors of their responses.
 
     Adds `prompts` [B,P], `responses` [B,T], `input_ids` and `attention_mask` [B,P+T], `response_mask` [B,T],
-    `rollout_log_probs` [B,T] (left out when the engine gave none), and the columns `finish_reason` and
-    `policy_version`. An empty response is a row of padding with an empty mask; T is at least 1."""
+    `token_versions` [B,T] (of the weights that drew each token), `rollout_log_probs` [B,T] (left out when the engine
+    gave none), and the columns `finish_reason` and `policy_version`. An empty response is a row of padding with an
+    empty mask; T is at least 1."""
     if len(prompts) != len(responses):
         raise DataError(
             f"There are {len(responses)} responses for {len(prompts)} prompts; they must match row by row."
@@ -115,6 +123,7 @@ def assemble_rollouts(
         "input_ids": torch.cat([prompts_BP, responses_BT], dim=1),
         "attention_mask": torch.cat([prompt_mask_BP, seen_BT], dim=1),
         "response_mask": pad_right(masks, 0, torch.long, width=T),
+        "token_versions": pad_right([_versions(r) for r in responses], 0, torch.long, width=T),
     }
     if log_probs is not None:
         tensors["rollout_log_probs"] = pad_right(log_probs, 0.0, torch.float32, width=T)

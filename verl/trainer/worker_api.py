@@ -15,6 +15,7 @@ from verl.data.chat import load_tokenizer
 from verl.data.proto import DataProto, object_column
 from verl.errors import ConfigError, RewardError
 from verl.rollout import build_rollout
+from verl.rollout.samples import ResponseStream
 from verl.workers.group import mini_batches
 from verl.workers.local import pad_id
 from verl.workers.placement import build_reward_model
@@ -112,7 +113,7 @@ class RolloutWorker:
         settings = training_settings(
             self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length, self._calls
         )
-        out = generate_batch(self._engine, batch, settings, pad_id(self.tokenizer))
+        out = generate_batch(ResponseStream(self._engine), batch, settings, pad_id(self.tokenizer))
         responses = out.batch["responses"]
         lengths = out.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
         texts = [

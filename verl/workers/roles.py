@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.agents.conversation import Conversation
 from verl.algorithms import agg_loss, compute_value_loss, get_policy_loss_fn, kl_penalty
 from verl.algorithms.aggregation import loss_denominators
 from verl.data.assemble import assemble_rollouts
 from verl.data.proto import DataProto, object_column
-from verl.errors import RolloutError
 from verl.observe.metrics import Metric
-from verl.rollout.base import GenerationSettings, Request, Response, SamplingParams
+from verl.rollout.base import GenerationSettings, SamplingParams
+from verl.rollout.samples import SampleStream, collect_samples
 
 if TYPE_CHECKING:
-    from verl.agents.runner import ConversationRunner
     from verl.config.schema import ActorConfig, CriticConfig, RolloutConfig
     from verl.engines.base import ModelOutput, TrainEngine
-    from verl.rollout.base import RolloutEngine
 
 OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
@@ -220,44 +218,24 @@ def _sampling(cfg: RolloutConfig, max_tokens: int, **changes: Any) -> SamplingPa
 
 
 def generate_batch(
-    engine: RolloutEngine,
+    stream: SampleStream,
     prompts: DataProto,
     settings: GenerationSettings,
     pad_token_id: int,
     on_finish: OnFinish | None = None,
-    agents: ConversationRunner | None = None,
 ) -> DataProto:
-    """`settings.n` rows for each prompt, in the order of the prompts whatever finished first. With `agents` a row is a
-    conversation of several turns."""
-    n = settings.n
-    uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-    first_row = {uid: i * n for i, uid in enumerate(uids)}
-    if len(first_row) != len(uids):
-        raise RolloutError("two prompts of one batch share a uid; uids must differ")
-    if agents is not None:
-        conversations = agents.run(engine, prompts, settings, on_finish)
-        repeated = prompts.repeat(n)
+    """`settings.n` rows for each prompt, in the order of the prompts."""
+    samples = collect_samples(stream, prompts, settings, on_finish)
+    return rollouts_of(prompts, samples, settings.n, pad_token_id)
+
+
+def rollouts_of(prompts: DataProto, samples: Sequence[Any], n: int, pad_token_id: int) -> DataProto:
+    """The batch of finished samples, `n` for each prompt and in their order. A sample is a response, or a conversation
+    of several turns."""
+    repeated = prompts.repeat(n)
+    if samples and isinstance(samples[0], Conversation):
         repeated.non_tensor_batch |= {
-            "prompt_ids": object_column(conversation.prompt_ids for conversation in conversations),
-            "conversation": object_column(conversations),
+            "prompt_ids": object_column(conversation.prompt_ids for conversation in samples),
+            "conversation": object_column(samples),
         }
-        return assemble_rollouts(repeated, conversations, pad_token_id)
-    requests = [
-        Request(uid, ids, settings.sampling, n=n, seed=settings.seed)
-        for uid, ids in zip(uids, prompts.non_tensor_batch["prompt_ids"], strict=True)
-    ]
-    rows: list[Response | None] = [None] * (len(uids) * n)
-    stream: Any = engine.generate(requests)
-    with closing(stream) as responses:  # an exception of `on_finish` aborts the rest
-        for response in responses:
-            row = first_row[response.request_id] + response.sample
-            rows[row] = response
-            if on_finish is not None:
-                on_finish(row, response)
-    missing = [i for i, response in enumerate(rows) if response is None]
-    if missing:
-        raise RolloutError(
-            f"{type(engine).__name__} left {len(missing)} of {len(rows)} samples unanswered, a defect of the "
-            "engine; use actor_rollout_ref.rollout.name=hf and report it"
-        )
-    return assemble_rollouts(prompts.repeat(n), [r for r in rows if r is not None], pad_token_id)
+    return assemble_rollouts(repeated, samples, pad_token_id)
