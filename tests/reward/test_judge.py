@@ -24,6 +24,7 @@ class Judge(BaseHTTPRequestHandler):
     together = 1
     lock = threading.Condition()
     over = threading.Event()
+    held = threading.Event()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -49,6 +50,8 @@ class Judge(BaseHTTPRequestHandler):
                 except OSError:
                     return
             return
+        if "hold this" in text:
+            Judge.held.wait()
         if fault == "hang":
             Judge.over.wait()
             return
@@ -81,12 +84,14 @@ class Judge(BaseHTTPRequestHandler):
 def server(monkeypatch):
     Judge.faults, Judge.seen, Judge.running, Judge.most = [], [], 0, 0
     Judge.over.clear()
+    Judge.held.clear()
     monkeypatch.setattr(judge, "FIRST_PAUSE_S", 0.01)
     http = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     thread = threading.Thread(target=http.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{http.server_address[1]}/v1"
     Judge.over.set()
+    Judge.held.set()
     with Judge.lock:
         Judge.lock.notify_all()
     http.shutdown()
@@ -109,6 +114,18 @@ def run(cfg: RewardConfig, responses: list[str], **fields):
             manager.submit(RewardSample(index, "the task", response, ground_truth="gold", **fields))
         results = manager.collect()
         return [results[index] for index in range(len(responses))]
+    finally:
+        manager.close()
+
+
+def test_a_slow_answer_delays_only_those_who_want_it(server):
+    manager = build_reward_manager(config(server, timeout_s=600.0), max_response_length=8)
+    try:
+        for index, response in enumerate(["hold this worth=1 ", "worth=2 ", "worth=3 "]):
+            manager.submit(RewardSample(index, "the task", response))
+        assert {index: result.score for index, result in manager.collect([1]).items()} == {1: 2.0}
+        Judge.held.set()
+        assert {index: result.score for index, result in manager.collect([2, 0]).items()} == {0: 1.0, 2: 3.0}
     finally:
         manager.close()
 

@@ -79,6 +79,17 @@ def run(cfg: RewardConfig, given: list[RewardSample]):
     return [results[sample.index] for sample in given]
 
 
+def test_the_wanted_are_scored_and_the_others_stay(tmp_path):
+    cfg = config(build(tmp_path))
+    expected = {sample.index: result for sample, result in zip(samples(), run(cfg, samples()), strict=True)}
+    manager = build_reward_manager(cfg, max_response_length=8)
+    for sample in samples():
+        manager.submit(sample)
+    assert manager.collect([4, 1]) == {1: expected[1], 4: expected[4]}
+    assert manager.collect() == {index: expected[index] for index in (0, 2, 3, 5)}
+    manager.close()
+
+
 @pytest.mark.parametrize("pad", [None, "</s>"])  # a tokenizer that pads with what ends a conversation
 def test_scores_are_the_models_own_and_do_not_depend_on_batching(pad, tmp_path):
     model_folder = build(tmp_path, pad=pad)

@@ -20,7 +20,7 @@ class RewardSample:
     """One response with everything a reward function may ask for by parameter name."""
 
     index: int
-    """The row of the batch this sample belongs to."""
+    """Names the sample among those that were submitted and not collected: usually its row of the batch."""
     prompt: str
     response: str
     ground_truth: Any = None
@@ -56,8 +56,10 @@ class RewardManager(ABC):
         """Queue a finished sample; must return soon."""
 
     @abstractmethod
-    def collect(self) -> dict[int, RewardResult]:
-        """Wait for everything submitted since the last collect: results by `sample.index`."""
+    def collect(self, indices: Collection[int] | None = None) -> dict[int, RewardResult]:
+        """Wait for these samples (None: for all submitted so far) and return their results by `sample.index`; those of
+        others stay. `submit` may be called from another thread meanwhile. A function of several samples is called once
+        with exactly these, by ascending index (None: in the order of `submit`)."""
 
     def take_calls(self) -> int | None:
         """Calls of reward functions since the last `take_calls` (`reward/calls`); a function of the whole batch counts
@@ -90,8 +92,9 @@ class Backend(ABC):
         """Queue one call; `key` is how `drain` names its results."""
 
     @abstractmethod
-    def drain(self) -> dict[Hashable, list[RewardResult]]:
-        """Wait for everything submitted since the last drain."""
+    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
+        """Wait for the calls with these keys, all of them submitted before (None: for all), and return their results;
+        those of others stay. `submit` may be called from another thread meanwhile."""
 
     @abstractmethod
     def close(self) -> None:

@@ -12,7 +12,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,9 @@ class JudgeBackend(Backend):
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
         self._pending[key] = self._threads.submit(lambda: [self._judge(sample) for sample in samples])
 
-    def drain(self) -> dict[Hashable, list[RewardResult]]:
-        pending, self._pending = self._pending, {}
+    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
+        wanted = list(self._pending) if keys is None else keys
+        pending = {key: self._pending.pop(key) for key in wanted}
         return {key: future.result() for key, future in pending.items()}
 
     def close(self) -> None:

@@ -1,38 +1,35 @@
-"""The reward manager behind all four built-in names, built from the config's reward section.
+"""Building the reward manager that the config's reward section names.
 
-With several rewards the score is their weighted sum, each single score is in `extra` under the reward's name, and a
-sample that one of them could not score has no score. Functions run in worker processes, a reward model on GPUs of its
-own where it is given some. In this process run only functions with `reward.in_process=True`, functions that no other
-process can import (closures, lambdas), and a model on the trainer's GPUs. The log says which functions and why.
+Functions run in worker processes, a reward model on GPUs of its own where it is given some. In this process run only
+functions with `reward.in_process=True`, functions that no other process can import (closures, lambdas), and a model on
+the trainer's GPUs. The log says which functions and why.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from verl.config.known import REWARD_MANAGERS
-from verl.config.sections.reward import OverlongBufferConfig, RewardConfig
+from verl.config.sections.reward import RewardConfig
 from verl.errors import ConfigError, RewardError
 from verl.processes import usable_cores
 from verl.reward import sandbox
-from verl.reward.base import Backend, RewardManager, RewardResult, RewardSample, causes
+from verl.reward.base import Backend, RewardManager, RewardResult, RewardSample
+from verl.reward.function_manager import FunctionRewardManager, RewardTerm
 from verl.reward.functions import (
     DEFAULT_NAMES,
     SCORERS,
     FunctionSpec,
     RewardFunction,
-    ScorerFunction,
-    Signature,
     check_file,
     load,
     spec_of,
 )
 from verl.reward.pool import WorkerPool
-from verl.reward.scorers import check_data_sources, registered_scorers, uses_sandbox
+from verl.reward.scorers import registered_scorers
 from verl.reward.scoring import InProcessBackend
 
 _log = logging.getLogger(__name__)
@@ -41,162 +38,6 @@ ManagerFactory = Callable[..., RewardManager]
 RewardModelFactory = Callable[[], Backend]
 """Starts the reward model on separate GPUs."""
 FACTORIES: dict[str, ManagerFactory] = {}
-
-
-@dataclass
-class RewardTerm:
-    """One reward of the sum; `spec` is None for a model or a judge."""
-
-    backend: Backend
-    label: str
-    weight: float = 1.0
-    function: int = 0
-    spec: FunctionSpec | None = None
-
-    @property
-    def signature(self) -> Signature:
-        return self.backend.signatures[self.function]
-
-    def check(self, data_sources: Sequence[str], columns: Collection[str] | None) -> None:
-        """Raise RewardError for rows no scorer knows and parameters nothing provides."""
-        if self.spec is None:
-            return
-        if not self.spec.is_scorers:
-            self.signature.check(self.spec.kwargs, columns, self.spec.key)
-            return
-        check_data_sources(data_sources)
-        ScorerFunction(self.spec.kwargs).check(data_sources, columns, self.spec.key)
-        if any(uses_sandbox(name) for name in data_sources):
-            sandbox.require()
-
-
-class FunctionRewardManager(RewardManager):
-    """Scores with one or several terms; `overlong` adds DAPO's penalty for responses near `max_response_length`."""
-
-    def __init__(
-        self,
-        terms: Sequence[RewardTerm],
-        overlong: OverlongBufferConfig | None = None,
-        max_response_length: int = 0,
-    ) -> None:
-        if overlong is not None and not 0 < overlong.len <= max_response_length:
-            raise ConfigError(
-                f"reward.overlong_buffer.len is {overlong.len}; it must be between 1 and "
-                f"data.max_response_length={max_response_length}."
-            )
-        self.terms = list(terms)
-        self._backends = list(dict.fromkeys(term.backend for term in terms))
-        self._overlong, self._max_response_length = overlong, max_response_length
-        self._samples: list[RewardSample] = []
-        # In every key, so that what an interrupted batch left behind is never taken for a result of the next.
-        self._batch = 0
-        self._calls_taken = 0
-
-    @property
-    def reward_keys(self) -> list[str]:
-        """Names under which `extra` holds the single scores; empty with only one reward."""
-        return [term.label for term in self.terms] if len(self.terms) > 1 else []
-
-    @property
-    def reward_weights(self) -> list[float]:
-        return [term.weight for term in self.terms] if len(self.terms) > 1 else []
-
-    @property
-    def signatures(self) -> list[Signature]:
-        """What each reward takes."""
-        return [term.signature for term in self.terms]
-
-    def check(self, data_sources: Collection[str] = (), columns: Collection[str] | None = None) -> None:
-        """Raise RewardError for rows no scorer knows and parameters nothing provides."""
-        for term in self.terms:
-            term.check(sorted({str(name) for name in data_sources}), columns)
-
-    def preflight(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Score a few rows before anything expensive; RewardError when none of them gets a score."""
-        for sample in samples:
-            self.submit(sample)
-        by_index = self.collect()
-        results = [by_index[sample.index] for sample in samples]
-        if results and all(result.score is None for result in results):
-            raise RewardError(
-                f"The reward gave no score for any of {len(results)} rows tried before training. "
-                + causes([result.error or "" for result in results])
-            )
-        return results
-
-    def submit(self, sample: RewardSample) -> None:
-        position = len(self._samples)
-        self._samples.append(sample)
-        for number, term in enumerate(self.terms):
-            if not term.signature.is_batch:
-                term.backend.submit((self._batch, number, position), term.function, [sample])
-
-    def collect(self) -> dict[int, RewardResult]:
-        samples, self._samples = self._samples, []
-        if not samples:
-            return {}
-        batch, self._batch = self._batch, self._batch + 1
-        for number, term in enumerate(self.terms):
-            if term.signature.is_batch:
-                term.backend.submit((batch, number), term.function, samples)
-        done: dict[Hashable, list[RewardResult]] = {}
-        for backend in self._backends:
-            done.update(backend.drain())
-        columns = [
-            done[batch, number]
-            if term.signature.is_batch
-            else [done[batch, number, position][0] for position in range(len(samples))]
-            for number, term in enumerate(self.terms)
-        ]
-        results = [self._sum(row) for row in zip(*columns, strict=True)]
-        if self._overlong is not None:
-            results = self._penalized(self._overlong, samples, results)
-        return {sample.index: result for sample, result in zip(samples, results, strict=True)}
-
-    def take_calls(self) -> int | None:
-        known = [backend.calls for backend in self._backends if backend.calls is not None]
-        if not known:
-            return None
-        before, self._calls_taken = self._calls_taken, sum(known)
-        return self._calls_taken - before
-
-    def close(self) -> None:
-        for backend in self._backends:
-            backend.close()
-
-    def _sum(self, results: Sequence[RewardResult]) -> RewardResult:
-        pairs = list(zip(self.terms, results, strict=True))
-        errors = [result.error for result in results if result.score is None]
-        score = None if errors else sum(term.weight * (result.score or 0.0) for term, result in pairs)
-        if len(results) == 1:
-            return replace(results[0], score=score)
-        extra: dict[str, Any] = {}
-        for term, result in pairs:
-            for key, value in result.extra.items():
-                extra[f"{term.label}/{key}" if key in extra else key] = value
-        extra |= {term.label: result.score for term, result in pairs if result.score is not None}
-        return RewardResult(score, extra, errors[0] if errors else None)
-
-    def _penalized(
-        self, buffer: OverlongBufferConfig, samples: Sequence[RewardSample], results: list[RewardResult]
-    ) -> list[RewardResult]:
-        import torch  # worker processes import this package and need no torch
-
-        from verl.algorithms.sampling import overlong_penalty
-
-        lengths = torch.tensor([sample.response_length for sample in samples], dtype=torch.long)
-        longest = self._max_response_length
-        penalties = overlong_penalty(lengths, longest, buffer.len, buffer.penalty_factor).tolist()
-        penalized = []
-        for result, penalty in zip(results, penalties, strict=True):
-            if result.score is not None:
-                log = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if buffer.log else {}
-                result = replace(result, score=result.score + penalty, extra={**result.extra, **log})
-            penalized.append(result)
-        return penalized
-
-
-# ---- building
 
 
 def register_reward_manager(name: str) -> Callable[[ManagerFactory], ManagerFactory]:
@@ -220,15 +61,36 @@ class NoRewards(RewardManager):
     def submit(self, sample: RewardSample) -> None:
         self._results[sample.index] = RewardResult(0.0)
 
-    def collect(self) -> dict[int, RewardResult]:
-        results, self._results = self._results, {}
-        return results
+    def collect(self, indices: Collection[int] | None = None) -> dict[int, RewardResult]:
+        wanted = list(self._results) if indices is None else sorted(set(indices))
+        return {index: self._results.pop(index) for index in wanted}
 
 
 def chooses_reward(cfg: RewardConfig, function: Any = None) -> bool:
     """Whether the user chose a reward, besides the scorers that data sources have."""
     chosen = cfg.custom_reward_function.path or cfg.functions or cfg.judge.base_url
     return bool(chosen or cfg.reward_model.enable or function is not None)
+
+
+def supports_streaming(manager: RewardManager) -> bool:
+    """Whether some of the submitted samples can be collected, as generating ahead of training needs; a user's manager
+    may have a `collect` without arguments."""
+    try:
+        inspect.signature(manager.collect).bind([0])
+    except TypeError:
+        return False
+    return True
+
+
+def require_streaming(manager: RewardManager, mode: str) -> None:
+    """Raise RewardError where `trainer.async_training.mode` needs what the manager cannot do."""
+    if mode != "off" and not supports_streaming(manager):
+        raise RewardError(
+            f"trainer.async_training.mode={mode} collects the rewards of some samples while others are generated, but "
+            f"{type(manager).__name__}.collect takes no argument. Write it as collect(self, indices=None), with the "
+            f"results of these sample.index only, or set trainer.async_training.mode=off, or "
+            f"reward.reward_manager.name to one of {', '.join(REWARD_MANAGERS)}."
+        )
 
 
 def known_reward_managers() -> list[str]:

@@ -8,7 +8,7 @@ separate GPUs. Scores do not depend on how samples are batched.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,17 +131,17 @@ class ModelBackend(Backend):
         check_path(config)
         self._config = config
         self.model: RewardModel | None = None
-        self._tasks: list[tuple[Hashable, Sequence[RewardSample]]] = []
+        self._tasks: dict[Hashable, Sequence[RewardSample]] = {}
 
     @property
     def signatures(self) -> list[Signature]:
         return [Signature("reward_model", by_name=("prompts", "completions"))]
 
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        self._tasks.append((key, samples))
+        self._tasks[key] = samples
 
-    def drain(self) -> dict[Hashable, list[RewardResult]]:
-        tasks, self._tasks = self._tasks, []
+    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
+        tasks = {key: self._tasks.pop(key) for key in (list(self._tasks) if keys is None else keys)}
         if not tasks:
             return {}
         if self.model is None:
@@ -149,7 +149,7 @@ class ModelBackend(Backend):
         model = self.model
         model.onload()
         try:
-            return {key: model.results(samples) for key, samples in tasks}
+            return {key: model.results(samples) for key, samples in tasks.items()}
         finally:
             if self._config.param_offload:
                 model.offload()

@@ -20,7 +20,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from verl.errors import RewardError
 from verl.memory import host_memory_limit
 from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import FunctionSpec, Signature
+from verl.reward.pending import PendingCalls
 from verl.reward.scoring import rows_text
 from verl.reward.worker import Task, WorkerProcess, WorkerSetup
 
@@ -46,7 +47,7 @@ _MAX_LINE = 1 << 30
 
 
 class WorkerPool(Backend):
-    """Runs functions in worker processes. `submit` from one thread, then `drain`."""
+    """Runs functions in worker processes."""
 
     def __init__(
         self,
@@ -81,11 +82,11 @@ class WorkerPool(Backend):
         self._workers: list[WorkerProcess] = []
         self._failed_starts = 0
         self._call_s = 0.0
-        # Shared between the caller's thread and the event loop's, under `_changed`.
+        # Shared between the callers' threads and the event loop's, under `_changed`.
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
         self._results: dict[Hashable, list[RewardResult]] = {}
-        self._unanswered = 0
+        self._pending = PendingCalls(self._changed)
         self._failure: RewardError | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -125,19 +126,18 @@ class WorkerPool(Backend):
             if self._failure is not None:
                 raise self._failure
             self._queue.append(task)
-            self._unanswered += 1
+            self._pending.add(key)
             first = len(self._queue) == 1
         if first:  # otherwise the loop knows that tasks are waiting
             with contextlib.suppress(RuntimeError):  # the loop has just ended: drain says why
                 self._loop.call_soon_threadsafe(self._dispatch)
 
-    def drain(self) -> dict[Hashable, list[RewardResult]]:
+    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._unanswered or self._failure)
+            self._pending.wait(keys, lambda: self._failure is not None)
             if self._failure is not None:
                 raise self._failure
-            results, self._results = self._results, {}
-        return results
+            return {key: self._results.pop(key) for key in (list(self._results) if keys is None else keys)}
 
     def close(self) -> None:
         """End the workers and whatever they started. Safe to call twice."""
@@ -241,9 +241,7 @@ class WorkerPool(Backend):
         with self._changed:
             self._results[task.key] = results
             self.calls += 1
-            self._unanswered -= 1
-            if not self._unanswered:
-                self._changed.notify_all()
+            self._pending.end(task.key)
 
     def _dispatch(self) -> None:
         with self._changed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from verl.errors import RewardError
@@ -99,17 +99,17 @@ class InProcessBackend(Backend):
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
         self.calls: int = 0
-        self._tasks: list[tuple[Hashable, RewardFunction, Sequence[RewardSample]]] = []
+        self._tasks: dict[Hashable, tuple[RewardFunction, Sequence[RewardSample]]] = {}
 
     @property
     def signatures(self) -> list[Signature]:
         return [function.signature for function in self.functions]
 
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
-        self._tasks.append((key, self.functions[function], samples))
+        self._tasks[key] = (self.functions[function], samples)
 
-    def drain(self) -> dict[Hashable, list[RewardResult]]:
-        tasks, self._tasks = self._tasks, []
+    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
+        tasks = [(key, *self._tasks.pop(key)) for key in (list(self._tasks) if keys is None else keys)]
         self.calls += len(tasks)
         concurrent = [task for task in tasks if task[1].signature.is_async]
         results = {

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from verl.errors import TrainingHalted, VerlError
 from verl.reward.base import Backend, RewardResult, RewardSample
 from verl.reward.functions import Signature
 from verl.reward.model import check_path, estimated_work, next_share
+from verl.reward.pending import PendingCalls
 from verl.workers.rank_process import remote_rank_process
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
@@ -143,8 +144,10 @@ class ModelPoolBackend(Backend):
         """Responses by the process that scored them."""
         self._changed = threading.Condition()
         self._waiting: list[Waiting] = []
-        self._open = 0
+        self._pending = PendingCalls(self._changed)
         self._results: dict[Hashable, list[RewardResult | None]] = {}
+        self._unscored: Counter[Hashable] = Counter()
+        """Responses of each call that have no result yet."""
         self._failure: VerlError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="reward-model-pool", daemon=True)
@@ -170,15 +173,16 @@ class ModelPoolBackend(Backend):
                 # The model sees the conversation only; the rest need not be sent.
                 seen = replace(sample, ground_truth=None, extra_info={}, columns={})
                 self._waiting.append(Waiting(key, position, seen, estimated_work(sample, hidden_size)))
-            self._open += len(samples)
+            if samples:
+                self._unscored[key] = len(samples)
+                self._pending.add(key)
             self._changed.notify_all()
 
-    def drain(self) -> dict[Hashable, list[RewardResult]]:
+    def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
         with self._changed:
-            while self._open and self._failure is None:
-                self._changed.wait()
+            self._pending.wait(keys, lambda: self._failure is not None)
             self._raise_failure()
-            found, self._results = self._results, {}
+            found = {key: self._results.pop(key) for key in (list(self._results) if keys is None else keys)}
         return {key: [result for result in results if result is not None] for key, results in found.items()}
 
     def close(self) -> None:
@@ -239,10 +243,11 @@ class ModelPoolBackend(Backend):
         with self._changed:
             for item, result in zip(share, results, strict=True):
                 self._results[item.key][item.position] = result
+                self._unscored[item.key] -= 1
+                if not self._unscored[item.key]:
+                    del self._unscored[item.key]
+                    self._pending.end(item.key)
             self.scored[rank] += len(share)
-            self._open -= len(share)
-            if not self._open:
-                self._changed.notify_all()
 
 
 def _gpus_outside_ray(run: PPOConfig) -> list[str]:
