@@ -58,11 +58,6 @@ def test_a_loss_and_an_estimator_in_the_place_of_the_other_are_told_apart(typed:
 @pytest.mark.parametrize(
     "typed",
     [
-        "trainer.async_training.mode=one_step_off",
-        "async_training.staleness_threshold=0.1",
-        "trainer.async_mode=True",
-        "trainer.v1.trainer_mode=fully_async",
-        "rollout.partial_rollout=True",
         "rollout.agent.num_workers=2",
         "data.chosen_key=chosen",
         "recipe=dapo",

@@ -261,6 +261,9 @@ def _ppo(config: PPOConfig) -> None:
     if critic.enable is None:
         critic.enable = config.algorithm.adv_estimator in CRITIC_ESTIMATORS
     _validation_sampling(config)
+    ahead = config.trainer.async_training
+    if ahead.mode != "off" and ahead.staleness is None:
+        ahead.staleness = 1
 
 
 def _validation_sampling(config: PPOConfig) -> None:

@@ -19,6 +19,7 @@ from copy import deepcopy
 from typing import Any
 
 from verl.config import known
+from verl.config.async_checks import async_advice, async_errors
 from verl.config.build import finalize
 from verl.config.keys import Key, get, put, schema_keys, sections
 from verl.config.machine import cpu_has_bf16, on_cpu
@@ -213,7 +214,7 @@ def _training_errors(config: PPOConfig) -> list[str]:
         errors.append(
             f"'{ROLLOUT}.ignore_eos' is True, but turns must end ({ROLLOUT}.multi_turn); set it to False"
         )
-    errors += _split_errors(config)
+    errors += _split_errors(config) + async_errors(config)
     # The adaptive weight is multiplied by as little as 1 - 0.2 * sequences / horizon, which must stay above 0.
     control, sequences = algorithm.kl_ctrl, config.data.train_batch_size * rollout.n
     if algorithm.use_kl_in_reward and control.type == "adaptive" and sequences >= 5 * control.horizon:
@@ -417,7 +418,7 @@ def _advice(config: AnyConfig) -> list[str]:
         ]
     if not isinstance(config, PPOConfig):
         return []
-    lines: list[str] = []
+    lines = async_advice(config)
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     val, name = rollout.val_kwargs, "actor_rollout_ref.rollout"
     if val.n > 1 and not val.do_sample and config.data.val_files:

@@ -53,6 +53,9 @@ HISTORIES = ("append", "split")
 TRUNCATIONS = ("error", "left", "right", "middle")
 REWARD_MANAGERS = ("naive", "prime", "dapo", "batch")
 
+ASYNC_MODES = ("off", "carry_over", "one_step_off", "fully_async")
+# Those in which generation has its own processes.
+POOL_ASYNC_MODES = ("one_step_off", "fully_async")
 DEVICES = ("auto", "cpu", "cuda")
 LOGGERS = ("console", "file", "wandb", "tensorboard")
 RESUME_MODES = ("auto", "disable", "resume_path")
@@ -90,10 +93,6 @@ OTHER_VALUES = {
 }
 # What this version does not have, by the parts of the names with which other versions ask for it.
 UNAVAILABLE_FEATURES = {
-    "asynchronous training": (
-        "async_training", "async_mode", "one_step_off", "fully_async", "partial_rollout", "staleness_threshold",
-        "trainer_mode",
-    ),
     "training with agents": ("agent", "agent_loop", "interaction_config_path"),
     "preference training": ("chosen_key", "rejected_key", "dpo", "online_dpo"),
     "recipes": ("recipe",),

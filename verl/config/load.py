@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+from verl.config.async_aliases import AsyncAliases, converted
 from verl.config.build import Builder, finalize
 from verl.config.checks import check
 from verl.config.keys import get, nearest, schema_keys, to_dict
@@ -27,6 +28,7 @@ from verl.config.sources import (
     read_yaml,
     resolve,
     set_path,
+    take_path,
 )
 from verl.errors import CommandAnswered, ConfigError
 
@@ -75,6 +77,10 @@ _PPO_ALIASES: dict[str, str] = {
     **{f"rollout.multi_turn.{old}": f"{_MULTI_TURN}.{new}" for old, new in _MULTI_TURN_ALIASES.items()},
     **{f"{_MULTI_TURN}.{old}": f"{_MULTI_TURN}.{new}" for old, new in _MULTI_TURN_ALIASES.items()},
     "rollout": "actor_rollout_ref.rollout",
+    "async_training.staleness_threshold": "trainer.async_training.staleness",
+    "async_training.trigger_parameter_sync_step": "trainer.async_training.sync_every",
+    "async_training": "trainer.async_training",
+    "trainer.v1.trainer_mode": "trainer.async_training.mode",
     **_REWARD_ALIASES,
     **_RUN_ALIASES,
     "critic.model.fsdp_config": "critic.fsdp_config",
@@ -169,16 +175,22 @@ class _Draft(Generic[Config]):
         self.as_typed: dict[str, Any] = {}
         self.typed: dict[str, str] = {}
         self.noticed: set[str] = set()
+        self.ahead = AsyncAliases()
 
     def add(self, tree: dict[str, Any]) -> None:
         merge(self.as_typed, tree)
+        if "async_training" in _ALIASES[self.kind]:
+            self._notice(self.ahead.take(tree))
         typed, notices = _resolve_aliases(self.kind, tree)
         self.typed.update(typed)
+        self._notice(notices)
+        merge(self.tree, tree)
+
+    def _notice(self, notices: list[str]) -> None:
         for notice in notices:
             if notice not in self.noticed:
                 self.noticed.add(notice)
                 log.warning("%s", notice)
-        merge(self.tree, tree)
 
     def remove(self, name: str) -> None:
         ours = our_name(self.kind, name)
@@ -192,6 +204,7 @@ class _Draft(Generic[Config]):
     def finish(self, checked: bool, quiet: bool = False) -> Config:
         """The config; warnings are logged unless `quiet`."""
         tree = resolve(self.tree, (to_dict(self.kind()), self.as_typed))
+        self._notice(self.ahead.finish(tree))
         builder = Builder(self.kind, self.typed)
         config: Config = builder.section(self.kind, tree)
         if builder.problems:
@@ -215,15 +228,19 @@ def _resolve_aliases(kind: type, tree: dict[str, Any]) -> tuple[dict[str, str], 
     typed: dict[str, str] = {}
     notices: list[str] = []
     for old, new in _ALIASES.get(kind, {}).items():
-        found, value = _take(tree, old)
+        found, value = take_path(tree, old)
         if not found:
             continue
         if value is None and new not in schema_keys(kind):
             continue  # an empty section in a YAML file says nothing
+        theirs, value = value, converted(old, value)
         _move(tree, new, value, old, new)
-        for ours, theirs in _leaves(new, old, value):
-            typed[ours] = theirs
-        notices.append(f"'{old}' is read as '{new}'")
+        for ours, name in _leaves(new, old, value):
+            typed[ours] = name
+        changed = theirs != value
+        notices.append(
+            f"'{old}{f'={theirs}' if changed else ''}' is read as '{new}{f'={value}' if changed else ''}'"
+        )
     return typed, notices
 
 
@@ -233,22 +250,6 @@ def our_name(kind: type, name: str) -> str:
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
     return name
-
-
-def _take(tree: dict[str, Any], name: str) -> tuple[bool, Any]:
-    """Remove a key from the tree; sections left empty by it go as well."""
-    first, _, rest = name.partition(".")
-    if first not in tree:
-        return False, None
-    if not rest:
-        return True, tree.pop(first)
-    inner = tree[first]
-    if not isinstance(inner, dict):
-        return False, None
-    found, value = _take(inner, rest)
-    if found and not inner:
-        del tree[first]
-    return found, value
 
 
 def _move(tree: dict[str, Any], name: str, value: Any, old: str, new: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.known import POOL_ASYNC_MODES
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 
 EXTERNAL_ENGINES = ("vllm", "sglang")  # they hold a copy of the weights, which several GPUs can share
@@ -88,10 +89,12 @@ def engines(cfg: GenerationConfig) -> int:
 
 
 def dedicated_server(cfg: PPOConfig) -> bool:
-    """Whether one trainer process starts one rollout server on other GPUs, which needs no Ray."""
+    """Whether one trainer process starts one rollout server on other GPUs, which needs no Ray. While it trains it could
+    not talk to the server, so that generating ahead takes a pool."""
     rollout = cfg.actor_rollout_ref.rollout
     return (
         world_size(cfg) == 1
+        and cfg.trainer.async_training.mode not in POOL_ASYNC_MODES
         and rollout.name in EXTERNAL_ENGINES
         and rollout.mode == "server"
         and rollout.nnodes == 1

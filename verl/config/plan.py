@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.config.async_checks import async_rows
 from verl.config.batch_math import BatchPlan, batch_plan, text_table
 from verl.config.batch_math import rows as batch_rows
 from verl.config.checks import unavailable, unused_keys
@@ -38,6 +39,7 @@ class Plan:
 
     batches: BatchPlan
     device: Device
+    ahead: list[tuple[str, str, str]] = field(default_factory=list)
     memory: Estimate | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -47,6 +49,8 @@ def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
     device = device or local_device(config.trainer.device, config.trainer.n_gpus_per_node)
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
     result = Plan(batch_plan(config), device)
+    if isinstance(config, PPOConfig):
+        result.ahead = async_rows(config, result.batches)
     result.warnings += unavailable(config) + unused_keys(config) + _missing(config, device)
     try:
         sizes = read_sizes(model.path, model.override_config)
@@ -151,6 +155,8 @@ def _remedies(config: PPOConfig | SFTConfig, kind: str) -> Iterator[tuple[str, A
 def render(result: Plan) -> str:
     """The plan as text."""
     blocks = [text_table("batches", batch_rows(result.batches))]
+    if result.ahead:
+        blocks.append(text_table("generation ahead of training", result.ahead))
     if result.memory is not None:
         limit = f", {gib(result.device.memory)} per rank" if result.device.memory is not None else ""
         title = f"memory on {result.device.name}{limit} (activations are estimates)"

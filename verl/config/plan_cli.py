@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from verl.config.async_checks import async_rows
 from verl.config.batch_math import batch_plan
 from verl.config.load import from_dict
 from verl.config.machine import Device
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     values |= {"trainer.nnodes": args.gpus // per_node, "trainer.n_gpus_per_node": per_node}
     config = from_dict(PPOConfig, {"actor_rollout_ref.model.path": args.model, **values}, checked=False)
     device = Device("cuda", f"{args.gpus} GPUs", int(args.gpu_memory * 2**30), per_node)
-    result = Plan(batch_plan(config), device)
+    batches = batch_plan(config)
+    result = Plan(batches, device, async_rows(config, batches))
     sizes = read_sizes(args.model, config.actor_rollout_ref.model.override_config, download=True)
     assert sizes is not None  # with `download` a model that cannot be read is an error
     add_memory(result, config, sizes)

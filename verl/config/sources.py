@@ -245,6 +245,22 @@ def del_path(tree: dict[str, Any], name: str) -> None:
         inner.pop(last, None)
 
 
+def take_path(tree: dict[str, Any], name: str) -> tuple[bool, Any]:
+    """Remove a key from the tree; sections left empty by it go as well."""
+    first, _, rest = name.partition(".")
+    if first not in tree:
+        return False, None
+    if not rest:
+        return True, tree.pop(first)
+    inner = tree[first]
+    if not isinstance(inner, dict):
+        return False, None
+    found, value = take_path(inner, rest)
+    if found and not inner:
+        del tree[first]
+    return found, value
+
+
 @dataclass(frozen=True)
 class Override:
     """One `key=value` (or `~key`, then without value) of the command line."""

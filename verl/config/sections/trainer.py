@@ -79,6 +79,34 @@ class BaseTrainerConfig(PlacementConfig):
 
 
 @dataclass
+class AsyncTrainingConfig:
+    """Generating ahead of training, from weights that may be some steps old."""
+
+    mode: str = key(
+        "off",
+        "carry_over: unfinished responses continue in the next step; one_step_off: the next batch is generated while "
+        "one trains; fully_async: generated all the time, by weights that are replaced meanwhile",
+        known=known.ASYNC_MODES,
+    )
+    staleness: int | None = key(
+        None,
+        "steps by which the weights that start a response may be older than those it trains; default: 1",
+        ge=0,
+        used_if=".mode!=off",
+    )
+    window: int | None = key(
+        None,
+        "a step takes finished prompts from so many of the oldest, 1: in order; default: all, with one_step_off 1",
+        ge=1,
+        used_if=".mode=carry_over|fully_async",
+    )
+    sync_every: int = key(1, "steps after which the pool gets new weights", ge=1, used_if=".mode=fully_async")
+    over_sampling: float = key(
+        1.0, "prompts in progress beyond a batch, as a share of it", gt=0, used_if=".mode=carry_over"
+    )
+
+
+@dataclass
 class TrainerConfig(BaseTrainerConfig):
     """A reinforcement-learning run."""
 
@@ -99,6 +127,7 @@ class TrainerConfig(BaseTrainerConfig):
         used_if="data.val_files",
     )
     log_val_generations: int = key(0, "validation samples for the loggers", ge=0, used_if="data.val_files")
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, "generating ahead of training")
 
 
 @dataclass
