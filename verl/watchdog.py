@@ -96,22 +96,35 @@ class StackWatchdog:
         self.host = socket.gethostname()
         self.call = ""
         """The call that runs, or the one that failed last."""
-        self._thread: int | None = None
+        self._lock = threading.Lock()
+        self._serving: tuple[tuple[int, str], ...] = ()
+        """Thread and call of everything that runs, oldest first."""
         self._since = self._moved = time.monotonic()
         self._last: tuple[object, ...] = ()
         threading.Thread(target=self._watch, name="verl-watchdog", daemon=True).start()
 
     @contextmanager
     def serving(self, call: str) -> Iterator[None]:
-        """Around the body of a call, in the thread that runs it; calls may nest."""
-        outer = self._thread, self.call if self._thread is not None else ""
-        self._since = self._moved = time.monotonic()
-        self._thread, self.call = threading.get_ident(), call
+        """Around the body of a call, in the thread that runs it. Calls may nest; where two threads serve, the later one
+        waits for the other, and the status is that of the first."""
+        entry = threading.get_ident(), call
+        with self._lock:
+            self._since = self._moved = time.monotonic()
+            self._show((*self._serving, entry))
+        failed = True
         try:
             yield
-            self.call = outer[1]
+            failed = False
         finally:
-            self._thread = outer[0]
+            with self._lock:
+                shown, first = self.call, self._serving[0][0] == entry[0]
+                self._show(tuple(one for one in self._serving if one is not entry))
+                if failed:
+                    self.call = shown if first else call  # of nested calls the inner one
+
+    def _show(self, serving: tuple[tuple[int, str], ...]) -> None:
+        self._serving = serving
+        self.call = next((call for thread, call in reversed(serving) if thread == serving[0][0]), "")
 
     def _watch(self) -> None:
         while True:
@@ -124,7 +137,8 @@ class StackWatchdog:
             self._last, self._moved = seen, time.monotonic()
 
     def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._thread) if self._thread is not None else None
+        serving = self._serving
+        return sys._current_frames().get(serving[0][0]) if serving else None
 
     def status(self) -> RankStatus:
         frame = self._frame()
@@ -168,19 +182,41 @@ def format_hang_report(
     names: Sequence[str],
     awaited: Sequence[int],
     statuses: Mapping[int, RankStatus],
+    asked: int | None = None,
 ) -> str:
-    """Which ranks are stuck where, and which wait for them. `names`: all ranks; `awaited`: those that have not answered
-    `call`; `statuses`: of the ranks that report one."""
+    """Which ranks are stuck where, and which wait for them. `names`: all ranks; `asked`: how many of them, the first
+    ones, were asked for `call` (default: all); `awaited`: those that have not answered it; `statuses`: of the ranks
+    that report one."""
     short = [short_name(name) for name in names]
+    asked = len(names) if asked is None else asked
+    others = [rank for rank in range(asked, len(names)) if rank in statuses]
+    if all(rank in statuses and statuses[rank].waits_for_others for rank in awaited):
+        # They wait for others in a call that these serve too.
+        joint = {statuses[rank].call for rank in awaited}
+        awaited = [*awaited, *(rank for rank in others if statuses[rank].call in joint)]
     silent = [rank for rank in range(len(names)) if rank not in statuses]
     stuck = [rank for rank in awaited if rank in statuses and not statuses[rank].waits_for_others]
     waiting = [rank for rank in awaited if rank in statuses and statuses[rank].waits_for_others]
-    finished = [rank for rank in range(len(names)) if rank not in awaited and rank not in silent]
+    finished = [rank for rank in range(asked) if rank not in awaited and rank not in silent]
     lines = [f"no progress for {watchdog_s:g} s (trainer.watchdog_s) in {call}."]
     lines += [f"{names[rank]} does not answer at all." for rank in silent]
-    lines += [f"{statuses[rank].name} is stuck at {statuses[rank].where}." for rank in stuck]
+    in_call = {
+        rank: f", in {statuses[rank].call}" for rank in statuses if statuses[rank].call not in ("", call)
+    }
+    lines += [
+        f"{statuses[rank].name} is stuck at {statuses[rank].where}{in_call.get(rank, '')}." for rank in stuck
+    ]
     culprits = ", ".join(short[rank] for rank in sorted(silent + stuck)) or "one another"
-    lines += [f"{statuses[rank].name} waits for {culprits} at {statuses[rank].where}." for rank in waiting]
+    lines += [
+        f"{statuses[rank].name} waits for {culprits} at {statuses[rank].where}{in_call.get(rank, '')}."
+        for rank in waiting
+    ]
+    for rank in (rank for rank in others if rank not in awaited):
+        status = statuses[rank]
+        doing = (
+            f"is at {status.where}, in {status.call}" if status.call else f"waits for {call} of {culprits}"
+        )
+        lines.append(f"{status.name} {doing}.")
     if finished and not (silent or stuck):
         lines.append(f"Finished it: {', '.join(short[rank] for rank in finished)}.")
     lines.append(f"The run ends here; {RESUME}. If the work really takes longer, raise trainer.watchdog_s.")

@@ -17,6 +17,10 @@ from verl.workers.generation_stream import GenerationStream
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
+def version() -> int:
+    return 3
+
+
 class Stepping(BatchEngine):
     """One token a step for every sample; `before_step` is called with the number of the step before it is made."""
 
@@ -71,7 +75,7 @@ def answers(flushes: Iterable[list[Response]]) -> dict[tuple[str, int], tuple[in
 def test_an_abort_that_comes_before_its_request_is_heeded() -> None:
     stream, engine = GenerationStream(), Stepping()
     stream.abort(5, ["b"])
-    found = answers(stream.run(engine, 5, [request("a", 4, n=2), request("b", 4, n=2)], 3))
+    found = answers(stream.run(engine, 5, [request("a", 4, n=2), request("b", 4, n=2)], version))
     assert found == {
         ("a", 0): (4, "length"),
         ("a", 1): (4, "length"),
@@ -80,16 +84,16 @@ def test_an_abort_that_comes_before_its_request_is_heeded() -> None:
     }
     steps = engine.steps
     stream.abort(6, ["c"])
-    assert answers(stream.run(engine, 6, [request("c", 4)], 3)) == {("c", 0): (0, "abort")}
+    assert answers(stream.run(engine, 6, [request("c", 4)], version)) == {("c", 0): (0, "abort")}
     assert engine.steps == steps, "nothing is computed for it"
 
 
 def test_an_abort_of_an_earlier_dispatch_is_not_heeded() -> None:
     """The same request id may be submitted again, after it was answered."""
     stream = GenerationStream()
-    answers(stream.run(Stepping(), 5, [request("a", 1)], 3))
+    answers(stream.run(Stepping(), 5, [request("a", 1)], version))
     stream.abort(5, ["a"])
-    assert answers(stream.run(Stepping(), 6, [request("a", 4)], 3)) == {("a", 0): (4, "length")}
+    assert answers(stream.run(Stepping(), 6, [request("a", 4)], version)) == {("a", 0): (4, "length")}
 
 
 def test_requests_and_aborts_are_taken_while_it_runs() -> None:
@@ -103,7 +107,7 @@ def test_requests_and_aborts_are_taken_while_it_runs() -> None:
                 other.start()
                 other.join()
 
-    found = answers(stream.run(Stepping(before), 7, [request("a", 9), request("b", 9)], 3))
+    found = answers(stream.run(Stepping(before), 7, [request("a", 9), request("b", 9)], version))
     assert found == {
         ("a", 0): (9, "length"),
         ("b", 0): (2, "abort"),
@@ -122,7 +126,7 @@ def test_an_engine_that_cannot_abort_says_so() -> None:
             BatchEngine.abort(self, request_ids)
 
     engine = Deaf(lambda step: said.append(stream.abort(0, ["a"])))
-    assert answers(stream.run(engine, 0, [request("a", 2)], 3)) == {("a", 0): (2, "length")}
+    assert answers(stream.run(engine, 0, [request("a", 2)], version)) == {("a", 0): (2, "length")}
     assert said == [False, False]
 
 
@@ -138,7 +142,7 @@ def test_closing_early_leaves_an_idle_engine(tiny_model_dir: Path) -> None:
     with pytest.raises(KeyError), closing(engine.generate(requests)) as responses:
         next(responses)
         raise KeyError
-    lists = stream.run(engine, 0, requests, 0)
+    lists = stream.run(engine, 0, requests, lambda: 0)
     next(lists)
     lists.close()
     assert len(list(engine.generate(requests))) == 2, "it generates again"
@@ -151,9 +155,9 @@ def test_a_failing_engine_ends_the_stream() -> None:
         raise KeyError(step)
 
     with pytest.raises(KeyError):
-        answers(stream.run(Stepping(fail), 0, [request("a", 2)], 3))
+        answers(stream.run(Stepping(fail), 0, [request("a", 2)], version))
     assert not stream.submit(1, [request("b", 1)])
-    assert answers(stream.run(Stepping(), 1, [request("a", 2)], 3)) == {("a", 0): (2, "length")}
+    assert answers(stream.run(Stepping(), 1, [request("a", 2)], version)) == {("a", 0): (2, "length")}
 
 
 def test_word_that_comes_while_another_is_answered_reaches_the_device_too(

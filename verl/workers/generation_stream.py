@@ -1,7 +1,8 @@
 """One process's side of generation: drives its `RolloutEngine` for the driver, which may send more meanwhile.
 
 Every sample of an accepted request is answered exactly once. Requests and aborts arrive from a control thread, aborts
-possibly before the requests they name; after a stream ends its engine generates nothing.
+possibly before the requests they name; after a stream ends its engine generates nothing. New weights are taken by the
+thread that generates, between two polls.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from verl.rollout.base import Request, Response, RolloutEngine, RolloutStats
 from verl.workers.request_scheduler import aborted
-from verl.workers.rpc_server import RPCServer
+from verl.workers.rpc_server import Outcome, RPCServer
+
+Result = TypeVar("Result")
 
 FLUSH_S = 0.02
 """Responses that finish this soon after others were sent are sent together: sending costs a quarter of a millisecond
@@ -28,6 +33,13 @@ class GenerationStream:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._work: list[tuple[Future[Any], Callable[[], Any]]] = []
+        """To be done between two polls."""
+        self._working_elsewhere = False
+        """Such work runs in its caller's thread, because no stream ran."""
+        self._work_ended = threading.Condition(self._lock)
+        self._kept: list[Response] = []
+        """Polled by such work, to be returned by the stream."""
         self._engine: RolloutEngine | None = None
         self._inbox: list[tuple[int, list[Request]]] = []
         self._missing: Counter[str] = Counter()
@@ -56,18 +68,49 @@ class GenerationStream:
                 return False
             return True
 
+    def between_polls(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns. It runs in the stream's thread between two polls; without a stream, in this thread, and
+        a stream that is opened meanwhile waits for it. A stream does not end before work it was given."""
+        answer: Future[Result] = Future()
+        with self._lock:
+            self._work_ended.wait_for(lambda: not self._working_elsewhere)
+            running = self._engine is not None
+            if running:
+                self._work.append((answer, work))
+            else:
+                self._working_elsewhere = True
+        if running:
+            try:
+                return answer.result()
+            except CancelledError:  # the stream broke off before
+                return self.between_polls(work)
+        try:
+            return work()
+        finally:
+            with self._lock:
+                self._working_elsewhere = False
+                self._work_ended.notify_all()
+
+    def keep(self, responses: list[Response]) -> None:
+        """For work between polls that polls the engine itself: the stream returns these."""
+        self._kept += responses
+
     def run(
-        self, engine: RolloutEngine, number: int, requests: list[Request], version: int
+        self, engine: RolloutEngine, number: int, requests: list[Request], version: Callable[[], int]
     ) -> Iterator[list[Response]]:
-        """Yield responses, those that finish close together in one list, until every request is answered."""
+        """Yield responses, those that finish close together in one list, until every request is answered. `version`:
+        of the weights the engine has now."""
         with self._lock:
             self._engine, self._inbox = engine, [(number, requests)]
             self._missing.clear()
+            self._kept = []
             self._aborted = {name: last for name, last in self._aborted.items() if last >= number}
+            self._work_ended.wait_for(lambda: not self._working_elsewhere)
         sent, finished = 0.0, list[Response]()
         try:
             while True:
-                finished += self._start_waiting(engine, version)
+                self._do_work()
+                finished += self._start_waiting(engine, version())
                 finished += self._poll(engine)
                 if self._end_if_done():
                     break
@@ -82,6 +125,20 @@ class GenerationStream:
         finally:
             with self._lock:
                 self._engine, self._inbox = None, []
+                work, self._work = self._work, []
+            for answer, _ in work:
+                answer.cancel()
+
+    def _do_work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._work:
+                    return
+                answer, work = self._work.pop(0)
+            try:
+                answer.set_result(work())
+            except BaseException as error:  # re-raised in the calling thread
+                answer.set_exception(error)
 
     def _start_waiting(self, engine: RolloutEngine, version: int) -> list[Response]:
         """Submit what came in; answers what was aborted before it started."""
@@ -98,7 +155,8 @@ class GenerationStream:
         return [response for request in unwanted for response in aborted(request, version)]
 
     def _poll(self, engine: RolloutEngine) -> list[Response]:
-        responses = engine.poll(POLL_S)
+        kept, self._kept = self._kept, []
+        responses = kept + engine.poll(0.0 if kept else POLL_S)
         with self._lock:
             for response in responses:
                 self._missing[response.request_id] -= 1
@@ -109,7 +167,7 @@ class GenerationStream:
     def _end_if_done(self) -> bool:
         """Decided under the lock: a later `submit` is refused, and the driver opens another stream."""
         with self._lock:
-            if self._missing or self._inbox:
+            if self._missing or self._inbox or self._work:
                 return False
             self._engine = None
             return True
@@ -140,7 +198,11 @@ class RolloutServer(RPCServer):
         return 0
 
     def do_generate(self, number: int, requests: list[Request]) -> Iterator[list[Response]]:
-        return self._stream.run(self.rollout_engine(), number, requests, self.weights_version())
+        return self._stream.run(self.rollout_engine(), number, requests, self.weights_version)
+
+    def serve_between_polls(self, call: str, *args: Any) -> Outcome:
+        """`serve` that does not wait for the end of a stream: the stream's thread does it between two polls."""
+        return self._stream.between_polls(lambda: self.serve(call, *args))
 
     def control_submit(self, number: int, requests: list[Request]) -> bool:
         return self._stream.submit(number, requests)

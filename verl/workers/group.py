@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +21,13 @@ from verl.config.known import CRITIC_ESTIMATORS, ESTIMATORS
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric, average_metrics
 from verl.rollout.base import GenerationSettings
-from verl.workers.roles import OnFinish
+from verl.rollout.samples import ResponseStream, SampleStream
+from verl.workers.roles import OnFinish, generate_batch
 
 if TYPE_CHECKING:
     from verl.agents.runner import ConversationRunner
     from verl.config.schema import ActorConfig, CriticConfig, PPOConfig
+    from verl.rollout.base import RolloutEngine
 
 
 class WorkerGroup(ABC):
@@ -33,14 +36,24 @@ class WorkerGroup(ABC):
     def __init__(self, cfg: PPOConfig) -> None:
         self.cfg = cfg
         self.policy_version = 0
+        self.pad_token_id = 0
         self.agents: ConversationRunner | None = None
         """Set where responses are conversations of several turns."""
 
     @abstractmethod
+    def samples(self) -> SampleStream:
+        """A new stream of samples over the rollout engine; polled inside `generating`."""
+
+    @abstractmethod
+    def generating(self) -> AbstractContextManager[None]:
+        """The rollout engine has its weights and memory inside this block."""
+
     def generate(
         self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
     ) -> DataProto:
         """`settings.n` responses for each prompt from the current policy; `on_finish` is called as each finishes."""
+        with self.generating():
+            return generate_batch(self.samples(), prompts, settings, self.pad_token_id, on_finish)
 
     @abstractmethod
     def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
@@ -74,8 +87,9 @@ class WorkerGroup(ABC):
     def close(self) -> None:
         """Release devices and processes."""
 
-    def update(self, role: str, batch: DataProto) -> dict[str, float]:
-        """Train `role` (actor or critic) on the batch; the rollout engine then has the actor's new weights."""
+    def update(self, role: str, batch: DataProto, *, sync: bool = True) -> dict[str, float]:
+        """Train `role` (actor or critic) on the batch; with `sync` the rollout engine then has the actor's new
+        weights."""
         section: ActorConfig | CriticConfig = self.cfg.critic
         prepare = None
         if role == "actor":
@@ -92,7 +106,8 @@ class WorkerGroup(ABC):
         metrics = average_metrics(steps)
         if role == "actor":
             self.policy_version += 1
-            metrics |= self.sync_weights()
+            if sync:
+                metrics |= self.sync_weights()
         return metrics
 
     def _prepared(self, mini: DataProto, prepare: Prepare, number: int) -> dict[str, torch.Tensor]:
@@ -115,6 +130,15 @@ class WorkerGroup(ABC):
                 **({"batch": mini} if takes_batch else {}),
             )
         )
+
+
+def samples_over(engine: RolloutEngine, agents: ConversationRunner | None) -> SampleStream:
+    """A new stream over `engine`: of conversations where `agents` is given."""
+    if agents is None:
+        return ResponseStream(engine)
+    from verl.agents.runner import ConversationStream  # not needed in a run without conversations
+
+    return ConversationStream(agents, engine)
 
 
 def sessions_of(batch: DataProto) -> Sessions:

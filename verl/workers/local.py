@@ -16,9 +16,9 @@ from verl.errors import ConfigError
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.rollout import build_rollout
-from verl.rollout.base import GenerationSettings
-from verl.workers.group import WorkerGroup, needs_critic, needs_reference
-from verl.workers.roles import ActorRole, CriticRole, OnFinish, generate_batch
+from verl.rollout.samples import SampleStream
+from verl.workers.group import WorkerGroup, needs_critic, needs_reference, samples_over
+from verl.workers.roles import ActorRole, CriticRole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,7 +78,7 @@ class LocalGroup(WorkerGroup):
             loss_scale_factor=cfg.data.max_response_length,
         )
         self.rollout = self.build_rollout_engine(tokenizer)
-        self._pad_id = pad_id(tokenizer)
+        self.pad_token_id = pad_id(tokenizer)
         self.ref_engine: TrainEngine | None = None
         if needs_reference(cfg) and arr.model.lora_rank == 0:
             self.ref_engine = build_engine(
@@ -107,13 +107,15 @@ class LocalGroup(WorkerGroup):
             rollout.name, self.actor_engine.weights(), tokenizer, rollout, watchdog_s=watchdog_s
         )
 
-    def generate(
-        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
-    ) -> DataProto:
+    def samples(self) -> SampleStream:
+        return samples_over(self.rollout, self.agents)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
         with self._resident("actor", optimizer=False):
             self.rollout.wake()
             try:
-                return generate_batch(self.rollout, prompts, settings, self._pad_id, on_finish, self.agents)
+                yield
             finally:
                 if self.cfg.actor_rollout_ref.rollout.free_cache_engine:
                     self.rollout.sleep()

@@ -1,4 +1,5 @@
-"""One process on Ray: an `RPCServer` behind a Ray actor, with a second lane for control calls."""
+"""One process on Ray: an `RPCServer` behind a Ray actor, with a second lane for control calls and a third for calls
+that a generation stream serves."""
 
 from __future__ import annotations
 
@@ -45,6 +46,11 @@ class RankProcess:
     def stream(self, call: str, *args: Any) -> Iterator[Outcome]:
         yield from self._server.stream(call, *args)
 
+    @ray.method(concurrency_group="between_polls")
+    def serve_between_polls(self, call: str, *args: Any) -> Outcome:
+        outcome: Outcome = self._server.serve_between_polls(call, *args)
+        return outcome
+
     @ray.method(concurrency_group="control")
     def control(self, call: str, *args: Any) -> Any:
         return getattr(self._server, f"control_{call}")(*args)
@@ -52,4 +58,5 @@ class RankProcess:
 
 def remote_rank_process() -> Any:
     remote: Any = ray.remote  # its annotations do not know concurrency groups
-    return remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankProcess)
+    groups = {"control": 1, "between_polls": 1}
+    return remote(concurrency_groups=groups, max_restarts=0, max_task_retries=0)(RankProcess)

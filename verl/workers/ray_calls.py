@@ -1,13 +1,15 @@
 """Calls to rank processes on Ray: returns every rank's answer, or raises one error that names the rank at fault.
 
 A dead rank is noticed by its connection, a hung one when no awaited rank has moved for `trainer.watchdog_s`. After an
-error nothing more is sent to the ranks.
+error nothing more is sent to the ranks. Several threads may wait for ranks, each for its own calls.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -27,6 +29,15 @@ LOG_TAIL_LINES = 12
 Problem: TypeAlias = "RayError | Failure"
 
 
+class _Wait(threading.local):
+    """One thread's wait for progress."""
+
+    def __init__(self) -> None:
+        self.asked = 0.0
+        self.no_status: dict[int, float] = {}
+        """Since when ranks have not answered, of those awaited since `asked`."""
+
+
 class RankCalls:
     """The rank processes of one role, by their actor handles."""
 
@@ -41,9 +52,9 @@ class RankCalls:
         self.broken = False
         self.peers: list[RankCalls] = []
         """Processes of other roles, checked while these work."""
-        self._asked = 0.0
-        self._no_status: dict[int, float] = {}
-        """Since when ranks have not answered, of those awaited since `_asked`."""
+        self._lanes = ["serve"] * len(self.actors)
+        self._wait = _Wait()
+        self._status_lock = threading.Lock()
         self._status_refs: dict[Any, int] = {}
         self._checked_peers = 0.0
 
@@ -53,6 +64,13 @@ class RankCalls:
         calls = cls([actor for part in parts for actor in part.actors], parts[0].watchdog_s)
         calls.names = [name for part in parts for name in part.names]
         calls.logs = [log for part in parts for log in part.logs]
+        calls._lanes = [lane for part in parts for lane in part._lanes]
+        return calls
+
+    def between_polls(self) -> RankCalls:
+        """For calls that these processes serve while a stream runs, between two polls of its engine."""
+        calls = copy.copy(self)
+        calls._lanes, calls._wait = ["serve_between_polls"] * len(self), _Wait()
         return calls
 
     def __len__(self) -> int:
@@ -80,8 +98,8 @@ class RankCalls:
     ) -> list[Any]:
         """One call to every rank, each with its own arguments."""
         refs = {
-            actor.serve.remote(call, *own, **(kwargs or {})): rank
-            for rank, (actor, own) in enumerate(zip(self.actors, args, strict=True))
+            getattr(actor, lane).remote(call, *own, **(kwargs or {})): rank
+            for rank, (actor, lane, own) in enumerate(zip(self.actors, self._lanes, args, strict=True))
         }
         return self._collect(call, refs)
 
@@ -158,9 +176,9 @@ class RankCalls:
         `since`: when the wait for progress began (default: now)."""
         started = time.monotonic()
         asked = started if since is None else since
-        if asked != self._asked:
-            self._asked = asked
-            self._no_status.clear()
+        if asked != self._wait.asked:
+            self._wait.asked = asked
+            self._wait.no_status.clear()
         pause = min(POLL_S, self.watchdog_s / 4)
         while True:
             self._check_peers(call)
@@ -177,19 +195,21 @@ class RankCalls:
         """A process that is asked for nothing can die too; its next call may be far off."""
         if self.peers and time.monotonic() - self._checked_peers > POLL_S:
             self._checked_peers = time.monotonic()
+            first, last = short_name(self.names[0]), short_name(self.names[-1])
             for peer in self.peers:
-                peer.check_alive(call)
+                peer.check_alive(f"{call} of {first}" + (f" to {last}" if last != first else ""))
 
     def check_alive(self, call: str) -> None:
         """Raise when one of these is known to be dead, while others serve `call`; does not wait."""
-        asked = set(self._status_refs.values())
-        for rank, actor in enumerate(self.actors):
-            if rank not in asked:
-                self._status_refs[actor.control.remote("status")] = rank
-        refs = list(self._status_refs)
-        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-        for ref in answered:
-            rank = self._status_refs.pop(ref)
+        with self._status_lock:
+            asked = set(self._status_refs.values())
+            for rank, actor in enumerate(self.actors):
+                if rank not in asked:
+                    self._status_refs[actor.control.remote("status")] = rank
+            refs = list(self._status_refs)
+            answered, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            found = [(self._status_refs.pop(ref), ref) for ref in answered]
+        for rank, ref in found:
             try:
                 ray.get(ref)
             except RayError as error:
@@ -198,18 +218,23 @@ class RankCalls:
     def check_progress(self, call: str, ranks: list[int], asked: float) -> None:
         """Raise when no awaited rank has moved for `watchdog_s`."""
         statuses, _ = self._statuses(ranks)
-        now = time.monotonic()
+        now, no_status = time.monotonic(), self._wait.no_status
         for rank in ranks:
             if rank in statuses:
-                self._no_status.pop(rank, None)
+                no_status.pop(rank, None)
             else:
-                self._no_status.setdefault(rank, now - STATUS_S)
-        quiet = [statuses[r].still_s if r in statuses else now - self._no_status[r] for r in ranks]
+                no_status.setdefault(rank, now - STATUS_S)
+        quiet = [statuses[r].still_s if r in statuses else now - no_status[r] for r in ranks]
         # A rank that was idle for long has not hung: only the time since it was asked counts.
         if min(*quiet, now - asked) > self.watchdog_s:
             self.broken = True
-            statuses, _ = self._statuses(range(len(self.actors)))
-            raise WorkersLost(format_hang_report(call, self.watchdog_s, self.names, ranks, statuses))
+            raise WorkersLost(self._hang_report(call, ranks))
+
+    def _hang_report(self, call: str, ranks: list[int]) -> str:
+        """With what processes of other roles do at this moment: these may wait for them, or they for these."""
+        everyone = RankCalls.together(self, *self.peers)
+        statuses, _ = everyone._statuses(range(len(everyone)))
+        return format_hang_report(call, self.watchdog_s, everyone.names, ranks, statuses, len(self))
 
     def _statuses(self, ranks: Sequence[int]) -> tuple[dict[int, RankStatus], dict[int, Problem]]:
         """Statuses of the ranks that answer in time, and errors of those known to be dead."""

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,16 +22,15 @@ from verl.config.parallelism import ROLLOUT, engine_size, rollout_pool
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
-from verl.rollout.base import GenerationSettings
+from verl.rollout.samples import SampleStream
 from verl.rollout.weight_sync.fingerprint import compare
 from verl.rollout.weight_sync.probe import ProbeCheck, worst
-from verl.workers.group import WorkerGroup, needs_critic
+from verl.workers.group import WorkerGroup, needs_critic, samples_over
 from verl.workers.local import pad_id
 from verl.workers.rank import RankSetup
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_rollout import RayRollout
-from verl.workers.roles import OnFinish, generate_batch
 from verl.workers.shard_batch import join, pad_rows, shard_rows, to_arrays
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class RayGroup(WorkerGroup):
             self._end(ask=False)
             raise
         self.rollout = self._rollout_engine()
-        self._pad_id = pad_id(tokenizer)
+        self.pad_token_id = pad_id(tokenizer)
 
     def _start_actors(self) -> None:
         """The ranks and the processes that only generate: those that need more on one node first."""
@@ -125,11 +125,11 @@ class RayGroup(WorkerGroup):
 
     # -- what the loop asks for ---------------------------------------------------------------------------------
 
-    def generate(
-        self, prompts: DataProto, settings: GenerationSettings, on_finish: OnFinish | None = None
-    ) -> DataProto:
-        with self.rollout.kept_open():
-            return generate_batch(self.rollout, prompts, settings, self._pad_id, on_finish, self.agents)
+    def samples(self) -> SampleStream:
+        return samples_over(self.rollout, self.agents)
+
+    def generating(self) -> AbstractContextManager[None]:
+        return self.rollout.kept_open()
 
     def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
         return self._pass("log_probs", batch, {"otb": with_sum_pi_squared})
@@ -213,6 +213,7 @@ class RolloutPool:
         self._probes: dict[str, ProbeCheck] = {}
         self._calls: RankCalls | None = None
         self._all_calls: RankCalls | None = None
+        self._sync_calls: RankCalls | None = None
         self._trainer: RankCalls | None = None
 
     @property
@@ -235,6 +236,8 @@ class RolloutPool:
         self._trainer = trainer
         self._all_calls = RankCalls.together(trainer, self.calls)
         self._all_calls.all("link", 1 + len(self.calls))
+        # The trainer's ranks send when their other calls are done; those that generate take it without stopping.
+        self._sync_calls = RankCalls.together(trainer, self.calls.between_polls())
         self.calls.peers, trainer.peers = [trainer], [self.calls]
         pool = self.cluster.pool
         logger.info(
@@ -247,23 +250,31 @@ class RolloutPool:
         )
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """The trainer's weights to all of them, as policy `version`; compared by fingerprint and by log-probs, whose
-        metrics are those of the worst process."""
-        assert self._all_calls is not None and self._trainer is not None
-        sent, *found = self._all_calls.all("sync_weights", version)
+        """The trainer's weights to all of them, as policy `version`, while they generate or not; compared by
+        fingerprint, and by log-probs where an engine had room for them. Metrics are those of the worst process."""
+        assert self._sync_calls is not None and self._trainer is not None
+        sent, *found = self._sync_calls.all("sync_weights", version)
         arrivals: list[SyncReport] = found[len(self._trainer) - 1 :]
         for name, arrival in zip(self.calls.names, arrivals, strict=True):
             compare(sent, arrival.received, version, name, _ADVICE)
-        prompt, answers = arrivals[0].prompt, list({arrival.tokens for arrival in arrivals})
+        probed = {
+            name: arrival for name, arrival in zip(self.calls.names, arrivals, strict=True) if arrival.tokens
+        }
+        if not probed:
+            return {}
+        prompt = next(iter(probed.values())).prompt
+        answers = list({arrival.tokens for arrival in probed.values()})
         known = dict(zip(answers, self._trainer.all("probe", prompt, answers)[0], strict=True))
-        for name, arrival in zip(self.calls.names, arrivals, strict=True):
+        for name, arrival in probed.items():
             check = self._probes.setdefault(name, ProbeCheck(name, arrival.precision, _ADVICE))
             check.add(version, arrival.log_probs, known[arrival.tokens])
-        return worst([check.metrics() for check in self._probes.values()])
+        return worst([self._probes[name].metrics() for name in probed])
 
     def broken(self) -> bool:
         """Whether a call to these processes, alone or together with the trainer's, has failed."""
-        return any(calls is not None and calls.broken for calls in (self._calls, self._all_calls))
+        return any(
+            calls is not None and calls.broken for calls in (self._calls, self._all_calls, self._sync_calls)
+        )
 
     def close(self, seconds: float, *, ask: bool) -> None:
         """End them, after letting the engines close where that can be asked for."""

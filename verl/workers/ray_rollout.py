@@ -26,7 +26,8 @@ SUBMIT_S = 0.2
 
 
 class RayRollout(RolloutEngine):
-    """Sends requests to the least loaded rank and returns responses as they finish; `poll` does the sending.
+    """Sends requests to the least loaded rank and returns responses as they finish; `poll` does the sending. In a pool,
+    the thread that polls need not be the one that trains and sends weights.
 
     `hosts` are the ranks that have an engine. `colocated`: the ranks also train, so that their weights are gathered
     while requests are outstanding, and released after. Weights come from `RayGroup.sync_weights`."""
@@ -51,6 +52,8 @@ class RayRollout(RolloutEngine):
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._idle():
+            self._heard = time.monotonic()  # streams that are to end have not been looked at since
         try:
             while True:
                 responses = self._scheduler.take_cancelled(self._version)
@@ -60,8 +63,9 @@ class RayRollout(RolloutEngine):
                     return responses
                 left = SUBMIT_S if deadline is None else max(0.0, min(SUBMIT_S, deadline - time.monotonic()))
                 responses += self._receive(0.0 if responses else left)
-                if not self._scheduler.waiting() and not any(self._scheduler.loads().values()):
-                    while self._streams or self._submits:  # all is answered: the streams end now
+                if self._idle():
+                    # All is answered: the streams end now, those of a pool after a weight sync that is in progress.
+                    while self._colocated and (self._streams or self._submits):
                         self._receive(SUBMIT_S)
                     if not self._held:
                         self._close_generation()
@@ -87,6 +91,9 @@ class RayRollout(RolloutEngine):
                 self._submits[sent] = rank, requests
             else:
                 self._streams[self._calls.open_stream(rank, "generate", number, requests)] = rank
+
+    def _idle(self) -> bool:
+        return not self._scheduler.waiting() and not any(self._scheduler.loads().values())
 
     def _receive(self, timeout_s: float) -> list[Response]:
         pending = {**self._streams, **{ref: rank for ref, (rank, _) in self._submits.items()}}
@@ -118,7 +125,7 @@ class RayRollout(RolloutEngine):
             yield
         finally:
             self._held = False
-            if not self._streams and not self._submits:
+            if not self._colocated or (not self._streams and not self._submits):
                 self._close_generation()
 
     def _close_generation(self) -> None:
@@ -174,7 +181,9 @@ class RayRollout(RolloutEngine):
     def weights_updated(self, version: int) -> None:
         """The ranks' engines have new weights (`RayGroup.sync_weights`)."""
         self._version = version
-        self._scheduler.forget_prefixes()
+        if self._colocated:
+            # Elsewhere conversations may be running, and what their ranks have kept since is released by rank.
+            self._scheduler.forget_prefixes()
 
     def update_weights(self, source: Any, version: int) -> None:
         raise RolloutError("engines on Ray take weights from their ranks; use WorkerGroup.sync_weights")

@@ -124,7 +124,8 @@ class RolloutRank(RolloutServer):
             self._source.broadcast = self._broadcast
 
     def do_sync_weights(self, version: int) -> SyncReport:
-        """Take the weights the trainer sends now, and report what is computed with them."""
+        """Take the weights the trainer sends now, and report what is computed with them; samples may be running
+        (`serve_between_polls`)."""
         assert self._source is not None
         rollout = self._setup.cfg.actor_rollout_ref.rollout
         if isinstance(self._source, ReceivedWeights):
@@ -141,6 +142,8 @@ class RolloutRank(RolloutServer):
             vocab_size=self._info.vocab_size,
             max_length=rollout.max_model_len,
             precision=self._info.dtype if rollout.dtype == "auto" else rollout.dtype,
+            max_running=rollout.max_num_seqs,
+            keep=self._stream.keep,
         )
 
     def _load_received(self) -> Manifest:

@@ -95,7 +95,11 @@ class LogBuffer(logging.Handler):
         self._records.append(LogRecord(record.name, record.levelno, record.getMessage()))
 
     def take(self) -> list[LogRecord]:
-        taken, self._records = self._records, []
+        self.acquire()
+        try:
+            taken, self._records = self._records, []
+        finally:
+            self.release()
         return taken
 
 

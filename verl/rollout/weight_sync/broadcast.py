@@ -6,8 +6,9 @@ The process group is separate from the default one, over gloo between CPUs and N
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 from verl.errors import RolloutError, TrainingHalted
 from verl.models.weight_source import Adapter, NamedTensors, Names, WeightSource
-from verl.rollout.base import RolloutEngine
+from verl.rollout.base import Request, Response, RolloutEngine
 from verl.rollout.model_info import ModelInfo
 from verl.rollout.weight_sync.buckets import (
     BUCKET_BYTES,
@@ -32,6 +33,9 @@ from verl.rollout.weight_sync.buckets import (
 from verl.rollout.weight_sync.fingerprint import Manifest, fingerprint
 from verl.rollout.weight_sync.probe import probe_request
 
+PROBE_S = 30.0
+"""How long a sync waits for log-probs of an engine that runs other samples too: they may use all of its memory."""
+POLL_S = 0.5
 SENDER = 0
 _PREFIX = "verl/weight_sync"
 _SAME_MODEL = "Both are built from actor_rollout_ref.model: is its folder the same on every node?"
@@ -165,17 +169,58 @@ class SyncReport:
 
     received: dict[str, str]
     prompt: tuple[int, ...]
+    """Empty, like the rest, where an engine with many samples running had no room for the probe."""
     tokens: tuple[tuple[int, ...], ...]
     log_probs: tuple[tuple[float, ...], ...]
     precision: str
 
 
 def report(
-    engine: RolloutEngine, received: Manifest, *, vocab_size: int, max_length: int | None, precision: str
+    engine: RolloutEngine,
+    received: Manifest,
+    *,
+    vocab_size: int,
+    max_length: int | None,
+    precision: str,
+    max_running: int,
+    keep: Callable[[list[Response]], None],
 ) -> SyncReport:
-    """With tokens the engine draws after a fixed prompt."""
+    """With tokens the engine draws after a fixed prompt. Other samples may be running, at most `max_running` at once;
+    `keep` gets those of them that finish meanwhile."""
     request = probe_request(vocab_size, max_length)
-    responses = list(engine.generate([request]))
+    others = _outstanding(engine)
+    responses: list[Response] = []
+    if not others:
+        responses = list(engine.generate([request]))
+    elif others + request.n <= max_running:
+        responses = _generate_beside(engine, request, keep)
+    if not responses:
+        return SyncReport(dict(received), (), (), (), precision)
     tokens = tuple(tuple(response.token_ids) for response in responses)
     log_probs = tuple(tuple(response.log_probs) for response in responses)
     return SyncReport(dict(received), tuple(request.prompt_ids), tokens, log_probs, precision)
+
+
+def _outstanding(engine: RolloutEngine) -> int:
+    stats = engine.stats()
+    return stats.running + stats.waiting
+
+
+def _generate_beside(
+    engine: RolloutEngine, request: Request, keep: Callable[[list[Response]], None]
+) -> list[Response]:
+    """The responses to this request; none where the engine does not come to it for `PROBE_S`."""
+    deadline = time.monotonic() + PROBE_S
+    engine.submit([request])
+    found: list[Response] = []
+    while len(found) < request.n:
+        responses = engine.poll(POLL_S)
+        found += [response for response in responses if response.request_id == request.request_id]
+        keep([response for response in responses if response.request_id != request.request_id])
+        if not responses and not _outstanding(engine):
+            raise RolloutError(f"{type(engine).__name__} left {request.n - len(found)} samples unanswered")
+        if time.monotonic() > deadline:
+            deadline = float("inf")
+            with suppress(NotImplementedError):  # then it runs to its end
+                engine.abort([request.request_id])
+    return [] if any(response.finish_reason == "abort" for response in found) else found
