@@ -82,8 +82,8 @@ def train(keys: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> Ca
     def go(*more: str, world: str = WORLD, folder: str = "run") -> Any:
         batches: dict[int, Any] = {}
 
-        def watched(loop: Any, prompts: Any) -> dict[str, float]:
-            metrics = step(loop, prompts)
+        def watched(loop: Any) -> dict[str, float]:
+            metrics = step(loop)
             batches[loop.step_number] = loop.batch
             return metrics
 

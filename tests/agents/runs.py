@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,51 @@ def exact(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in row.items() if not name.startswith(noise)} for row in untimed(rows)
     ]
+
+
+class Server:
+    """A tool server in this process, which can go away and come back at the same address."""
+
+    def __init__(self) -> None:
+        self.http: ThreadingHTTPServer | None = None
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def reply(self, value: Any) -> None:
+                body = json.dumps(value).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_GET(self) -> None:
+                parameters = {
+                    "type": "object",
+                    "properties": {"text": {"type": "string"}},
+                    "required": ["text"],
+                }
+                function = {"name": "ask", "description": "Answer.", "parameters": parameters}
+                self.reply({"tools": [{"type": "function", "function": function}]})
+
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.reply({"result": "heard " + asked["arguments"]["text"][::-1]})
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.port = self.http.server_port
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def stop(self) -> None:
+        if self.http is not None:
+            self.http.shutdown()
+            self.http.server_close()
+            self.http = None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"

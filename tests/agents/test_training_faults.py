@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.agents.runs import KEY, WORLD, exact, functions, reward
+from tests.agents.runs import KEY, WORLD, Server, exact, functions, reward
 from tests.agents.talking import letter_rows, plan_format, write_rows
 from tests.tiny_run import read_metrics
 from verl.errors import DataError
@@ -139,54 +137,6 @@ def test_a_model_that_calls_wrongly_is_told_what_exists(
     told = {record.failure: record.result for record in records}
     assert told["unknown"] == "Error: there is no tool 'nothing'; the tools are: ask."
     assert "it is empty" in told["malformed"] and told[None].startswith("heard ")
-
-
-class Server:
-    """A tool server in this process, which can go away and come back at the same address."""
-
-    def __init__(self) -> None:
-        self.http: ThreadingHTTPServer | None = None
-        self.port = 0
-        self.start()
-
-    def start(self) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def reply(self, value: Any) -> None:
-                body = json.dumps(value).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def do_GET(self) -> None:
-                parameters = {
-                    "type": "object",
-                    "properties": {"text": {"type": "string"}},
-                    "required": ["text"],
-                }
-                function = {"name": "ask", "description": "Answer.", "parameters": parameters}
-                self.reply({"tools": [{"type": "function", "function": function}]})
-
-            def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self.reply({"result": "heard " + asked["arguments"]["text"][::-1]})
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self.port = self.http.server_port
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def stop(self) -> None:
-        if self.http is not None:
-            self.http.shutdown()
-            self.http.server_close()
-            self.http = None
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
 
 @pytest.fixture

@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.async_run import BYPASS, MODE, POOL, STALENESS, decodes_no_more_with_the_first_weights, trained
 from tests.tiny_run import tiny_run
 from verl import processes
 
@@ -137,6 +140,54 @@ def test_an_adapter_to_vllm_in_a_process_of_its_own(
     adapter, everything = counts[0][1:]
     assert [crossed for crossed, *_ in counts] == [everything] + [adapter] * STEPS
     assert adapter < everything / 4
+
+
+NOTING = """
+from pathlib import Path
+from verl.trainer.loop import RLLoop
+
+_step = RLLoop.step
+
+def step(self):
+    metrics, batch = _step(self), self.batch.batch
+    rows = zip(batch["token_versions"], batch["response_mask"].bool())
+    with Path({note!r}).open("a") as file:
+        file.write(repr([sorted(set(row[own].tolist())) for row, own in rows]) + "\\n")
+    return metrics
+
+RLLoop.step = step
+"""
+
+
+def test_vllm_takes_weights_while_the_trainer_trains(
+    model_dir: Path, digits_data: Path, tmp_path: Path
+) -> None:
+    """It decodes the first batch and half of the second, then waits for the weights of the first update."""
+    length, note = 24, tmp_path / "versions"
+    (tmp_path / "notes_versions.py").write_text(NOTING.format(note=str(note)))
+    decodes_no_more_with_the_first_weights(tmp_path, after=length + length // 2)
+    keys = [
+        *POOL,
+        f"{MODE}=fully_async",
+        f"{STALENESS}=2",
+        BYPASS,
+        f"data.max_response_length={length}",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.ignore_eos=True",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+        "trainer.plugins=[holds_decoding,notes_versions]",
+        f"trainer.total_training_steps={STEPS}",
+    ]
+    run = command(model_dir, digits_data, tmp_path / "run", *keys)
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    versions = [json.loads(line) for line in note.read_text().splitlines()]
+    assert versions[:2] == [[[0]] * 8, [[0, 1]] * 8]
+    assert all(row["training/age/max"] <= 2 for row in rows(tmp_path / "run"))
+    steps = trained(tmp_path / "run")
+    assert [len(uids) for uids in steps] == [4] * STEPS
+    assert max(Counter(chain(*steps)).values()) == 1
 
 
 def living(pids: set[int]) -> dict[int, str]:

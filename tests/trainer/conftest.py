@@ -75,9 +75,9 @@ def watch(
     ) -> Seen:
         seen = Seen()
 
-        def watched_step(loop: Any, prompts: Any) -> dict[str, float]:
+        def watched_step(loop: Any) -> dict[str, float]:
             seen.loop = loop
-            metrics = step(loop, prompts)
+            metrics = step(loop)
             seen.batches[loop.step_number] = loop.batch
             if within is not None:
                 within(loop)

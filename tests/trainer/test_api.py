@@ -41,8 +41,8 @@ def test_the_model_handed_in_learns_and_its_reference_does_not(
     monkeypatch.setattr(LocalGroup, "__init__", watched)
     batches, step = [], RLLoop.step
 
-    def kept(self, prompts):
-        metrics = step(self, prompts)
+    def kept(self):
+        metrics = step(self)
         batches.append(self.batch)
         return metrics
 

@@ -63,8 +63,8 @@ def test_a_run_on_turns_as_rows_is_the_run_on_whole_conversations(watch, monkeyp
     whole = watch(*keys, folder="whole")
     collect = SyncExperience.collect
 
-    def collect_split(self, prompts, step, timer):
-        batch, metrics = collect(self, prompts, step, timer)
+    def collect_split(self, step, timer):
+        batch, metrics = collect(self, step, timer)
         return split_in_two(batch), metrics
 
     monkeypatch.setattr(SyncExperience, "collect", collect_split)

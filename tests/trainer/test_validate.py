@@ -83,7 +83,7 @@ def test_texts_end_where_the_response_ends(watch, digits_data, tiny_tokenizer):
 
 
 def test_a_large_validation_is_generated_in_parts_and_says_the_same(watch, digits_data, monkeypatch):
-    from verl.trainer import experience
+    from verl.trainer import validation
 
     options = (
         f"data.val_files={digits_data}/val.jsonl",
@@ -93,7 +93,7 @@ def test_a_large_validation_is_generated_in_parts_and_says_the_same(watch, digit
         "actor_rollout_ref.rollout.val_kwargs.n=3",
     )
     whole = watch(*options, folder="whole")
-    monkeypatch.setattr(experience, "VALIDATION_CHUNK", 32)
+    monkeypatch.setattr(validation, "VALIDATION_CHUNK", 32)
     parts = watch(*options, folder="parts")
     assert [len(g.batch) for g in whole.generated] == [96]
     assert [len(g.batch) for g in parts.generated] == [30, 30, 30, 6], "prompts stay whole"

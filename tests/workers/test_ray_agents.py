@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.agent_run import (
     save_chat_model,
     save_task,
 )
+from tests.async_run import BYPASS, MODE, POOL, STALENESS
 from tests.workers import faults
 from verl.agents import remote
 from verl.agents.base import ToolCall
@@ -146,6 +148,83 @@ def test_generation_stays_open_while_every_conversation_waits_for_its_tool(
     (batch,) = talk(*two, "trainer.n_gpus_per_node=2", folder="two").batches
     assert all(len(each.model_turns) > 1 for each in batch.conversations)
     assert calls.count("open_generation") == calls.count("close_generation") == 1
+
+
+ORDERED = '''
+import time, uuid
+from pathlib import Path
+
+
+class World:
+    def reset(self, number, **row):
+        self.second_batch, self.called = number >= 4, False
+
+    def lookup(self, key: int) -> str:
+        """Conversations of the first batch wait for a turn of each one of the second, these for an update.
+
+        Args:
+            key: what to look up
+        """
+        called, updated = Path(__file__).parent / "called", Path(__file__).parent / "updated"
+        if self.second_batch and not self.called:
+            called.mkdir(exist_ok=True)
+            (called / uuid.uuid4().hex).touch()
+            self.called = True
+        while not (updated.exists() if self.second_batch else called.exists() and len(list(called.iterdir())) >= 8):
+            time.sleep(0.01)
+        return "1"
+'''
+
+
+def test_conversations_continue_with_new_weights_while_the_trainer_trains(
+    joined: Any,
+    command: Callable[..., list[str]],
+    task: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from verl.config.load import load_ppo_config
+    from verl.trainer.loop import RLLoop
+    from verl.trainer.main_ppo import run
+
+    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "number": number}) + "\n" for number, row in enumerate(rows)]
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    (tmp_path / "world.py").write_text(ORDERED)
+    steps: list[Any] = []
+    step = RLLoop.step
+
+    def step_and_keep(loop: RLLoop) -> dict[str, float]:
+        metrics = step(loop)
+        steps.append(loop.batch)
+        (tmp_path / "updated").touch()
+        return metrics
+
+    monkeypatch.setattr(RLLoop, "step", step_and_keep)
+    keys = [
+        f"{MODE}=fully_async",
+        f"{STALENESS}=1",
+        BYPASS,
+        *POOL,
+        f"{MULTI_TURN}.environment={tmp_path}/world.py:World",
+        f"data.train_files={tmp_path}/train.jsonl",
+        "data.shuffle=False",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=4",
+    ]
+    run(load_ppo_config(command(*keys, folder="async")))
+    versions = []
+    for number, batch in enumerate(steps):
+        masks = batch.batch["response_mask"].bool()
+        versions.append(
+            [row[own].tolist() for row, own in zip(batch.batch["token_versions"], masks, strict=True)]
+        )
+        assert all(drawn == sorted(drawn) for drawn in versions[-1])
+        assert all(number - 1 <= version <= number for drawn in versions[-1] for version in drawn)
+    assert [set(drawn) for drawn in versions[0]] == [{0}] * 8
+    assert [set(drawn) for drawn in versions[1]] == [{0, 1}] * 8
+    uids = [uid for batch in steps for uid in batch.non_tensor_batch["uid"]]
+    assert len(steps) == 4 and set(Counter(uids).values()) == {2} and len(set(uids)) == 16
 
 
 @pytest.fixture

@@ -103,6 +103,18 @@ def batch_metrics(
     return metrics
 
 
+def age_metrics(batch: DataProto, version: int, staleness: int) -> dict[str, float]:
+    """How many updates older than policy `version` the weights were that drew the policy tokens; with a `staleness`
+    above 0 also the share of tokens of each age."""
+    ages = (version - batch.batch["token_versions"])[batch.batch["response_mask"].bool()]
+    if not len(ages):
+        return {}
+    metrics = {"training/age/mean": float(ages.double().mean()), "training/age/max": float(ages.max())}
+    for age in range(staleness + 1 if staleness else 0):
+        metrics[f"training/age/share_{age}"] = float((ages == age).double().mean())
+    return metrics
+
+
 def scored_rows(batch: DataProto) -> torch.Tensor:
     """[B] flags of the responses whose reward function gave a score; the others have none, which is not 0."""
     errors = batch.non_tensor_batch.get("reward_error")

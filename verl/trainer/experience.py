@@ -1,4 +1,4 @@
-"""From prompts to scored responses: generate, score while generating; dynamic sampling; validation.
+"""From prompts to scored responses: generate, score while generating; dynamic sampling.
 
 A response without a score (its reward function failed) has an empty response mask and a separate group: it adds
 nothing to the loss and does not change the baseline of the others.
@@ -6,8 +6,10 @@ nothing to the loss and does not change the baseline of the others.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,94 +17,169 @@ import torch
 
 from verl.agents.conversation import Conversation, conversation_metrics, is_count
 from verl.algorithms.sampling import constant_groups, dynamic_sampling_failed, group_filter_values
-from verl.algorithms.validation import validation_metrics
 from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Timer
 from verl.reward.base import FailureAccount, RewardManager, RewardResult, RewardSample
 from verl.rollout.base import GenerationSettings, Response
 from verl.workers.group import WorkerGroup
-from verl.workers.roles import greedy_settings, training_settings, validation_settings
+from verl.workers.roles import greedy_settings, training_settings
 
 if TYPE_CHECKING:
     from verl.config.schema import PPOConfig
+    from verl.data.loader import Loader
 
-
-VALIDATION_CHUNK = 8192
-"""Responses generated at a time: enough to keep engines busy, bounded for large validation sets."""
+logger = logging.getLogger(__name__)
 
 
 class Experience(ABC):
-    """The source of a step's batch: prompts in, responses with scores out."""
+    """The source of a step's batch: responses with scores. Has the position in the training data."""
+
+    staleness = 0
+    """Steps by which the weights that start a response may be older than those that are trained."""
+    first_index = 0
+    """Of the reward samples of `score`, where others are outstanding: their numbers must differ."""
+
+    def __init__(
+        self, cfg: PPOConfig, workers: WorkerGroup, rewards: RewardManager, tokenizer: Any, loader: Loader
+    ) -> None:
+        self.cfg = cfg
+        self.workers = workers
+        self.rewards = rewards
+        self.tokenizer = tokenizer
+        self.loader = loader
+        self.failures = FailureAccount(cfg.reward.max_failure_ratio)
 
     @abstractmethod
-    def collect(
-        self, prompts: Iterator[DataProto], step: int, timer: Timer
-    ) -> tuple[DataProto, dict[str, float]]:
+    def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         """`data.train_batch_size` prompts with `rollout.n` scored responses each, and metrics of their rewards."""
 
     @abstractmethod
     def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        """Generate and score these prompts now (validation)."""
+        """Generate and score these prompts now, with the current policy (validation)."""
+
+    def weights_changed(self, step: int) -> dict[str, float]:
+        """The actor was updated in `step`: the rollout engine gets its weights. Returns what the engine reports."""
+        return self.workers.sync_weights()
+
+    def trained(self, step: int) -> None:  # noqa: B027 (a source may have nothing to remember)
+        """The last batch is trained."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Of the last complete step: `loader` and, with prompts ahead of training, `ahead`."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+
+    def close(self) -> None:  # noqa: B027 (a source may have nothing to end)
+        """End what generates."""
+
+    def attach_results(self, batch: DataProto, results: list[RewardResult]) -> DataProto:
+        """The batch with its scores; too many missing ones end the run."""
+        self.failures.add(results)
+        return attach_scores(batch, results)
+
+    def call_metrics(self) -> dict[str, float]:
+        """Calls of reward functions since the last time; empty for managers that do not count."""
+        count = self.rewards.take_calls()
+        return {} if count is None else {"reward/calls": float(count)}
 
 
 class SyncExperience(Experience):
     """Generates with the weights of the step that trains on the responses."""
 
-    def __init__(self, cfg: PPOConfig, workers: WorkerGroup, rewards: RewardManager, tokenizer: Any) -> None:
-        self.cfg = cfg
-        self.workers = workers
-        self.rewards = rewards
-        self.tokenizer = tokenizer
-        self.failures = FailureAccount(cfg.reward.max_failure_ratio)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._batches: Iterator[DataProto] | None = None
+        self._complete = self.loader.state_dict()
 
-    def collect(
-        self, prompts: Iterator[DataProto], step: int, timer: Timer
-    ) -> tuple[DataProto, dict[str, float]]:
+    def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         rollout, longest = self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length
-        self._take_calls()  # those of validation do not belong to this step
-        drawn = next(prompts)
+        self.call_metrics()  # those of validation do not belong to this step
+        drawn = self._next_prompts()
         batch = self.score(drawn, training_settings(rollout, longest, step), timer)
         metrics = agent_metrics(batch)
         if self.cfg.algorithm.adv_estimator == "remax":
             attach_baselines(batch, self.score(drawn, greedy_settings(rollout, longest), timer), rollout.n)
-        return batch, metrics | reward_metrics(batch) | self._take_calls()
+        return batch, metrics | reward_metrics(batch) | self.call_metrics()
 
-    def _take_calls(self) -> dict[str, float]:
-        """Calls of reward functions since the last time; empty for managers that do not count."""
-        count = self.rewards.take_calls()
-        return {} if count is None else {"reward/calls": float(count)}
+    def _next_prompts(self) -> DataProto:
+        if self._batches is None:
+            self._batches = epochs(self.loader)
+        return next(self._batches)
 
     def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
-        """Generate and score one round. Rewards run while other responses are still being generated."""
-        repeated = prompts.repeat(settings.n)
+        return score_now(self, prompts, settings, timer)
 
-        without_score: dict[int, RewardResult] = {}
+    def trained(self, step: int) -> None:
+        self._complete = self.loader.state_dict()
 
-        def on_finish(row: int, response: Response | Conversation) -> None:
-            conversation = response if isinstance(response, Conversation) else None
-            if conversation is not None and conversation.error is not None:
-                without_score[row] = RewardResult(None, error=conversation.error)
-                return
-            ids = response.token_ids if conversation is None else conversation.drawn_ids
-            self.rewards.submit(
-                reward_sample(
-                    repeated,
-                    row,
-                    text=self.tokenizer.decode(ids, skip_special_tokens=True),
-                    length=len(response.token_ids),
-                    truncated=response.finish_reason == "length",
-                    conversation=conversation,
-                )
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self._complete}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "ahead" in state or "trained" in state:
+            logger.warning(
+                "the checkpoint holds responses that were generated ahead of training; with "
+                "trainer.async_training.mode=off their prompts are generated again, and some prompts that are "
+                "trained already repeat"
             )
+        self.loader.load_state_dict(state["loader"])
+        self._batches, self._complete = None, self.loader.state_dict()
 
-        with timer("gen"):
-            batch = self.workers.generate(prompts, settings, on_finish)
-        with timer("reward"):
-            results = self.rewards.collect() | without_score
-        in_order = [results[row] for row in range(len(batch))]
-        self.failures.add(in_order)
-        return attach_scores(batch, in_order)
+
+def score_now(
+    experience: Experience, prompts: DataProto, settings: GenerationSettings, timer: Timer
+) -> DataProto:
+    """Generate and score one round on an idle engine. Rewards run while other responses are still being generated."""
+    repeated, rewards, first = prompts.repeat(settings.n), experience.rewards, experience.first_index
+    without_score: dict[int, RewardResult] = {}
+
+    def on_finish(row: int, result: Response | Conversation) -> None:
+        failure = submit_reward(rewards, experience.tokenizer, repeated, row, first + row, result)
+        if failure is not None:
+            without_score[first + row] = failure
+
+    with timer("gen"):
+        batch = experience.workers.generate(prompts, settings, on_finish)
+    indices = range(first, first + len(batch))
+    with timer("reward"):
+        wanted = [index for index in indices if index not in without_score] if first else None
+        results = (rewards.collect() if wanted is None else rewards.collect(wanted)) | without_score
+    return experience.attach_results(batch, [results[index] for index in indices])
+
+
+def epochs(loader: Iterable[DataProto]) -> Iterator[DataProto]:
+    """Batches of prompts, epoch after epoch, from the loader's position."""
+    while True:
+        yield from loader
+
+
+def submit_reward(
+    rewards: RewardManager,
+    tokenizer: Any,
+    prompts: DataProto,
+    row: int,
+    index: int,
+    result: Response | Conversation,
+) -> RewardResult | None:
+    """Submit the response to a row of `prompts` as sample `index`; where it can have no score, the reason."""
+    conversation = result if isinstance(result, Conversation) else None
+    if conversation is not None and conversation.error is not None:
+        return RewardResult(None, error=conversation.error)
+    ids = result.token_ids if conversation is None else conversation.drawn_ids
+    sample = reward_sample(
+        prompts,
+        row,
+        text=tokenizer.decode(ids, skip_special_tokens=True),
+        length=len(result.token_ids),
+        truncated=result.finish_reason == "length",
+        conversation=conversation,
+    )
+    rewards.submit(replace(sample, index=index))
+    return None
 
 
 class DynamicSampling:
@@ -270,78 +347,3 @@ def extra_columns(batch: DataProto) -> dict[str, list[Any]]:
     scored = [extra for extra, error in zip(extras, errors, strict=True) if error is None]
     shared = set.intersection(*(set(extra) for extra in scored)) if scored else set()
     return {name: [extra.get(name, 0.0) for extra in extras] for name in sorted(shared)}
-
-
-def validate(
-    cfg: PPOConfig, experience: Experience, batches: Iterable[DataProto], tokenizer: Any
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics (`val-core/...`, `val-aux/...`) over all of `batches`, and one row per response for people."""
-    settings = validation_settings(cfg.actor_rollout_ref.rollout, cfg.data.max_response_length)
-    timer = Timer()
-    sources: list[str] = []
-    uids: list[str] = []
-    columns: dict[str, list[Any]] = {"reward": []}
-    rows: list[dict[str, Any]] = []
-    size = max(1, VALIDATION_CHUNK // settings.n)
-    for prompts in (part for batch in batches for part in batch.split(size)):
-        # Training gives a response without a score its own uid; here it still belongs to its prompt.
-        asked = [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
-        batch = experience.score(prompts, settings, timer)
-        found = sample_rows(batch, tokenizer)
-        extras = list(batch.non_tensor_batch["reward_extra"])
-        if "conversation" in batch.non_tensor_batch:
-            talks = batch.non_tensor_batch["conversation"]
-            extras = [
-                {**extra, "num_turns": len(c.model_turns)} for extra, c in zip(extras, talks, strict=True)
-            ]
-        for uid, row, extra in zip(asked, found, extras, strict=True):
-            for name in extra:
-                columns.setdefault(name, [None] * len(uids))
-            for name, values in columns.items():
-                values.append(row["score"] if name == "reward" else extra.get(name))
-            uids.append(uid)
-            sources.append(row["data_source"] or "unknown")
-            rows.append(row)
-    return validation_metrics(sources, uids, columns), rows
-
-
-def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
-    """One readable row per response: texts, ground truth, score."""
-    scores = batch.batch["token_level_scores"].sum(-1).tolist()
-    lengths = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1).tolist()
-    extras = batch.non_tensor_batch
-    rows = []
-    for row, response in enumerate(batch.batch["responses"].tolist()):
-        rows.append(
-            {
-                "uid": extras["uid"][row],
-                "data_source": extras["data_source"][row],
-                "prompt": extras["prompt_text"][row],
-                "response": tokenizer.decode(response[: int(lengths[row])], skip_special_tokens=True),
-                "ground_truth": extras["ground_truth"][row],
-                "score": scores[row] if extras["reward_error"][row] is None else None,
-                "length": int(lengths[row]),
-                "finish_reason": extras["finish_reason"][row],
-                "error": extras["reward_error"][row],
-                **{f"reward_{k}": _plain(v) for k, v in extras["reward_extra"][row].items()},
-                **({"turns": extras["conversation"][row].transcript()} if "conversation" in extras else {}),
-            }
-        )
-    return rows if "session" not in extras else _joined(rows, extras["session"])
-
-
-def _joined(rows: list[dict[str, Any]], sessions: Iterable[str]) -> list[dict[str, Any]]:
-    """Rows of single turns (`multi_turn.history=split`) as one for each conversation."""
-    joined: dict[str, dict[str, Any]] = {}
-    for row, session in zip(rows, sessions, strict=True):
-        whole = joined.setdefault(session, row)
-        if whole is not row:
-            whole["response"] += "\n" + row["response"]
-            whole["length"] += row["length"]
-            whole["finish_reason"] = row["finish_reason"]
-            whole["score"] = None if whole["score"] is None else whole["score"] + row["score"]
-    return list(joined.values())
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value

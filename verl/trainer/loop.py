@@ -6,7 +6,6 @@ The loop reaches models only through the worker group. Two runs of one config on
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +16,14 @@ from verl.algorithms import get_kl_controller, rollout_probs_diff_metrics
 from verl.data.assemble import split_turns
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError
-from verl.observe.batch_metrics import ModelSize, batch_metrics, step_metrics
+from verl.observe.batch_metrics import ModelSize, age_metrics, batch_metrics, step_metrics
 from verl.observe.health import HealthMonitor
 from verl.observe.metrics import Timer
 from verl.trainer import advantage
-from verl.trainer.experience import DynamicSampling, SyncExperience, sample_rows, validate
+from verl.trainer.experience import DynamicSampling
 from verl.trainer.setup import resume_note, whole_number
+from verl.trainer.sources import build_experience
+from verl.trainer.validation import sample_rows, validate
 from verl.workers.group import (
     corrects_rollout,
     needs_critic,
@@ -71,7 +72,7 @@ class RLLoop:
         self.checkpoints = checkpoints
         self.total_steps = total_steps
         self.model_size = model_size
-        self.experience = SyncExperience(cfg, workers, rewards, tokenizer)
+        self.experience = build_experience(cfg, workers, rewards, tokenizer, train_loader, total_steps)
         self.kl_controller = get_kl_controller(cfg.algorithm.kl_ctrl)
         self.health = HealthMonitor(cfg)
         self.generator = torch.Generator().manual_seed(cfg.trainer.seed)
@@ -82,6 +83,12 @@ class RLLoop:
 
     def fit(self) -> dict[str, float]:
         """Run to the end (or to `request_stop`) and return the last metrics."""
+        try:
+            return self._fit()
+        finally:
+            self.experience.close()
+
+    def _fit(self) -> dict[str, float]:
         trainer = self.cfg.trainer
         self.resume()
         for line in self.health.at_start():
@@ -93,19 +100,18 @@ class RLLoop:
                 self.tracker.log(self.step_number, last)
         if trainer.val_only:
             return last
-        prompts = self.prompts()
         stopping = self.stop_requested
         while self.step_number < self.total_steps and not stopping:
-            complete = self.step_number, self.train_loader.state_dict()
+            complete = self.step_number
             self.step_number += 1
             try:
-                last = self.step(prompts)
-                complete = self.step_number, self.train_loader.state_dict()
+                last = self.step()
+                complete = self.step_number
                 ending = self.step_number == self.total_steps
                 if self.due(trainer.test_freq) or ending:
                     last |= self.validate()
             except ToolsLost:
-                self.save_complete_step(*complete, last)
+                self.save_complete_step(complete, last)
                 raise
             noticed = self.health.check(self.step_number, last, self.batch)
             # Read once: a stop requested after this gets another step, so that the last step has its checkpoint.
@@ -120,11 +126,12 @@ class RLLoop:
             self.saved_step = self.step_number
         return last
 
-    def step(self, prompts: Iterator[DataProto]) -> dict[str, float]:
+    def step(self) -> dict[str, float]:
         """One training step: a batch of prompts in, better weights out."""
         cfg, timer = self.cfg, Timer()
         with timer("step"):
-            batch, metrics = self.collect(prompts, timer)
+            batch, metrics = self.collect(timer)
+            metrics |= age_metrics(batch, self.workers.policy_version, self.experience.staleness)
             if needs_critic(cfg):
                 with timer("values"):
                     batch = batch.union(self.workers.values(batch))
@@ -136,7 +143,9 @@ class RLLoop:
                     metrics |= self.workers.update("critic", batch)
             if self.step_number > cfg.trainer.critic_warmup:
                 with timer("update_actor"):
-                    metrics |= self.workers.update("actor", batch)
+                    metrics |= self.workers.update("actor", batch, sync=False)
+                    metrics |= self.experience.weights_changed(self.step_number)
+            self.experience.trained(self.step_number)
         self.batch = batch
         self.run_folder.write_rollouts(self.step_number, sample_rows(batch, self.tokenizer))
         return {
@@ -158,17 +167,17 @@ class RLLoop:
             "training/epoch": self.train_loader.epoch,
         }
 
-    def collect(self, prompts: Iterator[DataProto], timer: Timer) -> tuple[DataProto, dict[str, float]]:
+    def collect(self, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         """Scored responses with final rewards; with dynamic sampling, as many rounds as fill the batch."""
         if not self.cfg.algorithm.filter_groups.enable:
-            batch, metrics = self.experience.collect(prompts, self.step_number, timer)
+            batch, metrics = self.experience.collect(self.step_number, timer)
             batch = self.rows_to_train_on(batch)
             self.final_rewards(batch, timer)
             return batch, metrics
         sampling = DynamicSampling(self.cfg, self.tokenizer.pad_token_id or 0)
         full = False
         while not full:
-            batch, metrics = self.experience.collect(prompts, self.step_number, timer)
+            batch, metrics = self.experience.collect(self.step_number, timer)
             if sampling.needs_final_rewards:
                 self.final_rewards(batch, timer)
             full = sampling.add(batch, metrics)
@@ -231,11 +240,6 @@ class RLLoop:
             batch = advantage.resample(batch, algorithm, self.generator)
         return batch, metrics
 
-    def prompts(self) -> Iterator[DataProto]:
-        """Batches of prompts, epoch after epoch, from the loader's position."""
-        while True:
-            yield from self.train_loader
-
     def due(self, frequency: int) -> bool:
         return frequency > 0 and self.step_number % frequency == 0
 
@@ -265,10 +269,9 @@ class RLLoop:
             self.saved_step = self.step_number
         return timer.metrics()
 
-    def save_complete_step(self, step: int, loader: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Generation cannot continue: save the last step whose update is complete, with the loader where it was."""
+    def save_complete_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Generation cannot continue: save the last step whose update is complete."""
         self.step_number = step
-        self.train_loader.load_state_dict(loader)
         if self.step_number > self.saved_step:
             self.save(metrics)
             self.checkpoints.wait()
@@ -293,7 +296,7 @@ class RLLoop:
         return {
             "step": self.step_number,
             "policy_version": self.workers.policy_version,
-            "loader": self.train_loader.state_dict(),
+            **self.experience.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
             "health": self.health.state_dict(),
             "generator": self.generator.get_state(),
@@ -312,7 +315,7 @@ class RLLoop:
         self.step_number = whole_number(state, "step")
         self.workers.policy_version = whole_number(state, "policy_version")
         if not self.cfg.trainer.val_only:  # which may have no training data
-            self.train_loader.load_state_dict(state["loader"])
+            self.experience.load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.health.load_state_dict(state["health"])
         self.generator.set_state(state["generator"])

@@ -1,0 +1,154 @@
+"""Which prompts asynchronous training may start, and which finished groups a step trains on; a group is one prompt
+with all its samples. Every started group is trained exactly once, and none is older than the staleness allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.errors import CheckpointError
+
+
+@dataclass
+class _Group:
+    started: int
+    """The clock when the weights it began with were sent."""
+    finished: bool = False
+
+
+class Admission:
+    """The clock counts batches taken. A group started at clock c is taken at clock c + staleness at the latest.
+
+    Not for several threads at once: the caller holds a lock where it has them.
+
+    Why the bound holds and `take` never has to wait for more than is running: with c batches taken, a group that is
+    started now finds fewer than (staleness + synced + 1 - c) * batch others before it (`capacity`), so that batches of
+    the oldest reach it in time. `take` leaves a group behind only where this is still so without the batch it gives.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        staleness: int,
+        *,
+        window: int | None = None,
+        total: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """`window`: a batch comes from this many of the oldest groups (1: in the order of their start; None: from
+        all); `total`: groups of the whole run; `limit`: the most groups started and not yet taken."""
+        if batch < 1 or staleness < 0 or (window is not None and window < 1):
+            raise ValueError(
+                f"batch and window must be at least 1 and staleness 0, got {batch=}, {window=}, {staleness=}"
+            )
+        if limit is not None and limit < batch:
+            raise ValueError(f"limit must be at least the batch of {batch} groups, got {limit}")
+        self._batch = batch
+        self._staleness = staleness
+        self._window = window
+        self._total = total
+        self._limit = limit
+        self.clock = 0
+        self._groups: dict[str, _Group] = {}  # not yet taken, in the order of their start
+
+    def capacity(self, synced: int) -> int:
+        """How many groups may start with the weights that were sent at clock `synced`.
+
+        A batch needs `synced` >= clock - staleness: with older weights there is no capacity for the groups it lacks."""
+        most = (self._staleness + synced + 1) * self._batch
+        if self._total is not None:
+            most = min(most, self._total)
+        capacity = most - self.clock * self._batch - len(self._groups)
+        if self._limit is not None:
+            capacity = min(capacity, self._limit - len(self._groups))
+        return max(capacity, 0)
+
+    def start(self, group: str, synced: int) -> None:
+        if group in self._groups:
+            raise ValueError(f"group '{group}' has been started before")
+        if not self.capacity(synced):
+            raise ValueError(
+                f"no capacity for group '{group}' at clock {self.clock}, weights of clock {synced}"
+            )
+        self._groups[group] = _Group(synced)
+
+    def finish(self, group: str) -> None:
+        self._groups[group].finished = True
+
+    def fail(self, group: str) -> None:
+        """Its samples are lost: the caller generates them again. It keeps its place and its latest clock."""
+        self._groups[group].finished = False
+
+    def take(self, clock: int) -> list[str] | None:
+        """A batch in the order of start: the oldest finished groups within the window. None: not yet, because they
+        are too few or because a group that is not finished could then no longer be taken in time."""
+        if clock != self.clock:
+            raise ValueError(f"{self.clock} batches have been taken, so the clock cannot be {clock}")
+        picked, needed = self._oldest(clock)
+        if len(picked) < self._batch or needed:
+            return None
+        for group in picked:
+            del self._groups[group]
+        self.clock += 1
+        return picked
+
+    def _oldest(self, clock: int) -> tuple[list[str], list[str]]:
+        """The oldest finished groups within the window, at most a batch, and the unfinished ones to wait for.
+
+        The window is `window` untaken groups from the oldest on; each group picked moves it on by one."""
+        picked: list[str] = []
+        passed: list[str] = []
+        for name, group in self._groups.items():
+            if len(picked) == self._batch or len(passed) == self._window:
+                break
+            (picked if group.finished else passed).append(name)
+        full = len(picked) == self._batch
+        if full and not any(self._late(self._groups[name], i, clock + 1) for i, name in enumerate(passed)):
+            passed = []
+        return picked, passed
+
+    def _late(self, group: _Group, older: int, clock: int) -> bool:
+        """Whether a group with so many older ones may be too old when the batches from `clock` on take the oldest."""
+        return group.started + self._staleness < clock + older // self._batch
+
+    def waiting_for(self, clock: int) -> list[str]:
+        """The unfinished groups that `take` waits for; none when it gives a batch or when too few are started."""
+        return self._oldest(clock)[1]
+
+    def in_progress(self) -> int:
+        """Groups started and not yet taken."""
+        return len(self._groups)
+
+    def groups(self) -> list[str]:
+        """Groups started and not yet taken, in the order of their start."""
+        return list(self._groups)
+
+    def unfinished(self) -> list[str]:
+        """Those that are generated, or after `load_state_dict` must be generated again, in the order of start."""
+        return [name for name, group in self._groups.items() if not group.finished]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values only. The samples of finished groups are the caller's to save."""
+        groups = [[name, group.started, group.finished] for name, group in self._groups.items()]
+        return {"clock": self.clock, "groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. With another batch, staleness or limit, groups beyond the capacity are left
+        out (their prompts are drawn again) and those that would be too old must be generated again.
+        A run that was synchronous until now has {"clock": its steps, "groups": []}."""
+        try:
+            clock = state["clock"]
+            saved = {name: _Group(started, finished) for name, started, finished in state["groups"]}
+            valid = (
+                all(type(number) is int for number in (clock, *(group.started for group in saved.values())))
+                and all(0 <= group.started <= clock for group in (_Group(0), *saved.values()))
+                and all(type(name) is str and type(group.finished) is bool for name, group in saved.items())
+                and len(saved) == len(state["groups"])
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"The saved groups in progress are damaged: {state!r}.") from error
+        if not valid:
+            raise CheckpointError(f"The saved groups in progress are damaged: {state!r}.")
+        self.clock, self._groups = clock, {}
+        for older, (name, group) in enumerate(list(saved.items())[: self.capacity(clock)]):
+            self._groups[name] = _Group(clock) if self._late(group, older, clock) else group

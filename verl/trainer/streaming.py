@@ -1,0 +1,360 @@
+"""Batches from prompts that are generated ahead of training (`trainer.async_training`).
+
+`Admission` decides which prompts start and which finished groups a step trains on; `StreamingExperience` starts them,
+keeps their samples until they are trained, also in checkpoints, and sends weights. `CarryOverExperience` generates and
+trains in turn on the same devices; a pool that generates while the trainer trains is in `pool_experience.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.agents.conversation import Conversation
+from verl.data.proto import DataProto
+from verl.errors import RolloutError
+from verl.observe.metrics import Timer
+from verl.reward.base import RewardResult
+from verl.reward.managers import require_streaming
+from verl.rollout.base import GenerationSettings
+from verl.rollout.samples import Finished, SampleStream
+from verl.trainer.admission import Admission
+from verl.trainer.experience import (
+    Experience,
+    agent_metrics,
+    reward_metrics,
+    score_now,
+    submit_reward,
+)
+from verl.trainer.prompt_queue import PromptQueue
+from verl.trainer.setup import whole_number
+from verl.workers.roles import rollouts_of, training_settings
+
+logger = logging.getLogger(__name__)
+
+VALIDATION = "val/"
+"""Before the uids of validation prompts: a training prompt with the same uid may be running."""
+
+
+@dataclass
+class Group:
+    """One prompt and the samples it has so far."""
+
+    prompt: DataProto
+    number: int
+    """In the order of starting, over the whole run."""
+    samples: list[Any]
+    """Responses or conversations; None: not finished."""
+    failures: dict[int, RewardResult] = field(default_factory=dict)
+    """Of samples that can have no score, by sample."""
+    again: bool = False
+    """Its environment failed once for all samples, and its prompt was drawn again."""
+
+    @property
+    def complete(self) -> bool:
+        return all(sample is not None for sample in self.samples)
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is nothing to learn from: the environment failed in every conversation."""
+        return all(isinstance(each, Conversation) and each.error is not None for each in self.samples)
+
+
+class StreamingExperience(Experience):
+    """Keeps the groups that are generated ahead, and their order, in checkpoints too."""
+
+    first_index = 1 << 40
+
+    def __init__(self, *parts: Any, total_steps: int) -> None:
+        super().__init__(*parts)
+        require_streaming(self.rewards, self.cfg.trainer.async_training.mode)
+        cfg = self.cfg.trainer.async_training
+        assert cfg.staleness is not None
+        self.staleness = cfg.staleness
+        self.n, self.batch_size = self.cfg.actor_rollout_ref.rollout.n, self.cfg.data.train_batch_size
+        self.queue = PromptQueue(self.loader)
+        self.total = total_steps * self.batch_size
+        self.admission = self.new_admission()
+        self.clock = 0
+        """Batches trained."""
+        self.synced = 0
+        """The clock when the rollout engine got its weights."""
+        self.groups: dict[str, Group] = {}
+        """Started and not yet in a batch, by uid."""
+        self.taken: list[Group] = []
+        """Those of the batch being trained."""
+        self.sent = self.workers.policy_version
+        """The version of the weights the rollout engine has."""
+        self.validation: dict[tuple[str, int], Any] = {}
+        """Finished samples of validation, by prompt and sample."""
+        self.started = 0
+        """Groups, over the whole run."""
+        self.restored: dict[str, int] = {}
+        """The numbers of a checkpoint's groups, which have to be started again."""
+        self.call_metrics()  # those made before training
+        self._calls = 0.0
+        """Of reward functions for training samples, counted before a validation."""
+        # Of its own: another thread decodes while this one does.
+        self.decoder = copy.deepcopy(self.tokenizer)
+
+    def new_admission(self, limit: int | None = None) -> Admission:
+        """`limit`: prompts in progress at most."""
+        cfg = self.cfg.trainer.async_training
+        window = 1 if cfg.mode == "one_step_off" else cfg.window
+        return Admission(self.batch_size, self.staleness, window=window, total=self.total, limit=limit)
+
+    # ---- groups
+
+    @abstractmethod
+    def add(self, prompts: DataProto, settings: GenerationSettings) -> None:
+        """Start samples of these prompts."""
+
+    def start_groups(self) -> None:
+        """Start as many prompts as admission allows, in the order of the data."""
+        if self.restored:
+            self.restart()
+        groups = []
+        for prompt in self.queue.draw(self.admission.capacity(self.synced)):
+            groups.append(Group(prompt, self.started, [None] * self.n))
+            self.admission.start(_uid(prompt), self.synced)
+            self.started += 1
+        self.submit(groups)
+
+    def restart(self) -> None:
+        """Start the groups of a checkpoint: samples that had ended are not generated again."""
+        numbers, self.restored = self.restored, {}
+        names, prompts = self.admission.groups(), self.queue.draw(self.admission.in_progress())
+        uids = [_uid(prompt) for prompt in prompts]
+        if uids != names:
+            logger.warning(
+                "the data comes in another order than when the checkpoint was made: what was generated ahead of "
+                "training is generated again"
+            )
+            self.admission.load_state_dict({"clock": self.clock, "groups": []})
+            for uid in uids:
+                self.admission.start(uid, self.synced)
+        for uid in uids:
+            if uid not in numbers:
+                numbers[uid], self.started = self.started, self.started + 1
+        self.submit([Group(p, numbers[uid], [None] * self.n) for p, uid in zip(prompts, uids, strict=True)])
+
+    def submit(self, groups: Sequence[Group]) -> None:
+        """Start these groups. The seed of a group is that of the step it belongs to if every batch is in order."""
+        rollout, longest = self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length
+        by_step: dict[int, list[Group]] = {}
+        for group in groups:
+            by_step.setdefault(group.number // self.batch_size + 1, []).append(group)
+            self.groups[_uid(group.prompt)] = group
+        for step, members in by_step.items():
+            prompts = DataProto.concat([group.prompt for group in members])
+            self.add(prompts, training_settings(rollout, longest, step))
+
+    def on_finish(self, finished: Finished) -> None:
+        """A training sample ended: its reward is computed while others are generated."""
+        group, sample = self.groups[finished.group], finished.sample
+        index = group.number * self.n + sample
+        failure = submit_reward(self.rewards, self.decoder, group.prompt, 0, index, finished.result)
+        if failure is not None:
+            group.failures[sample] = failure
+        group.samples[sample] = finished.result
+        if not group.complete:
+            return
+        if group.lost and not group.again:
+            logger.warning("prompt %s is drawn again: %s", finished.group, group.samples[0].error)
+            group.again, group.samples, group.failures = True, [None] * self.n, {}
+            self.admission.fail(finished.group)
+            self.submit([group])
+            return
+        self.admission.finish(finished.group)
+
+    def batch_of(self, names: Iterable[str], timer: Timer) -> tuple[DataProto, dict[str, float]]:
+        """These groups as a scored batch."""
+        self.taken = groups = [self.groups.pop(name) for name in names]
+        prompts = DataProto.concat([group.prompt for group in groups])
+        samples = [sample for group in groups for sample in group.samples]
+        batch = rollouts_of(prompts, samples, self.n, self.workers.pad_token_id)
+        failures = {
+            group.number * self.n + sample: failure
+            for group in groups
+            for sample, failure in group.failures.items()
+        }
+        indices = [group.number * self.n + sample for group in groups for sample in range(self.n)]
+        batch = self.scored(batch, indices, failures, timer)
+        calls = self.call_metrics()
+        if calls:
+            calls["reward/calls"] += self._calls
+            self._calls = 0.0
+        return batch, agent_metrics(batch) | reward_metrics(batch) | calls
+
+    def score(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+        self._calls += self.call_metrics().get("reward/calls", 0.0)
+        batch = self.score_beside(prompts, settings, timer)
+        self.call_metrics()  # those of validation belong to no step
+        return batch
+
+    @abstractmethod
+    def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+        """As `score`, while groups are ahead of training."""
+
+    def sample_ended(self, finished: Finished) -> None:
+        """A sample of training or of validation."""
+        if finished.group.startswith(VALIDATION):
+            self.validation[finished.group, finished.sample] = finished.result
+        else:
+            self.on_finish(finished)
+
+    def validated(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+        """The scored batch of validation samples that have all ended."""
+        found, self.validation = self.validation, {}
+        uids = [VALIDATION + str(uid) for uid in prompts.non_tensor_batch["uid"]]
+        samples = [found[uid, sample] for uid in uids for sample in range(settings.n)]
+        batch = rollouts_of(prompts, samples, settings.n, self.workers.pad_token_id)
+        repeated, failures = prompts.repeat(settings.n), {}
+        indices = [self.first_index + row for row in range(len(samples))]
+        for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
+            failure = submit_reward(self.rewards, self.tokenizer, repeated, row, index, sample)
+            if failure is not None:
+                failures[index] = failure
+        return self.scored(batch, indices, failures, timer)
+
+    def scored(
+        self, batch: DataProto, indices: list[int], failures: dict[int, RewardResult], timer: Timer
+    ) -> DataProto:
+        with timer("reward"):
+            results = self.rewards.collect([index for index in indices if index not in failures]) | failures
+        return self.attach_results(batch, [results[index] for index in indices])
+
+    # ---- steps, weights and checkpoints
+
+    def weights_changed(self, step: int) -> dict[str, float]:
+        return self.send_weights(step)
+
+    def send_weights(self, clock: int) -> dict[str, float]:
+        """The rollout engine gets the current weights, those after `clock` batches."""
+        metrics = self.workers.sync_weights()
+        self.sent, self.synced = self.workers.policy_version, clock
+        return metrics
+
+    def trained(self, step: int) -> None:
+        self.queue.trained([_uid(group.prompt) for group in self.taken])
+        self.taken, self.clock = [], step
+        if self.sent == self.workers.policy_version:  # also where the step trained the critic alone
+            self.synced = step
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.queue.state_dict()
+        if not self.groups or self.taken:
+            return state  # in the middle of a step nothing of what is ahead is saved: it is generated again
+        finished = [
+            Finished(name, sample, result)
+            for name, group in self.groups.items()
+            for sample, result in enumerate(group.samples)
+            if result is not None
+        ]
+        ahead = {
+            "admission": self.admission.state_dict(),
+            "numbers": {name: group.number for name, group in self.groups.items()},
+            "started": self.started,
+            "samples": self.stream.pack(finished),
+        }
+        return {**state, "ahead": ahead}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clock = self.synced = whole_number(state, "step")
+        self.sent = whole_number(state, "policy_version")
+        self.queue.load_state_dict({name: state[name] for name in ("loader", "trained") if name in state})
+        self.groups, self.taken, self.restored = {}, [], {}
+        ahead = state.get("ahead")
+        if ahead is None:
+            self.admission.load_state_dict({"clock": self.clock, "groups": []})
+            self.started = self.clock * self.batch_size
+            return
+        self.admission.load_state_dict(ahead["admission"])
+        for name in self.admission.groups():
+            self.admission.fail(name)  # until its samples come out of the checkpoint
+        self.started, self.restored = whole_number(ahead, "started"), dict(ahead["numbers"])
+        self.stream.unpack(ahead["samples"], self.admission.groups())
+
+    @property
+    @abstractmethod
+    def stream(self) -> SampleStream:
+        """The samples being generated."""
+
+
+class CarryOverExperience(StreamingExperience):
+    """More prompts than a batch are started; when a batch of them is complete the others stop, and continue first in
+    the next step."""
+
+    def __init__(self, *parts: Any, total_steps: int) -> None:
+        super().__init__(*parts, total_steps=total_steps)
+        self._stream: SampleStream | None = None
+
+    def new_admission(self, limit: int | None = None) -> Admission:
+        share = self.cfg.trainer.async_training.over_sampling
+        return super().new_admission(math.ceil(self.batch_size * (1 + share)))
+
+    @property
+    def stream(self) -> SampleStream:
+        if self._stream is None:
+            self._stream = self.workers.samples()
+        return self._stream
+
+    def add(self, prompts: DataProto, settings: GenerationSettings) -> None:
+        self.stream.add(prompts, settings)
+
+    def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
+        names: list[str] | None = None
+
+        def complete() -> bool:
+            nonlocal names
+            names = self.admission.take(self.clock)
+            return names is not None
+
+        with timer("gen"), self.running():
+            self.start_groups()
+            self.generate_until(complete)
+        assert names is not None
+        return self.batch_of(names, timer)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Samples are generated inside this block, and suspended at its end."""
+        with self.workers.generating():
+            try:
+                self.stream.resume()
+                yield
+                self.stream.suspend()
+            except BaseException:
+                self.stream.abort()
+                raise
+
+    def generate_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            ended = self.stream.poll()
+            if not ended:
+                raise RolloutError(f"generation ended with {self.stream.outstanding} samples unanswered")
+            for finished in ended:
+                self.sample_ended(finished)
+
+    def score_beside(self, prompts: DataProto, settings: GenerationSettings, timer: Timer) -> DataProto:
+        if self.workers.agents is None:  # on the engine, which is idle between steps
+            return score_now(self, prompts, settings, timer)
+        # Conversations in progress hold places that validation may need: they go on beside it.
+        with timer("gen"), self.running():
+            self.stream.add(prompts, settings, VALIDATION)
+            self.generate_until(lambda: len(self.validation) == len(prompts) * settings.n)
+        return self.validated(prompts, settings, timer)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.abort()
+
+
+def _uid(prompt: DataProto) -> str:
+    return str(prompt.non_tensor_batch["uid"][0])

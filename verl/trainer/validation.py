@@ -1,0 +1,95 @@
+"""Validation: responses to the validation data, their metrics, and readable rows for the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.algorithms.validation import validation_metrics
+from verl.data.proto import DataProto
+from verl.observe.metrics import Timer
+from verl.trainer.experience import Experience
+from verl.workers.roles import validation_settings
+
+if TYPE_CHECKING:
+    from verl.config.schema import PPOConfig
+
+VALIDATION_CHUNK = 8192
+"""Responses generated at a time: enough to keep engines busy, bounded for large validation sets."""
+
+
+def validate(
+    cfg: PPOConfig, experience: Experience, batches: Iterable[DataProto], tokenizer: Any
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics (`val-core/...`, `val-aux/...`) over all of `batches`, and one row per response for people."""
+    settings = validation_settings(cfg.actor_rollout_ref.rollout, cfg.data.max_response_length)
+    timer = Timer()
+    sources: list[str] = []
+    uids: list[str] = []
+    columns: dict[str, list[Any]] = {"reward": []}
+    rows: list[dict[str, Any]] = []
+    size = max(1, VALIDATION_CHUNK // settings.n)
+    for prompts in (part for batch in batches for part in batch.split(size)):
+        # Training gives a response without a score its own uid; here it still belongs to its prompt.
+        asked = [str(uid) for uid in prompts.non_tensor_batch["uid"] for _ in range(settings.n)]
+        batch = experience.score(prompts, settings, timer)
+        found = sample_rows(batch, tokenizer)
+        extras = list(batch.non_tensor_batch["reward_extra"])
+        if "conversation" in batch.non_tensor_batch:
+            talks = batch.non_tensor_batch["conversation"]
+            extras = [
+                {**extra, "num_turns": len(c.model_turns)} for extra, c in zip(extras, talks, strict=True)
+            ]
+        for uid, row, extra in zip(asked, found, extras, strict=True):
+            for name in extra:
+                columns.setdefault(name, [None] * len(uids))
+            for name, values in columns.items():
+                values.append(row["score"] if name == "reward" else extra.get(name))
+            uids.append(uid)
+            sources.append(row["data_source"] or "unknown")
+            rows.append(row)
+    return validation_metrics(sources, uids, columns), rows
+
+
+def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
+    """One readable row per response: texts, ground truth, score."""
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    lengths = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1).tolist()
+    extras = batch.non_tensor_batch
+    rows = []
+    for row, response in enumerate(batch.batch["responses"].tolist()):
+        rows.append(
+            {
+                "uid": extras["uid"][row],
+                "data_source": extras["data_source"][row],
+                "prompt": extras["prompt_text"][row],
+                "response": tokenizer.decode(response[: int(lengths[row])], skip_special_tokens=True),
+                "ground_truth": extras["ground_truth"][row],
+                "score": scores[row] if extras["reward_error"][row] is None else None,
+                "length": int(lengths[row]),
+                "finish_reason": extras["finish_reason"][row],
+                "error": extras["reward_error"][row],
+                **{f"reward_{k}": _plain(v) for k, v in extras["reward_extra"][row].items()},
+                **({"turns": extras["conversation"][row].transcript()} if "conversation" in extras else {}),
+            }
+        )
+    return rows if "session" not in extras else _joined(rows, extras["session"])
+
+
+def _joined(rows: list[dict[str, Any]], sessions: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows of single turns (`multi_turn.history=split`) as one for each conversation."""
+    joined: dict[str, dict[str, Any]] = {}
+    for row, session in zip(rows, sessions, strict=True):
+        whole = joined.setdefault(session, row)
+        if whole is not row:
+            whole["response"] += "\n" + row["response"]
+            whole["length"] += row["length"]
+            whole["finish_reason"] = row["finish_reason"]
+            whole["score"] = None if whole["score"] is None else whole["score"] + row["score"]
+    return list(joined.values())
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
