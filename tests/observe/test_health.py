@@ -116,6 +116,14 @@ def test_one_line_with_what_was_seen_and_the_key(
     assert "\n" not in found[0]
 
 
+def test_older_weights_explain_a_difference_between_rollout_and_trainer() -> None:
+    differ = {"training/rollout_probs_diff_mean": 0.02}
+    assert len(lines({**differ, "training/age/max": 0.0})) == 1
+    assert lines({**differ, "training/age/max": 1.0}) == []
+    (line,) = lines({"actor/ppo_kl": 0.3, "training/age/max": 2.0})
+    assert "in the 3 steps since" in line and "trainer.async_training.staleness" in line
+
+
 def test_bad_scores_are_counted_from_the_batch() -> None:
     found = lines({}, batch_of([0.0, float("nan"), float("inf"), 1.0]))
     assert len(found) == 1 and found[0].startswith("2 of 4 rewards are NaN or infinite")

@@ -25,6 +25,7 @@ WATCHED = {
     "actor/skipped_updates", "actor/kl", "actor/kl_loss", "actor/ppo_kl", "actor/entropy", "critic/vf_loss",
     "critic/grad_norm", "critic/skipped_updates", "train/loss", "response_length/clip_ratio",
     "training/rollout_probs_diff_mean",
+    "training/age/max",
 }  # fmt: skip
 
 
@@ -181,17 +182,22 @@ def kl_too_large(h: History) -> str | None:
             return f"{name} is {value:.3g}, above {bound:g}: the policy is far from the reference. Set {fix}"
     update = h.latest("actor/ppo_kl")
     if update is not None and abs(update) > KL_OF_UPDATE_BOUND:
+        age = h.latest("training/age/max") or 0
+        steps, more = "one step", ""
+        if age:
+            steps = f"the {age + 1:g} steps since the oldest tokens were drawn"
+            more = " or a smaller trainer.async_training.staleness"
         return (
-            f"actor/ppo_kl is {update:.3g}, beyond {KL_OF_UPDATE_BOUND:g}: the policy moves too far in one step. "
-            f"Set {h.lower_lr} or fewer ppo_epochs"
+            f"actor/ppo_kl is {update:.3g}, beyond {KL_OF_UPDATE_BOUND:g}: the policy moves too far in {steps}. "
+            f"Set {h.lower_lr} or fewer ppo_epochs{more}"
         )
     return None
 
 
 def rollout_probs_differ(h: History) -> str | None:
     value, bound = h.latest("training/rollout_probs_diff_mean"), h.config.trainer.health.probs_diff_bound
-    if value is None or value <= bound:
-        return None
+    if value is None or value <= bound or h.latest("training/age/max"):
+        return None  # older weights drew some of the tokens: they are not the same policy
     return (
         f"training/rollout_probs_diff_mean is {value:.4f}, above {bound:g} (normal below 0.005): rollout and trainer "
         "disagree about the same tokens, which biases the gradient. Set "
