@@ -20,14 +20,14 @@ from typing import Any
 from benchmarks import command
 from benchmarks.rollout import SHAPES
 from verl.agents.base import ParsedTurn, ToolCall
-from verl.agents.conversation import Conversation
 from verl.agents.formats import ToolFormat, register_tool_format
-from verl.agents.runner import ConversationBatch, ConversationRunner
+from verl.agents.runner import ConversationRunner, ConversationStream
 from verl.config.sections.data import DataConfig
 from verl.config.sections.rollout import MultiTurnConfig
 from verl.data.proto import DataProto
 from verl.rollout.base import GenerationSettings, RolloutEngine, SamplingParams
 from verl.rollout.native import Limits, NativeRollout
+from verl.rollout.samples import Finished, collect_samples
 
 BAR = 2.0
 TOOL = '''
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
         prompts, settings = workload(args, tokenizer, words)
         runner = ConversationRunner(cfg, data, tokenizer)
         try:
-            measure(ConversationBatch, runner, args, tokenizer, prompts[:2], settings)  # compiles kernels
+            measure(ConversationStream, runner, args, tokenizer, prompts[:2], settings)  # compiles kernels
             figures = {
-                name: measure(batch, runner, args, tokenizer, prompts, settings)
-                for name, batch in (("live", ConversationBatch), ("turn by turn", TurnByTurn))
+                name: measure(stream, runner, args, tokenizer, prompts, settings)
+                for name, stream in (("live", ConversationStream), ("turn by turn", TurnByTurn))
             }
         finally:
             runner.close()
@@ -98,27 +98,24 @@ class EveryTurn(ToolFormat):
         return ""
 
 
-class TurnByTurn(ConversationBatch):
+class TurnByTurn(ConversationStream):
     """All conversations wait for each other after generating and after their tools."""
 
-    def run(self) -> list[Conversation]:
-        for row, session in enumerate(self.sessions):
-            self.start_session(("open", row), session.open())
-        while self.finished < len(self.conversations):
-            while self.answers:
-                for (step, row), result in self.agents.take(wait=True):
-                    self.answers -= 1
-                    self.take_result(step, row, result)
-            responses: list[Any] = []
-            while len(responses) < len(self.requests):
-                responses += self.engine.poll()
-            for response in responses:
-                self.take_response(response)
-        return self.conversations
+    def poll(self, timeout_s: float | None = None) -> list[Finished]:
+        while self.answers:
+            (step, talk), result = self.results.get()
+            self.answers -= 1
+            self.take_result(step, talk, result)
+        responses: list[Any] = []
+        while self.requests.running:
+            responses += self.requests.poll()
+        for response in responses:
+            self.take_response(self.asked.pop(response.request_id), response)
+        return super().poll(0)
 
 
 def measure(
-    kind: type[ConversationBatch],
+    kind: type[ConversationStream],
     runner: ConversationRunner,
     args: argparse.Namespace,
     tokenizer: Any,
@@ -137,7 +134,7 @@ def measure(
 
     engine.submit = counted  # type: ignore[method-assign]
     started = time.monotonic()
-    talks = kind(runner, engine, prompts, settings, None).run()
+    talks = collect_samples(kind(runner, engine), prompts, settings)
     seconds = time.monotonic() - started
     records = [record for talk in talks for turn in talk.turns for record in turn.records]
     stats = engine.stats()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+from dataclasses import replace
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from benchmarks import (
     agents,
@@ -19,7 +22,9 @@ from benchmarks import (
     token_budget,
     train,
 )
+from benchmarks.planted_lengths import Lengths, PlantedRollout
 from verl.algorithms import adv_estimator_names, policy_loss_names
+from verl.rollout.base import Request, SamplingParams
 
 SHORT_STEP = ["--prompts", "4", "--n", "2", "--max-tokens", "4", "--steps", "2", "--warm-up", "1"]
 
@@ -131,3 +136,41 @@ def test_both_schedules_hold_the_same_conversations(capsys):
     assert "the same conversations: True" in out
     computed, asked = map(int, re.search(r"prefill: (\d+) of (\d+) tokens", out).groups())
     assert computed < asked
+
+
+def test_a_planted_length_holds_however_often_its_sample_is_interrupted(tiny_model_dir):
+    lengths = Lengths(median=8, sigma=1.0, longest=20, tail=40, tail_share=0.2)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    engine = PlantedRollout(model, None, lengths=lengths)
+    request = Request("0-7", [3, 4, 5], SamplingParams(max_tokens=40, ignore_eos=True), n=6)
+    whole = {r.sample: r.token_ids for r in engine.generate([request])}
+    assert {sample: len(ids) for sample, ids in whole.items()} == {s: lengths.of("0-7", s) for s in range(6)}
+    assert len({*map(len, whole.values())}) > 2
+
+    engine.submit([request])
+    parts = {response.sample: response.token_ids for response in engine.poll(0)}
+    engine.abort(["0-7"])
+    while responses := engine.poll():
+        parts |= {response.sample: response.token_ids for response in responses}
+    cut = {sample: ids for sample, ids in parts.items() if len(ids) < len(whole[sample])}
+    assert cut
+    for sample, ids in cut.items():
+        part = replace(request, request_id=f"0-7#{sample}", n=1, partial=(ids,) if ids else ())
+        (rest,) = engine.generate([part])
+        assert (rest.request_id, rest.sample) == (part.request_id, 0)
+        assert [*ids, *rest.token_ids] == whole[sample]
+
+
+@pytest.mark.slow(seconds=8)
+def test_carry_over_trains_what_was_planted(tmp_path, capsys):
+    sizes = (
+        "--prompts 2 --n 2 --median 4 --longest 8 --tail 16 --tail-share 0.2 --steps 1 --warm-up 1 --epochs 1"
+    )
+    modes = "--device cpu --processes 1 --staleness 1 --over-sampling 0.5"
+    bench = importlib.import_module("benchmarks.async")  # its name is a keyword
+    assert bench.main([*sizes.split(), *modes.split(), "--json", str(tmp_path / "out.json")]) == 0
+    assert "every planted response trained once: True" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "out.json").read_text())["figures"]
+    carried = figures["carry_over staleness=1 over_sampling=0.5"]
+    assert figures["off"]["age_max"] == 0 and carried["age_max"] <= 1
+    assert sum(carried["age_shares"].values()) == pytest.approx(1)
