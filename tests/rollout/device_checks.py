@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -191,6 +192,44 @@ def a_sleeping_engine_holds_no_cache_and_keeps_its_graphs() -> str:
     if engine.session is not session:
         raise AssertionError("the session was made anew")
     return f"{given} bytes given back, {len(session.runner.graphs)} graphs kept"
+
+
+@check
+def weights_are_taken_between_two_tokens() -> str:
+    """While samples run, with graphs: the tokens before the update are those of the old weights, and a prompt that
+    comes after it gets those of the new ones."""
+    asked = requests(120, n=2, ignore_eos=True)
+    after = [replace(request, request_id=f"after {request.request_id}") for request in asked]
+    lines = []
+    for dtype in (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,):
+        for recompute in (False, True):
+            old, new = (build_model("llama", seed=seed).to(DEVICE, dtype) for seed in (0, 1))
+            before = answers(native(build_model("llama", seed=0).to(DEVICE, dtype)), asked)
+            engine = native(old, recompute_kv_cache=recompute)
+            engine.submit(asked)
+            steps = 0
+            while engine.stats().running < len(before) or steps < 3:
+                if engine.poll(0):
+                    raise AssertionError("a sample has ended already")
+                steps += engine.stats().running == len(before)
+            with torch.no_grad():
+                for mine, theirs in zip(old.parameters(), new.parameters(), strict=True):
+                    mine.copy_(theirs)
+            engine.update_weights(None, 7)
+            found: dict[Any, Any] = {}
+            while len(found) < len(before):
+                found |= {(r.request_id, r.sample): r for r in engine.poll()}
+            for key, response in found.items():
+                ((at, version),) = response.version_changes
+                if version != 7 or response.token_ids[:at] != before[key].token_ids[:at]:
+                    raise AssertionError(f"{key}: {response.version_changes}")
+            fresh = answers(native(build_model("llama", seed=1).to(DEVICE, dtype)), after)
+            same = {k: r.token_ids for k, r in answers(engine, after).items()}
+            if same != {k: r.token_ids for k, r in fresh.items()}:
+                raise AssertionError("a new prompt does not get the tokens of the new weights")
+            positions = sorted({response.version_changes[0][0] for response in found.values()})
+            lines.append(f"{str(dtype)[6:]}, recompute={recompute}: changed after {positions} tokens")
+    return "; ".join(lines)
 
 
 @check

@@ -262,6 +262,7 @@ class ServerRollout(ExternalRollout):
         while running:
             self.client.break_off()  # again for those that were just connecting
             running = wait(running, _INTERRUPT_S).not_done
+            self.watchdog.check("interrupting samples for new weights")
 
     def _run(self, sample: Sample) -> None:
         result: FinishReason | Exception | None

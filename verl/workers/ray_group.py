@@ -251,7 +251,7 @@ class RolloutPool:
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """The trainer's weights to all of them, as policy `version`, while they generate or not; compared by
-        fingerprint, and by log-probs where an engine had room for them. Metrics are those of the worst process."""
+        fingerprint, and by log-probs where an engine could compute them. Metrics are those of the worst process."""
         assert self._sync_calls is not None and self._trainer is not None
         sent, *found = self._sync_calls.all("sync_weights", version)
         arrivals: list[SyncReport] = found[len(self._trainer) - 1 :]

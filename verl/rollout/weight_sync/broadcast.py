@@ -169,7 +169,7 @@ class SyncReport:
 
     received: dict[str, str]
     prompt: tuple[int, ...]
-    """Empty, like the rest, where an engine with many samples running had no room for the probe."""
+    """Empty, like the rest, where an engine ran too many samples to answer the probe beside them."""
     tokens: tuple[tuple[int, ...], ...]
     log_probs: tuple[tuple[float, ...], ...]
     precision: str
