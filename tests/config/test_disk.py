@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig, SFTConfig
-from verl.config.sizes import ModelSizes, checkpoint_bytes, disk_verdict, free_bytes
+from verl.config.sizes import ModelSizes
 
 SIZES = ModelSizes(
     parameters=1000, embedding=300, head=300, hidden=10, layers=2, cache=8, kept=50, kept_float32=20,
-    linears=(("model.layers.0.q_proj", 20), ("model.layers.0.up_proj", 30)),
+    norms=10, experts=0, linears=(("model.layers.0.q_proj", 20), ("model.layers.0.up_proj", 30)),
 )  # fmt: skip
 N, HEADLESS = SIZES.parameters, SIZES.value_parameters
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"

@@ -35,4 +35,4 @@ def test_engines_managers_trackers_and_schedules() -> None:
     assert set(known.ROLLOUT_ENGINES) <= set(known_rollouts())
     assert set(known.REWARD_MANAGERS) <= set(known_reward_managers())
     assert set(known.SCHEDULERS) == set(SCHEDULES)
-    assert {"fsdp", "fsdp2"} <= set(known_strategies()) <= set(known.STRATEGIES)
+    assert set(known_strategies()) == set(known.STRATEGIES)

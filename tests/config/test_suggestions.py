@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from verl.config.checks import unavailable
 from verl.config.keys import nearest, schema_keys
 from verl.config.known import OTHER_NAMES
 from verl.config.load import load_ppo_config, load_sft_config
@@ -67,27 +66,6 @@ def test_a_key_of_a_feature_that_is_not_there_says_so(typed: str) -> None:
     with pytest.raises(ConfigError, match="not available in this version") as error:
         load_ppo_config([*NEEDED, typed])
     assert "Nearest known key" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        [
-            "actor_rollout_ref.actor.strategy=megatron",
-            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
-            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
-        ],
-        ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=3"],
-    ],
-)
-def test_what_is_not_available_is_said_before_its_sizes_are_judged(
-    typed: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    lines = unavailable(load_ppo_config([*NEEDED, *typed]))
-    assert len(lines) == 1 and "not available in this version" in lines[0]
-    with pytest.raises(ConfigError) as error:
-        load_ppo_config([*NEEDED, *typed, "critic.enable=False"])
-    assert str(error.value).startswith(lines[0])
 
 
 def test_a_batch_is_not_told_to_grow_beyond_the_data() -> None:

@@ -35,7 +35,7 @@ from verl.checkpoint.steps import (
     work_folder,
     write_tracker,
 )
-from verl.config.sizes import HF_BY_DEFAULT_BELOW
+from verl.config.disk import HF_BY_DEFAULT_BELOW
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.memory import free_host_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.parallelism import dp_size
+from verl.config.parallelism import model_roles
 from verl.config.schema import PPOConfig, SFTConfig
 
 
@@ -21,6 +21,7 @@ class BatchPlan:
     micro_batch_limit: int | None  # sequences, as configured
     micro_batch_tokens: int | None
     total_steps: int | None
+    group: int = 1  # ranks that work on the same sequences; `ranks` are then such groups
 
     @property
     def sequences(self) -> int:
@@ -64,25 +65,39 @@ class BatchPlan:
         return self.sequences * self.sequence_tokens
 
 
-def batch_plan(config: PPOConfig | SFTConfig, total_steps: int | None = None) -> BatchPlan:
-    """The batch arithmetic of a config; `total_steps` where the length of the data is known."""
-    data, ranks = config.data, dp_size(config)
+def batch_plan(config: PPOConfig | SFTConfig, total_steps: int | None = None, role: str = "") -> BatchPlan:
+    """The batch arithmetic of a config; `total_steps` where the length of the data is known. `role`: actor (default),
+    ref, which passes over a batch once, or critic; each has its own layout and micro-batches."""
     total_steps = config.trainer.total_training_steps if total_steps is None else total_steps
+    found = model_roles(config)
+    layout = next((each.layout for each in found if each.name == role), found[0].layout)
+    prompts = config.data.train_batch_size
     if isinstance(config, SFTConfig):
-        rows, micro = config.data.train_batch_size, config.data.micro_batch_size_per_gpu
-        budget, dynamic = config.data.max_token_len_per_gpu, config.data.use_dynamic_bsz
-        n, mini, epochs, tokens = 1, rows, 1, config.data.max_length
+        micro, budget = config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu
+        dynamic, n, mini, epochs, tokens = config.data.use_dynamic_bsz, 1, prompts, 1, config.data.max_length
     else:
-        actor = config.actor_rollout_ref.actor
-        micro, budget, dynamic = (
-            actor.ppo_micro_batch_size_per_gpu,
-            actor.ppo_max_token_len_per_gpu,
-            actor.use_dynamic_bsz,
+        actor, ref, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic
+        trained = critic if role == "critic" else actor
+        n, mini, epochs = (
+            config.actor_rollout_ref.rollout.n,
+            trained.ppo_mini_batch_size,
+            trained.ppo_epochs,
         )
-        n, mini, epochs = config.actor_rollout_ref.rollout.n, actor.ppo_mini_batch_size, actor.ppo_epochs
+        micro, budget, dynamic = (
+            trained.ppo_micro_batch_size_per_gpu,
+            trained.ppo_max_token_len_per_gpu,
+            trained.use_dynamic_bsz,
+        )
+        if role == "ref":
+            mini, epochs, micro = prompts, 1, ref.log_prob_micro_batch_size_per_gpu
+            budget, dynamic = ref.log_prob_max_token_len_per_gpu, ref.log_prob_use_dynamic_bsz
         tokens = config.data.max_prompt_length + config.data.max_response_length
     micro, budget = (None, budget) if dynamic else (micro, None)
-    return BatchPlan(data.train_batch_size, n, mini, epochs, ranks, tokens, micro, budget, total_steps)
+    if budget is not None:
+        budget *= layout.cp  # tokens are given per rank, and these share a sequence
+    return BatchPlan(
+        prompts, n, mini, epochs, layout.dp, tokens, micro, budget, total_steps, layout.model_ranks
+    )
 
 
 def rows(plan: BatchPlan) -> list[tuple[str, str, str]]:
@@ -101,7 +116,7 @@ def rows(plan: BatchPlan) -> list[tuple[str, str, str]]:
         (
             "sequences per rank",
             plan.rank_sequences,
-            f"of each mini-batch, on {_counted(plan.ranks, 'rank')}{padded}",
+            f"of each mini-batch, on {_ranks(plan)}{padded}",
         ),
         ("micro-batches per rank", plan.micro_batches or "measured", cut),
         ("tokens per sequence", plan.sequence_tokens, "at most"),
@@ -113,6 +128,12 @@ def rows(plan: BatchPlan) -> list[tuple[str, str, str]]:
         for name, number, remark in lines
         if number is not None
     ]
+
+
+def _ranks(plan: BatchPlan) -> str:
+    if plan.group == 1:
+        return _counted(plan.ranks, "rank")
+    return f"{_counted(plan.ranks, 'group')} of {plan.group} ranks"
 
 
 def _counted(number: int, what: str) -> str:

@@ -22,13 +22,15 @@ from verl.config import known
 from verl.config.async_checks import async_advice, async_errors
 from verl.config.build import finalize
 from verl.config.keys import Key, get, put, schema_keys, sections
+from verl.config.layout_checks import layout_errors
 from verl.config.machine import cpu_has_bf16, on_cpu
 from verl.config.parallelism import (
     EXTERNAL_ENGINES,
     ROLLOUT,
     closest,
     divisors,
-    dp_size,
+    layout_of,
+    model_roles,
     pools,
     rollout_pool,
     sharing_errors,
@@ -60,20 +62,10 @@ def check(config: AnyConfig) -> list[str]:
 
 def unavailable(config: AnyConfig) -> list[str]:
     """Settings that are known but that this version cannot run: a run refuses them before it starts."""
-    lines = []
-    for key in schema_keys(type(config)).values():
-        available, followed, value = key.metadata["available"], key.metadata["follows"], get(config, key.name)
-        if available is None or value in available or (followed and get(config, followed) == value):
-            continue
-        if value in _registered(key):
-            continue
-        allowed = " or ".join(f"{key.name}={each}" for each in available)
-        lines.append(f"{key.name}={value} is not available in this version; set {allowed}")
-    if isinstance(config, PPOConfig):
-        lines += engine_errors(
-            ROLLOUT, config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode
-        )
-    return lines
+    if not isinstance(config, PPOConfig):
+        return []
+    rollout = config.actor_rollout_ref.rollout
+    return engine_errors(ROLLOUT, rollout.name, rollout.mode)
 
 
 def _section_errors(config: AnyConfig) -> list[str]:
@@ -150,20 +142,17 @@ def _bound_errors(key: Key, value: Any) -> list[str]:
 
 
 def _sft_errors(config: SFTConfig) -> list[str]:
-    errors = _shard_errors("model", config.model, world_size(config))
-    world, rows, micro = (
-        world_size(config),
-        config.data.train_batch_size,
-        config.data.micro_batch_size_per_gpu,
-    )
-    if rows < world:
+    errors = _shard_errors("model", config.model, world_size(config)) + layout_errors(config)
+    layout, rows = layout_of(config.model, world_size(config)), config.data.train_batch_size
+    micro, shards, who = config.data.micro_batch_size_per_gpu, layout.dp, layout.shards
+    if rows < shards:
         errors.append(
-            f"'data.train_batch_size' is {rows}, fewer rows than the {world} ranks; set it to at least {world}"
+            f"'data.train_batch_size' is {rows}, fewer rows than the {who}; set it to at least {shards}"
         )
-    if "data.micro_batch_size_per_gpu" in config.user_set and micro and micro * world > rows:
+    if "data.micro_batch_size_per_gpu" in config.user_set and micro and micro * shards > rows:
         errors.append(
-            f"'data.micro_batch_size_per_gpu' is {micro}, but each of the {world} ranks has {rows // world} of the "
-            f"{rows} rows of data.train_batch_size; set it to at most {max(rows // world, 1)}"
+            f"'data.micro_batch_size_per_gpu' is {micro}, but each of the {who} has {rows // shards} of the "
+            f"{rows} rows of data.train_batch_size; set it to at most {max(rows // shards, 1)}"
         )
     return errors
 
@@ -171,6 +160,7 @@ def _sft_errors(config: SFTConfig) -> list[str]:
 def _ppo_errors(config: PPOConfig) -> list[str]:
     policy, trainer, estimator = config.actor_rollout_ref, config.trainer, config.algorithm.adv_estimator
     errors = _length_errors(config, ROLLOUT) + sharing_errors(config) + _correction_errors(config)
+    errors += layout_errors(config)
     errors += _shard_errors("actor_rollout_ref.actor", policy.actor, world_size(config))
     if config.critic.enable:
         errors += _shard_errors("critic", config.critic, world_size(config))
@@ -262,10 +252,11 @@ def _batch_errors(config: PPOConfig) -> list[str]:
             f"'{name}' is {mini}, {why} data.train_batch_size={prompts}. Values that work: "
             f"{closest(divisors(prompts), mini)}; or data.train_batch_size={batch}"
         )
-    if prompts * n < dp_size(config):
+    layout = max((role.layout for role in model_roles(config)), key=lambda layout: layout.dp)
+    if prompts * n < layout.dp:
         errors.append(
-            f"'data.train_batch_size' is {prompts} with {ROLLOUT}.n={n}: {prompts * n} sequences for {dp_size(config)} "
-            f"ranks; set it to at least {-(-dp_size(config) // n)}"
+            f"'data.train_batch_size' is {prompts} with {ROLLOUT}.n={n}: {prompts * n} sequences for {layout.shards}; "
+            f"set it to at least {-(-layout.dp // n)}"
         )
     return errors
 

@@ -26,7 +26,6 @@ def key(
     *,
     known: tuple[str, ...] | None = None,
     plugin: str | None = None,
-    available: tuple[Any, ...] | None = None,
     follows: str | None = None,
     used_if: Conditions = (),
     required: bool = False,
@@ -38,13 +37,12 @@ def key(
     """Declare a key.
 
     known: the values allowed; plugin: the registry whose user-registered names are allowed as well;
-    available: the values this version can run, of those allowed;
     follows: the key whose value this one takes unless the user sets it; used_if: see `verl.config.checks`;
     required: the user must give it; path: a leading ~ means the user's home folder;
     ge, gt, le: bounds (checked for numbers, and for each number of a list; None is never checked).
     """
     metadata = {
-        "doc": doc, "known": known, "plugin": plugin, "available": available, "follows": follows,
+        "doc": doc, "known": known, "plugin": plugin, "follows": follows,
         "used_if": used_if, "required": required, "path": path, "ge": ge, "gt": gt, "le": le,
     }  # fmt: skip
     if isinstance(default, (list, dict)):

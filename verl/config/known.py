@@ -36,7 +36,8 @@ ROLLOUT_RS = tuple(
 PF_PPO_METHODS = ("pow", "max_min", "max_random")
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
-AVAILABLE_STRATEGIES = ("fsdp", "fsdp2")
+# `model_type` of the architectures that can be built from Megatron's layers.
+MEGATRON_MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 SCHEDULERS = ("constant", "cosine", "linear")
 MOMENTS = ("float32", "int8")
 PEFT_TYPES = ("lora",)

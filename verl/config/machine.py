@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from verl.config.parallelism import EXTERNAL_ENGINES, pools, world_size
+from verl.config.parallelism import EXTERNAL_ENGINES, model_roles, pools, world_size
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import missing_package
 from verl.memory import free_host_bytes
 
 # Names of bf16 instructions in /proc/cpuinfo: x86 first, then Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16"}
+
+# Extras whose package or module has another name.
+_PACKAGES = {"megatron": "megatron-core"}
+_MODULES = {"megatron": "megatron.core"}
 
 
 @dataclass(frozen=True)
@@ -174,17 +178,27 @@ def machine_errors(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device
 def missing_packages(config: PPOConfig | SFTConfig) -> list[str]:
     """A line for each package that is needed and not installed: what needs it and how to install it."""
     return [
-        str(missing_package(name, name, why))
+        str(missing_package(_PACKAGES.get(name, name), name, why))
         for name, why in needed_packages(config).items()
-        if importlib.util.find_spec(name) is None
+        if not _installed(name)
     ]
 
 
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(_MODULES.get(name, name)) is not None
+    except ModuleNotFoundError:  # of the package around the module
+        return False
+
+
 def needed_packages(config: PPOConfig | SFTConfig) -> dict[str, str]:
-    """The optional packages a run with this config imports, each with the setting that asks for it."""
+    """The extras whose packages a run with this config imports, each with the setting that asks for it."""
     found = {
         name: f"trainer.logger={name}" for name in config.trainer.logger if name in ("wandb", "tensorboard")
     }
+    for role in reversed(model_roles(config)):
+        if role.section.strategy == "megatron":
+            found["megatron"] = f"{role.key}.strategy=megatron"
     launched = isinstance(config, SFTConfig) and started_by_torchrun()
     for pool in reversed(pools(config)):
         if (pool.key != "trainer" or world_size(config) > 1) and not launched:

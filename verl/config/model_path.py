@@ -62,6 +62,12 @@ def vocabulary_size(path: str, override: Mapping[str, Any] | None = None) -> int
     return _positive(_config_of(path, override).get("vocab_size"))
 
 
+def text_config(path: str, override: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """config.json of a local model, or of a hub model in the cache; {} where neither can be read."""
+    found = None if Path(path).expanduser().is_dir() else cached_config(path)
+    return _config_of(path if found is None else str(found.parent), override)
+
+
 def _positive(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from verl.config.known import POOL_ASYNC_MODES
 from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
@@ -13,23 +13,111 @@ ROLLOUT = "actor_rollout_ref.rollout"
 REWARD_MODEL = "reward.reward_model"
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism of one model; the product of the first four is the number of ranks.
+
+    Rank = tp + TP * (cp + CP * (dp + DP * pp)): ranks that split a matrix are neighbours, pipeline stages are furthest
+    apart. `cp` ranks split each sequence (Ulysses, context parallelism). The experts of a mixture are split over `ep`
+    of the dp * cp ranks of a stage."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on the same rows together."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def shards(self) -> str:
+        """Those that hold different rows of a batch, in words."""
+        if self.model_ranks == 1:
+            return f"{self.dp} ranks"
+        return f"{self.dp} groups of {self.model_ranks} ranks"
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `dp` shards of a batch a rank works on."""
+        return rank // (self.tp * self.cp) % self.dp
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // (self.tp * self.cp * self.dp)
+
+    def reports(self, rank: int) -> bool:
+        """Whether a rank's results are the ones to take: of ranks with the same rows, the first of the last stage."""
+        return rank % (self.tp * self.cp) == 0 and self.stage(rank) == self.pp - 1
+
+    def reporters(self) -> list[int]:
+        """The reporting rank of each shard, in the order of shards."""
+        first = (self.pp - 1) * self.dp * self.tp * self.cp
+        return [first + shard * self.tp * self.cp for shard in range(self.dp)]
+
+
+def layout_of(role: Any, world: int) -> Layout:
+    """The layout of a role's engine on `world` ranks; `role` has a strategy and its sizes."""
+    if role.strategy == "megatron":
+        sizes = role.megatron
+        layout = Layout(
+            tp=sizes.tensor_model_parallel_size,
+            pp=sizes.pipeline_model_parallel_size,
+            cp=sizes.context_parallel_size * role.ulysses_sequence_parallel_size,
+            ep=sizes.expert_model_parallel_size,
+        )
+    else:
+        layout = Layout(cp=role.ulysses_sequence_parallel_size)
+    return replace(layout, dp=max(world // layout.model_ranks, 1))
+
+
+def offload_section(role: Any) -> tuple[str, Any]:
+    """The name of a role's section with `param_offload` and `optimizer_offload`, and the section."""
+    name = "megatron" if role.strategy == "megatron" else "fsdp_config"
+    return name, getattr(role, name)
+
+
+def bubble_share(pp: int, micro_batches: int) -> float:
+    """Share of a pass in which a pipeline stage waits, with stages that take equally long."""
+    return (pp - 1) / (micro_batches + pp - 1)
+
+
 def world_size(config: PPOConfig | SFTConfig | GenerationConfig) -> int:
     """Processes that train."""
     return config.trainer.n_gpus_per_node * config.trainer.nnodes
 
 
-def model_parallel_size(role: Any) -> int:
-    """Ranks that work on the same sequences together; `role` has a strategy and its sizes."""
-    if role.strategy != "megatron":
-        return role.ulysses_sequence_parallel_size
-    sizes = role.megatron
-    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+class ModelRole(NamedTuple):
+    """A role whose model is split over the ranks that train."""
+
+    key: str  # of the section with the strategy and the sizes
+    section: Any
+    model_key: str
+    model: Any
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
 
 
-def dp_size(config: PPOConfig | SFTConfig) -> int:
-    """Ranks that hold different sequences of a batch."""
-    role = config.actor_rollout_ref.actor if isinstance(config, PPOConfig) else config.model
-    return max(world_size(config) // model_parallel_size(role), 1)
+def model_roles(config: PPOConfig | SFTConfig) -> list[ModelRole]:
+    """Those a run has; the trained policy, or the fine-tuned model, is the first."""
+    if isinstance(config, SFTConfig):
+        sections: list[tuple[str, Any, str, Any]] = [("model", config.model, "model", config.model)]
+    else:
+        policy, critic, model = config.actor_rollout_ref, config.critic, "actor_rollout_ref.model"
+        sections = [("actor_rollout_ref.actor", policy.actor, model, policy.model)]
+        if (policy.actor.use_kl_loss or config.algorithm.use_kl_in_reward) and policy.model.lora_rank == 0:
+            sections.append(("actor_rollout_ref.ref", policy.ref, model, policy.model))
+        if critic.enable:
+            sections.append(("critic", critic, "critic.model", critic.model))
+    return [ModelRole(*each, layout_of(each[1], world_size(config))) for each in sections]
 
 
 def divisors(number: int) -> list[int]:

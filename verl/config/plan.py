@@ -12,22 +12,21 @@ from verl.config.async_checks import async_rows
 from verl.config.batch_math import BatchPlan, batch_plan, text_table
 from verl.config.batch_math import rows as batch_rows
 from verl.config.checks import unavailable, unused_keys
+from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.keys import get, put
+from verl.config.layout_checks import finer_layouts, idle_stage_warnings, layout_rows, model_layout_errors
 from verl.config.machine import Device, local_device, machine_errors, missing_packages
-from verl.config.parallelism import ROLLOUT
+from verl.config.parallelism import ROLLOUT, model_roles, offload_section, world_size
 from verl.config.schema import AnyConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.config.sizes import (
     Estimate,
     ModelSizes,
-    checkpoint_bytes,
     critic_sizes_of,
-    disk_verdict,
     estimate,
-    free_bytes,
     gib,
     read_sizes,
 )
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
 
 USABLE = 0.9  # share of a device that is usable; fragmentation and the driver take the rest
 _FILE_TYPES = (".parquet", ".json", ".jsonl", ".csv")
@@ -40,6 +39,7 @@ class Plan:
     batches: BatchPlan
     device: Device
     ahead: list[tuple[str, str, str]] = field(default_factory=list)
+    layout: list[tuple[str, str, str]] = field(default_factory=list)
     memory: Estimate | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -52,6 +52,7 @@ def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
     if isinstance(config, PPOConfig):
         result.ahead = async_rows(config, result.batches)
     result.warnings += unavailable(config) + unused_keys(config) + _missing(config, device)
+    add_layout(result, config)
     try:
         sizes = read_sizes(model.path, model.override_config)
         if sizes is None:
@@ -66,6 +67,13 @@ def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
         found = disk_verdict(config, size, free)
         result.warnings += [line for line in (found.error, found.warning) if line]
     return result
+
+
+def add_layout(result: Plan, config: PPOConfig | SFTConfig) -> None:
+    """How the ranks split each role's model, and warnings of what does not fit the model or leaves stages waiting."""
+    result.warnings += model_layout_errors(config) + idle_stage_warnings(config)
+    if world_size(config) > 1 or any(role.section.strategy == "megatron" for role in model_roles(config)):
+        result.layout = layout_rows(config)
 
 
 def add_memory(result: Plan, config: PPOConfig | SFTConfig, sizes: ModelSizes) -> None:
@@ -132,20 +140,23 @@ def _remedies(config: PPOConfig | SFTConfig, kind: str) -> Iterator[tuple[str, A
         micros = [f"{role}.ppo_micro_batch_size_per_gpu" for role in ("actor_rollout_ref.actor", "critic")]
     else:
         models, roles, micros = ["model"], ["model"], ["data.micro_batch_size_per_gpu"]
+    strategies = {role.model_key: role.section.strategy for role in reversed(model_roles(config))}
     for model in models:
         if not get(config, model).enable_gradient_checkpointing:
             yield f"{model}.enable_gradient_checkpointing", True
-        if get(config, model).lora_rank == 0:
+        if get(config, model).lora_rank == 0 and strategies[model] != "megatron":
             yield f"{model}.lora_rank", 16
     for micro in micros:
         if (get(config, micro) or 1) > 1:
             yield micro, 1
+    yield from finer_layouts(config)
     if kind != "cuda":
         return
     for role in roles:
+        section, offloads = offload_section(get(config, role))
         for offload in ("param_offload", "optimizer_offload"):
-            if not getattr(get(config, role).fsdp_config, offload):
-                yield f"{role}.fsdp_config.{offload}", True
+            if not getattr(offloads, offload):
+                yield f"{role}.{section}.{offload}", True
     if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.gpu_memory_utilization > 0.2:
         half = config.actor_rollout_ref.rollout.gpu_memory_utilization / 2
         yield f"{ROLLOUT}.gpu_memory_utilization", round(half, 2)
@@ -155,6 +166,8 @@ def _remedies(config: PPOConfig | SFTConfig, kind: str) -> Iterator[tuple[str, A
 def render(result: Plan) -> str:
     """The plan as text."""
     blocks = [text_table("batches", batch_rows(result.batches))]
+    if result.layout:
+        blocks.append(text_table("layout", result.layout))
     if result.ahead:
         blocks.append(text_table("generation ahead of training", result.ahead))
     if result.memory is not None:
@@ -189,8 +202,11 @@ def _memory_rows(memory: Estimate) -> list[tuple[str, str, str]]:
 
 
 def check_text(config: AnyConfig) -> str:
-    """The answer to `--check`."""
+    """The answer to `--check`; a layout that the model cannot have is an error."""
     if isinstance(config, (PPOConfig, SFTConfig)):
+        errors = model_layout_errors(config)
+        if errors:
+            raise ConfigError("\n".join(errors))
         return render(plan(config))
     lines = unused_keys(config)
     if isinstance(config, GenerationConfig):

@@ -7,9 +7,10 @@ import sys
 
 from verl.config.async_checks import async_rows
 from verl.config.batch_math import batch_plan
+from verl.config.layout_checks import layout_errors
 from verl.config.load import from_dict
 from verl.config.machine import Device
-from verl.config.plan import Plan, add_memory, render
+from verl.config.plan import Plan, add_layout, add_memory, render
 from verl.config.schema import PPOConfig
 from verl.config.sizes import read_sizes
 from verl.config.sources import parse_overrides
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     batches = batch_plan(config)
     result = Plan(batches, device, async_rows(config, batches))
     sizes = read_sizes(args.model, config.actor_rollout_ref.model.override_config, download=True)
+    result.warnings += layout_errors(config)
+    add_layout(result, config)
     assert sizes is not None  # with `download` a model that cannot be read is an error
     add_memory(result, config, sizes)
     sys.stdout.write(render(result) + "\n")

@@ -1,5 +1,5 @@
-"""Sizes of a model, from a copy that transformers builds on the meta device, and what follows from them: the memory
-one rank needs in each phase of a step, and the size of a run's checkpoints.
+"""Sizes of a model, from a copy that transformers builds on the meta device, and the memory one rank needs in each
+phase of a step.
 
 Exact: weights, gradients (summed in float32), optimiser state, KV cache. Estimated: activations. Logits are never
 stored: the output matrix is applied in chunks, which are counted.
@@ -7,7 +7,6 @@ stored: the output matrix is applied in chunks, which are counted.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,19 @@ from typing import Any
 from verl.config.batch_math import BatchPlan, batch_plan
 from verl.config.machine import Device
 from verl.config.model_path import cached_config
-from verl.config.parallelism import engine_size, rollout_pool, world_size
+from verl.config.parallelism import (
+    EXTERNAL_ENGINES,
+    Layout,
+    ModelRole,
+    engine_size,
+    model_roles,
+    offload_section,
+    rollout_pool,
+    world_size,
+)
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ModelError
 
-HF_BY_DEFAULT_BELOW = 10_000_000_000  # parameters from which on checkpoints leave hf_model out by default
 _LOGITS_CHUNK = {"cuda": 640 << 20, "cpu": 32 << 20}  # forward and backward hold up to two
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
@@ -37,12 +44,26 @@ class ModelSizes:
     cache: int  # of the KV cache, per token
     kept: int  # kept per token and layer for the backward pass in the type of the weights (an estimate)
     kept_float32: int  # the same in float32, by norms
+    norms: int  # of the inputs of a layer's norms, per token: in `kept` twice and in `kept_float32` once
+    experts: int  # of the weights of experts, in all layers
     linears: tuple[tuple[str, int], ...]  # name, inputs + outputs of each linear layer but the output matrix
 
     @property
     def value_parameters(self) -> int:
         """As a critic: one number per token in place of the output matrix."""
         return self.parameters - self.head + self.hidden
+
+    def stage_weights(self, layout: Layout, value_head: bool) -> tuple[int, int]:
+        """On each rank of the largest pipeline stage: dense weights, and weights of experts. Norms, which every
+        tensor-parallel rank holds, are taken as split."""
+        output = self.hidden if value_head else self.head
+        if layout.pp == 1:
+            ends = self.embedding + output
+        else:  # a tied embedding is on the first and on the last stage
+            ends = max(self.embedding, output)
+        layers = self.parameters - self.embedding - self.head - self.experts
+        dense = -(-layers // layout.pp) + ends
+        return -(-dense // layout.tp), self.experts // (layout.pp * layout.ep)
 
     def lora_parameters(self, rank: int, targets: list[str]) -> int:
         """Of LoRA adapters on the named modules."""
@@ -88,6 +109,8 @@ def sizes_of(model: Any) -> ModelSizes:
         cache=2 * layers * key_value,
         kept=kept,
         kept_float32=norms + normed,
+        norms=norms,
+        experts=sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name),
         linears=tuple(linears),
     )
 
@@ -155,6 +178,7 @@ class RoleMemory:
     workspace: int = 0  # for the output matrix, while training
     params_offloaded: bool = False  # while the role does not work
     optimiser_offloaded: bool = False
+    sequence_ranks: int = 1  # that split the tokens of a micro-batch
 
     @property
     def idle(self) -> int:
@@ -186,19 +210,32 @@ class Estimate:
     sequence_bytes: int = 0  # of the KV cache of one sequence at its longest, on one device
 
 
-def activation_bytes(sizes: ModelSizes, element: int, *, checkpointing: bool, offload: bool) -> int:
-    """Per token from the forward to the backward pass, with the working set of one layer's backward."""
-    layer = sizes.kept * element + sizes.kept_float32 * 4
+def activation_bytes(
+    sizes: ModelSizes,
+    element: int,
+    *,
+    checkpointing: bool,
+    offload: bool,
+    layout: Layout | None = None,
+    in_flight: int = 1,
+) -> int:
+    """Per token from the forward to the backward pass, with the working set of one layer's backward. Tensor-parallel
+    ranks split all but the norms; a pipeline stage keeps its layers' activations of `in_flight` micro-batches."""
+    layout = layout or Layout()
+    split, split_float32 = sizes.kept - 2 * sizes.norms, sizes.kept_float32 - sizes.norms
+    layer = (2 * sizes.norms + split // layout.tp) * element + (sizes.norms + split_float32 // layout.tp) * 4
+    layers = -(-sizes.layers * in_flight // layout.pp)
     if offload:
         return 2 * layer
-    return sizes.layers * sizes.hidden * element + 2 * layer if checkpointing else (sizes.layers + 1) * layer
+    return layers * sizes.hidden * element + 2 * layer if checkpointing else (layers + 1) * layer
 
 
 def _trained(
-    name: str, sizes: ModelSizes, model: Any, optim: Any, role: Any, config: PPOConfig | SFTConfig, kind: str
+    role: ModelRole, sizes: ModelSizes, optim: Any, config: PPOConfig | SFTConfig, kind: str
 ) -> RoleMemory:
     """A model with its optimiser."""
-    element, fsdp, value_head = element_bytes(model.dtype, kind), role.fsdp_config, name == "critic"
+    model, section, layout = role.model, role.section, role.layout
+    element, value_head = element_bytes(model.dtype, kind), role.name == "critic"
     parameters = trained = sizes.value_parameters if value_head else sizes.parameters
     if model.lora_rank > 0:
         trained = sizes.lora_parameters(model.lora_rank, model.target_modules)
@@ -207,15 +244,26 @@ def _trained(
         trained -= sizes.embedding
     moments = 2 if optim.moments == "int8" else 8
     master = 0 if element == 4 or optim.stochastic_rounding else 4
-    shards = _shards(role, config)
-    on_device = 0 if kind == "cuda" and fsdp.offload_policy else 1
+    on_device = (
+        0 if kind == "cuda" and section.strategy != "megatron" and section.fsdp_config.offload_policy else 1
+    )
+    if section.strategy == "megatron":
+        dense, experts = sizes.stage_weights(layout, value_head)
+        held = summed = dense + experts
+        replicas = layout.dp * layout.cp
+        updated = dense // replicas + experts // (replicas // layout.ep or 1)
+    else:
+        shards = _shards(section, config)
+        held, summed, updated = parameters // shards, trained // shards, trained // shards
+    stages = min(layout.pp, batch_plan(config, role=role.name).micro_batches or layout.pp)
+    _, offload = offload_section(section)
     return RoleMemory(
-        role=name,
+        role=role.name,
         parameters=parameters,
         trained=trained,
-        weights=on_device * parameters * element // shards,
-        gradients=on_device * trained * 4 // shards,
-        optimiser=on_device * trained * (moments + master) // shards,
+        weights=on_device * held * element,
+        gradients=on_device * summed * 4,
+        optimiser=on_device * updated * (moments + master),
         full_weights=parameters * element,
         master_copy=master > 0,
         activations_per_token=activation_bytes(
@@ -223,32 +271,44 @@ def _trained(
             element,
             checkpointing=model.enable_gradient_checkpointing,
             offload=model.enable_activation_offload,
+            layout=layout,
+            in_flight=stages,
         ),
-        workspace=0 if value_head else 2 * _LOGITS_CHUNK[kind] + sizes.embedding * 4,
-        params_offloaded=fsdp.param_offload and kind == "cuda",
-        optimiser_offloaded=fsdp.optimizer_offload and kind == "cuda",
+        workspace=0 if value_head else 2 * _LOGITS_CHUNK[kind] + sizes.embedding * 4 // layout.tp,
+        params_offloaded=offload.param_offload and kind == "cuda",
+        optimiser_offloaded=offload.optimizer_offload and kind == "cuda",
+        sequence_ranks=layout.cp,
     )
 
 
-def _shards(role: Any, config: PPOConfig | SFTConfig) -> int:
+def _frozen(role: ModelRole, sizes: ModelSizes, config: PPOConfig | SFTConfig, kind: str) -> RoleMemory:
+    if role.section.strategy == "megatron":
+        held = sum(sizes.stage_weights(role.layout, value_head=False))
+    else:
+        held = sizes.parameters // _shards(role.section, config)
+    offloaded = kind == "cuda" and offload_section(role.section)[1].param_offload
+    weights = held * element_bytes(role.model.dtype, kind)
+    return RoleMemory(role.name, sizes.parameters, 0, weights, params_offloaded=offloaded)
+
+
+def _shards(section: Any, config: PPOConfig | SFTConfig) -> int:
     """Ranks that share one copy of a role's weights."""
-    return world_size(config) if role.fsdp_config.fsdp_size == -1 else role.fsdp_config.fsdp_size
+    return world_size(config) if section.fsdp_config.fsdp_size == -1 else section.fsdp_config.fsdp_size
 
 
 def roles(
     config: PPOConfig | SFTConfig, sizes: ModelSizes, critic_sizes: ModelSizes | None, kind: str
 ) -> list[RoleMemory]:
     """The models of a run; the trained one comes first."""
-    if isinstance(config, SFTConfig):
-        return [_trained("model", sizes, config.model, config.optim, config.model, config, kind)]
-    policy, critic = config.actor_rollout_ref, config.critic
-    found = [_trained("actor", sizes, policy.model, policy.actor.optim, policy.actor, config, kind)]
-    if (policy.actor.use_kl_loss or config.algorithm.use_kl_in_reward) and policy.model.lora_rank == 0:
-        weights = sizes.parameters * element_bytes(policy.model.dtype, kind) // _shards(policy.ref, config)
-        offloaded = kind == "cuda" and policy.ref.fsdp_config.param_offload
-        found.append(RoleMemory("ref", sizes.parameters, 0, weights, params_offloaded=offloaded))
-    if critic.enable and critic_sizes is not None:
-        found.append(_trained("critic", critic_sizes, critic.model, critic.optim, critic, config, kind))
+    found = []
+    for role in model_roles(config):
+        optim = config.optim if isinstance(config, SFTConfig) else getattr(role.section, "optim", None)
+        own = critic_sizes if role.name == "critic" else sizes
+        if own is None:
+            continue
+        found.append(
+            _frozen(role, own, config, kind) if optim is None else _trained(role, own, optim, config, kind)
+        )
     return found
 
 
@@ -259,7 +319,9 @@ def estimate(
     found, batches = roles(config, sizes, critic_sizes, device.kind), batch_plan(config)
     updates = [
         _update(
-            role, [other for other in found if other is not role], _micro_batch_tokens(config, role, batches)
+            role,
+            [other for other in found if other is not role],
+            _micro_batch_tokens(batch_plan(config, role=role.role)),
         )
         for role in found
         if role.trained
@@ -268,24 +330,24 @@ def estimate(
         return Estimate(found, updates)
     actor, others = found[0], found[1:]
     rollout, pool, size = config.actor_rollout_ref.rollout, rollout_pool(config), engine_size(config)
-    engines = rollout.nnodes * rollout.n_gpus_per_node // size if pool else batches.ranks
+    engines = (rollout.nnodes * rollout.n_gpus_per_node if pool else world_size(config)) // size
     running = min(-(-batches.sequences // engines), rollout.max_num_seqs)
     cache_tokens = running * batches.sequence_tokens
     element = element_bytes(config.actor_rollout_ref.model.dtype, device.kind)
     cache_bytes, sequence_bytes = (
         tokens * sizes.cache * element for tokens in (cache_tokens, batches.sequence_tokens)
     )
-    # GPUs of a pool share the weights and the cache of their engine; the trainer's ranks hold full weights each.
-    weights, cache = (
-        (actor.full_weights // size, cache_bytes // size) if pool else (actor.full_weights, cache_bytes)
-    )
+    # The GPUs of an engine share its weights and its cache. The native engine uses the trainer's weights where a rank
+    # has all of them, else a gathered copy; other engines have their own.
+    weights, cache = actor.full_weights // size, cache_bytes // size
+    copied = rollout.name in EXTERNAL_ENGINES or not _has_all_weights(config)
     if device.memory is not None:
         # The engine never takes more than its share; sequences that do not fit wait their turn.
         share = rollout.gpu_memory_utilization if device.kind == "cuda" else 1.0
         cache = min(cache, max(int(device.memory * share) - weights, 0))
     parts = {"weights": weights, "KV cache": cache}
     if not pool:
-        parts["weights"] += actor.weights if weights > actor.weights and not actor.params_offloaded else 0
+        parts["weights"] += actor.weights if copied and not actor.params_offloaded else 0
         parts["optimiser"] = 0 if actor.optimiser_offloaded else actor.optimiser
         parts["other roles"] = sum(other.idle for other in others)
     return Estimate(
@@ -293,19 +355,23 @@ def estimate(
         [Phase("generate", parts), *updates],
         cache_tokens,
         cache_bytes,
-        sequence_bytes // (size if pool else 1),
+        sequence_bytes // size,
     )
 
 
-def _micro_batch_tokens(config: PPOConfig | SFTConfig, role: RoleMemory, batches: BatchPlan) -> int | None:
+def _has_all_weights(config: PPOConfig) -> bool:
+    """Whether the actor's engine holds the whole model on each rank."""
+    actor = model_roles(config)[0]
+    if actor.section.strategy == "megatron":
+        return actor.layout.tp * actor.layout.pp * actor.layout.ep == 1
+    return world_size(config) == 1
+
+
+def _micro_batch_tokens(batches: BatchPlan) -> int | None:
     """Tokens in the largest micro-batch; None where the engine measures what fits."""
-    micro, budget = batches.micro_batch_sequences, batches.micro_batch_tokens
-    if role.role == "critic" and isinstance(config, PPOConfig):
-        critic = config.critic
-        micro = None if critic.use_dynamic_bsz else critic.ppo_micro_batch_size_per_gpu
-        budget = critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None
-    if micro is not None:
-        return min(micro, batches.rank_sequences) * batches.sequence_tokens
+    if batches.micro_batch_sequences is not None:
+        return batches.micro_batch_sequences * batches.sequence_tokens
+    budget = batches.micro_batch_tokens
     return None if budget is None else max(budget, batches.sequence_tokens)
 
 
@@ -318,83 +384,5 @@ def _update(role: RoleMemory, others: list[RoleMemory], tokens: int | None) -> P
         "other roles": sum(other.idle for other in others),
     }
     if tokens is not None:
-        parts["activations"] = role.activations_per_token * tokens
+        parts["activations"] = role.activations_per_token * -(-tokens // role.sequence_ranks)
     return Phase(f"update {role.role}", parts)
-
-
-@dataclass(frozen=True)
-class DiskVerdict:
-    """Why a run cannot save, and why it may not save all it plans to; empty where it can."""
-
-    error: str = ""
-    warning: str = ""
-
-
-def checkpoint_bytes(
-    config: PPOConfig | SFTConfig, sizes: ModelSizes, critic_sizes: ModelSizes | None, kind: str
-) -> int:
-    """Tensors of one checkpoint: master weights, moments and, where they are not hard links to them, full weights."""
-    sections: list[tuple[Any, Any, Any]]
-    if isinstance(config, SFTConfig):
-        sections = [(config.model, config.optim, config.checkpoint)]
-    else:
-        policy, critic = config.actor_rollout_ref, config.critic
-        sections = [
-            (policy.model, policy.actor.optim, policy.actor.checkpoint),
-            (critic.model, critic.optim, critic.checkpoint),
-        ]
-    total = 0
-    trained = [role for role in roles(config, sizes, critic_sizes, kind) if role.trained]
-    for role, (model, optim, checkpoint) in zip(trained, sections, strict=False):
-        saved = role.trained if model.lora_rank else role.parameters
-        contents = checkpoint.save_contents
-        if contents is None:
-            contents = ["model", "optimizer", *(["hf_model"] if saved < HF_BY_DEFAULT_BELOW else [])]
-        element = role.full_weights // role.parameters
-        master = element if optim.stochastic_rounding else 4
-        linked = world_size(config) == 1 and master == element and not model.lora_rank and "model" in contents
-        total += saved * master if "model" in contents else 0
-        total += role.trained * (2 if optim.moments == "int8" else 8) if "optimizer" in contents else 0
-        total += role.full_weights if "hf_model" in contents and not linked else 0
-    return total
-
-
-def disk_verdict(
-    config: PPOConfig | SFTConfig, size: int, free: int, *, total_steps: int | None = None, present: int = 0
-) -> DiskVerdict:
-    """`size`: bytes of one checkpoint; `present`: checkpoints the run folder holds already."""
-    trainer = config.trainer
-    where = f"trainer.default_local_dir={trainer.default_local_dir}"
-    if size > free:
-        contents = "checkpoint" if isinstance(config, SFTConfig) else "actor_rollout_ref.actor.checkpoint"
-        return DiskVerdict(
-            error=f"{where}: a checkpoint takes about {gib(size)} and {gib(free)} are free. Set "
-            f"trainer.default_local_dir to another disk, or {contents}.save_contents=[hf_model]"
-        )
-    total_steps, keep = total_steps or trainer.total_training_steps, trainer.max_actor_ckpt_to_keep
-    if total_steps is None:
-        return DiskVerdict()
-    planned = -(-total_steps // trainer.save_freq) if trainer.save_freq > 0 else 1
-    if keep is not None:  # an old one is deleted after the new one is complete
-        planned = min(planned, keep + 1 + bool(trainer.keep_best))
-    planned -= present
-    if planned * size <= free:
-        return DiskVerdict()
-    fit = free // size
-    fewer = f"trainer.max_actor_ckpt_to_keep={fit - 1}" if fit > 1 else "a larger trainer.save_freq"
-    return DiskVerdict(
-        warning=f"{where}: {planned} checkpoints of about {gib(size)} are planned ({total_steps} "
-        f"steps, trainer.save_freq={trainer.save_freq}, trainer.max_actor_ckpt_to_keep={keep}), and {gib(free)} are "
-        f"free, enough for {fit}. Set {fewer}, or trainer.default_local_dir to another disk"
-    )
-
-
-def free_bytes(folder: str | Path) -> int | None:
-    """Free space where a folder is, or will be; None where the system does not say."""
-    path = Path(folder).expanduser().absolute()
-    while not path.exists() and path.parent != path:
-        path = path.parent
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None

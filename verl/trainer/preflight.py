@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.checks import unavailable
+from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
+from verl.config.layout_checks import model_layout_errors
 from verl.config.machine import machine_errors, missing_packages, on_cpu
 from verl.config.model_path import cached_config, context_length, endpoint, folder_problem, hub_error, offline
 from verl.config.schema import GenerationModelConfig, ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
 from verl.config.sizes import (
-    checkpoint_bytes,
     critic_sizes_of,
-    disk_verdict,
-    free_bytes,
     read_sizes,
     sizes_of,
 )
@@ -42,6 +41,7 @@ def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_da
             for key, path in models.items()
         ]
         problems += [problem for problem in found if problem] or hub_problems(models)
+        problems += model_layout_errors(cfg)
     if problems:
         raise ConfigError("\n".join(problems))
     if not given_model:

@@ -11,6 +11,7 @@ from verl.config import known
 from verl.config.keys import Conditions, key, section, shared
 from verl.config.sections.model import (
     CheckpointConfig,
+    MegatronConfig,
     ModelConfig,
     OptimConfig,
     ShardingConfig,
@@ -92,6 +93,24 @@ def _as_actor(name: str, used_if: Conditions | None = None) -> Any:
     return shared(ActorConfig, name, used_if=used_if, follows=f"actor_rollout_ref.actor.{name}")
 
 
+def _as_actor_size(name: str) -> Any:
+    """A parallel size that follows the actor's."""
+    return shared(MegatronConfig, name, follows=f"actor_rollout_ref.actor.megatron.{name}")
+
+
+@dataclass
+class FollowingMegatronConfig(MegatronConfig):
+    """Megatron's sizes of another role; those that are not set are the actor's."""
+
+    tensor_model_parallel_size: int = _as_actor_size("tensor_model_parallel_size")
+    pipeline_model_parallel_size: int = _as_actor_size("pipeline_model_parallel_size")
+    context_parallel_size: int = _as_actor_size("context_parallel_size")
+    expert_model_parallel_size: int = _as_actor_size("expert_model_parallel_size")
+
+
+_MEGATRON = ("megatron's parallel sizes; default: the actor's", ".strategy=megatron")
+
+
 @dataclass
 class LogProbConfig:
     """How log-probs are computed without gradient."""
@@ -111,6 +130,7 @@ class RefConfig(LogProbConfig, ShardingConfig):
 
     strategy: str = _as_actor("strategy")
     ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
+    megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
 
 
 @dataclass
@@ -137,4 +157,5 @@ class CriticConfig(TrainEngineConfig):
     cliprange_value: float = key(0.5, "how far a value may move before its loss is clipped", ge=0)
     loss_agg_mode: str = shared(ActorConfig, "loss_agg_mode", used_if=())
     ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
+    megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")

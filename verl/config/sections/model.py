@@ -94,14 +94,20 @@ class FSDPConfig:
 
 @dataclass
 class MegatronConfig:
-    """Parallel sizes of the megatron strategy."""
+    """Parallel sizes of the megatron strategy, and what it keeps in host memory."""
 
     tensor_model_parallel_size: int = key(1, "ranks that split each matrix", ge=1)
     pipeline_model_parallel_size: int = key(1, "ranks that split the layers", ge=1)
-    virtual_pipeline_model_parallel_size: int | None = key(None, "layer chunks per pipeline rank", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = key(
+        None, "layer chunks per pipeline rank; only null", ge=1
+    )
     context_parallel_size: int = key(1, "ranks that split each sequence", ge=1)
     expert_model_parallel_size: int = key(1, "ranks that split the experts", ge=1)
-    sequence_parallel: bool = key(False, "split norms along the sequence in a tensor-parallel group")
+    sequence_parallel: bool = key(
+        False, "split norms along the sequence in a tensor-parallel group; only False"
+    )
+    param_offload: bool = key(False, "keep idle parameters in host memory", used_if="@gpu")
+    optimizer_offload: bool = key(False, "keep idle optimiser state in host memory", used_if="@gpu")
 
 
 @dataclass
@@ -119,16 +125,8 @@ class CheckpointConfig:
 class ShardingConfig:
     """The engine of a model and how its weights are split over ranks."""
 
-    strategy: str = key(
-        "fsdp",
-        "training engine",
-        known=known.STRATEGIES,
-        plugin="strategy",
-        available=known.AVAILABLE_STRATEGIES,
-    )
-    ulysses_sequence_parallel_size: int = key(
-        1, "ranks that split each sequence by attention heads", ge=1, available=(1,)
-    )
+    strategy: str = key("fsdp", "training engine", known=known.STRATEGIES, plugin="strategy")
+    ulysses_sequence_parallel_size: int = key(1, "ranks that split each sequence by attention heads", ge=1)
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding", used_if=".strategy!=megatron")
     megatron: MegatronConfig = section(
         MegatronConfig, "megatron's parallel sizes", used_if=".strategy=megatron"

@@ -1,0 +1,92 @@
+"""The size of a run's checkpoints, and whether the disk holds them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config.parallelism import world_size
+from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.sizes import ModelSizes, gib, roles
+
+HF_BY_DEFAULT_BELOW = 10_000_000_000  # parameters from which on checkpoints leave hf_model out by default
+
+
+@dataclass(frozen=True)
+class DiskVerdict:
+    """Why a run cannot save, and why it may not save all it plans to; empty where it can."""
+
+    error: str = ""
+    warning: str = ""
+
+
+def checkpoint_bytes(
+    config: PPOConfig | SFTConfig, sizes: ModelSizes, critic_sizes: ModelSizes | None, kind: str
+) -> int:
+    """Tensors of one checkpoint: master weights, moments and, where they are not hard links to them, full weights."""
+    sections: list[tuple[Any, Any, Any]]
+    if isinstance(config, SFTConfig):
+        sections = [(config.model, config.optim, config.checkpoint)]
+    else:
+        policy, critic = config.actor_rollout_ref, config.critic
+        sections = [
+            (policy.model, policy.actor.optim, policy.actor.checkpoint),
+            (critic.model, critic.optim, critic.checkpoint),
+        ]
+    total = 0
+    trained = [role for role in roles(config, sizes, critic_sizes, kind) if role.trained]
+    for role, (model, optim, checkpoint) in zip(trained, sections, strict=False):
+        saved = role.trained if model.lora_rank else role.parameters
+        contents = checkpoint.save_contents
+        if contents is None:
+            contents = ["model", "optimizer", *(["hf_model"] if saved < HF_BY_DEFAULT_BELOW else [])]
+        element = role.full_weights // role.parameters
+        master = element if optim.stochastic_rounding else 4
+        linked = world_size(config) == 1 and master == element and not model.lora_rank and "model" in contents
+        total += saved * master if "model" in contents else 0
+        total += role.trained * (2 if optim.moments == "int8" else 8) if "optimizer" in contents else 0
+        total += role.full_weights if "hf_model" in contents and not linked else 0
+    return total
+
+
+def disk_verdict(
+    config: PPOConfig | SFTConfig, size: int, free: int, *, total_steps: int | None = None, present: int = 0
+) -> DiskVerdict:
+    """`size`: bytes of one checkpoint; `present`: checkpoints the run folder holds already."""
+    trainer = config.trainer
+    where = f"trainer.default_local_dir={trainer.default_local_dir}"
+    if size > free:
+        contents = "checkpoint" if isinstance(config, SFTConfig) else "actor_rollout_ref.actor.checkpoint"
+        return DiskVerdict(
+            error=f"{where}: a checkpoint takes about {gib(size)} and {gib(free)} are free. Set "
+            f"trainer.default_local_dir to another disk, or {contents}.save_contents=[hf_model]"
+        )
+    total_steps, keep = total_steps or trainer.total_training_steps, trainer.max_actor_ckpt_to_keep
+    if total_steps is None:
+        return DiskVerdict()
+    planned = -(-total_steps // trainer.save_freq) if trainer.save_freq > 0 else 1
+    if keep is not None:  # an old one is deleted after the new one is complete
+        planned = min(planned, keep + 1 + bool(trainer.keep_best))
+    planned -= present
+    if planned * size <= free:
+        return DiskVerdict()
+    fit = free // size
+    fewer = f"trainer.max_actor_ckpt_to_keep={fit - 1}" if fit > 1 else "a larger trainer.save_freq"
+    return DiskVerdict(
+        warning=f"{where}: {planned} checkpoints of about {gib(size)} are planned ({total_steps} "
+        f"steps, trainer.save_freq={trainer.save_freq}, trainer.max_actor_ckpt_to_keep={keep}), and {gib(free)} are "
+        f"free, enough for {fit}. Set {fewer}, or trainer.default_local_dir to another disk"
+    )
+
+
+def free_bytes(folder: str | Path) -> int | None:
+    """Free space where a folder is, or will be; None where the system does not say."""
+    path = Path(folder).expanduser().absolute()
+    while not path.exists() and path.parent != path:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
