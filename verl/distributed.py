@@ -53,3 +53,15 @@ class Ranks:
     def barrier(self) -> None:
         """All-reduce one number: unlike `dist.barrier` it needs no device index on any backend."""
         self.largest(0)
+
+
+def with_timeout(group: Any) -> Any:
+    """The group, with the timeout of the default one: torch gives a later group one of its own, which may end a
+    collective before the watchdog has said who hangs."""
+    default = dist.group.WORLD
+    assert default is not None
+    cpu = torch.device("cpu")
+    if group is not default and "gloo" in str(dist.get_backend_config(default)):
+        timeout = default._get_backend(cpu).options._timeout
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return group

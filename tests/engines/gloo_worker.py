@@ -61,6 +61,8 @@ def hybrid(rank: int, world: int, folder: Path) -> dict[str, Any]:
     if world > 1:
         mesh = next(conftest.module_of(engine).parameters()).device_mesh
         assert mesh.mesh_dim_names == ("replicate", "shard")
+        for group in mesh.get_all_groups():
+            assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
     return train(engine, rank, world)
 
 
@@ -332,13 +334,13 @@ def meet(rank: int, world: int, meeting: Path) -> Any:
     return dist.TCPStore("127.0.0.1", int(meeting.read_text()), world, is_master=False, timeout=PATIENCE)
 
 
-def main() -> None:
+def main(scenarios: dict[str, Any] | None = None) -> None:
     rank, world, meeting, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     store = meet(rank, world, meeting)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
     for name in sys.argv[5:]:
-        torch.save(SCENARIOS[name](rank, world, folder), folder / f"{name}_{world}_{rank}.pt")
+        torch.save((scenarios or SCENARIOS)[name](rank, world, folder), folder / f"{name}_{world}_{rank}.pt")
     dist.destroy_process_group()
 
 

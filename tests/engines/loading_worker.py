@@ -177,9 +177,9 @@ def memory(rank: int, world: int, folder: Path) -> dict[str, int]:
     size = (path / "model.safetensors").stat().st_size
     fill, read_rows, found = build.load_shards, SafetensorsFiles.read_rows, {"read": 0}
 
-    def count(self: Any, name: str, start: int, stop: int, into: Any, through: Any) -> None:
+    def count(self: Any, name: str, start: int, stop: int, into: Any, *options: Any) -> None:
         found["read"] += into.nbytes
-        read_rows(self, name, start, stop, into, through)
+        read_rows(self, name, start, stop, into, *options)
 
     def fill_and_stop(*arguments: Any) -> None:
         fill(*arguments)

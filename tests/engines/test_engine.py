@@ -564,7 +564,7 @@ def test_kinds_do_only_what_they_can(tools):
 @pytest.mark.parametrize(
     ("role", "options", "error", "message"),
     [
-        ({"strategy": "megatron"}, {}, ConfigError, "megatron.*allowed: fsdp, fsdp2"),
+        ({"strategy": "ddp"}, {}, ConfigError, "ddp.*allowed: fsdp, fsdp2, megatron"),
         ({}, {"dtype": "float8"}, ConfigError, "float8.*bfloat16"),
         ({"optim.lr_scheduler_type": "cosine"}, {}, ConfigError, "total_training_steps"),
         ({}, {"lora_rank": 2, "target_modules": ["nowhere"]}, ConfigError, "nowhere"),
@@ -581,8 +581,8 @@ def test_no_model_at_all_is_refused(tools):
         tools.engine()
 
 
-def test_both_fsdp_names_are_known():
-    assert {"fsdp", "fsdp2"} <= set(known_strategies())
+def test_the_strategies_are_known():
+    assert {"fsdp", "fsdp2", "megatron"} <= set(known_strategies())
     assert callable(build_engine)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.engines import budget
-from verl.engines.fsdp import NonFiniteGuard
+from verl.engines.nonfinite import NonFiniteGuard
 from verl.engines.optim import MasterAdamW, Schedule
 from verl.errors import TrainingHalted
 

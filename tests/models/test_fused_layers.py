@@ -18,7 +18,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from conftest import tiny_model
 from verl.models.fused_layers import fuse, unfuse
-from verl.models.kernels.layers import gated, rms_norm
+from verl.models.kernels.layers import gated, gated_joined, rms_norm
 
 cpu = torch.device("cpu")
 torch.manual_seed(0)
@@ -35,6 +35,9 @@ def compare(ours, plain, inputs):
 
 compare(rms_norm(x, w, 1e-3), w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3), (x, w))
 compare(gated(x, y), torch.nn.functional.silu(x) * y, (x, y))
+both = torch.cat([x, y], dim=-1).detach().requires_grad_()
+first, second = both.chunk(2, dim=-1)
+compare(gated_joined(both), torch.nn.functional.silu(first) * second, (both,))
 
 from verl.models.kernels.adamw import adamw_step
 param = torch.randn(5, 600).bfloat16()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from verl.models.fused_linear import HeadOptions, fused_head, slice_columns
+from verl.models.fused_linear import HeadOptions, VocabularyShard, fused_head, slice_columns
 
 
 def plain(hidden, weight, bias, target, options):
@@ -109,6 +111,63 @@ def test_extreme_logits_stay_finite():
     assert torch.isfinite(found.log_probs).all() and torch.isfinite(found.entropy).all()
 
 
+def head_of_rank(rank, world, store, options):
+    """One rank's part of the vocabulary as Megatron cuts it: equal parts, the last ones shorter or empty."""
+    hidden, weight, bias, target = inputs()
+    each = -(-weight.shape[0] // world)
+    first = min(rank * each, weight.shape[0])
+    weight, bias = (x.detach()[first : first + each].requires_grad_() for x in (weight, bias))
+    shard = VocabularyShard(first, weight.shape[0], dist.ProcessGroupGloo(store, rank, world))
+    found = fused_head(hidden, weight, target, bias=bias, options=options, shard=shard)
+    return found, torch.autograd.grad(loss_of(found), (hidden, weight, bias)), shard.rows
+
+
+def loss_of(found):
+    loss = (found.log_probs * torch.arange(9)).sum()
+    return loss if found.entropy is None else loss + (found.entropy * torch.arange(9).flip(0)).sum()
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, CASES[0]),
+        (2, HeadOptions(with_sum_pi_squared=True)),
+        (3, CASES[2]),
+        (3, HeadOptions(temperature=0.5)),
+        (9, HeadOptions(with_entropy=True, columns=3)),
+    ],
+)
+def test_a_vocabulary_split_over_ranks_gives_the_same(world, options):
+    """Each rank in a thread, with its own gloo process group; of nine the last has no tokens."""
+    hidden, weight, bias, target = inputs()
+    expected = fused_head(hidden, weight, target, bias=bias, options=options)
+    gradients = torch.autograd.grad(loss_of(expected), (hidden, weight, bias))
+    store = dist.HashStore()
+    with ThreadPoolExecutor(world) as threads:
+        ranks = list(
+            threads.map(lambda rank: head_of_rank(rank, world, store, options), range(world), timeout=600)
+        )
+    assert sum(rows for *_, rows in ranks) == 37 and (ranks[-1][2] == 0) == (world == 9)
+    exact = {"rtol": 1e-9, "atol": 1e-9}
+    for found, *_ in ranks:
+        torch.testing.assert_close(found.log_probs, expected.log_probs, **exact)
+        for name in ("entropy", "sum_pi_squared"):
+            own, whole = getattr(found, name), getattr(expected, name)
+            assert (own is None) == (whole is None)
+            if whole is not None:
+                torch.testing.assert_close(own, whole, **exact)
+    hidden_parts, weight_parts, bias_parts = zip(*(parts for _, parts, _ in ranks), strict=True)
+    torch.testing.assert_close(sum(hidden_parts), gradients[0], **exact)
+    torch.testing.assert_close(torch.cat(weight_parts), gradients[1], **exact)
+    torch.testing.assert_close(torch.cat(bias_parts), gradients[2], **exact)
+
+
+def test_padding_of_a_part_of_the_vocabulary_is_refused():
+    hidden, weight, _, target = inputs()
+    with pytest.raises(ValueError, match="has 37 rows, its shard 36"):
+        fused_head(hidden, weight, target, shard=VocabularyShard(0, 36, None))
+
+
 class LargestAllocation(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the elements of every tensor any operation returns."""
 
@@ -154,20 +213,22 @@ def test_slices_are_bounded_whatever_the_number_of_tokens():
 
 INTERPRETED = """
 import torch
-from verl.models.fused_linear import HeadOptions, fused_head
+from verl.models.fused_linear import HeadOptions, VocabularyShard, fused_head
 torch.manual_seed(0)
 for softcap in (None, 4.0):
     for entropy in (False, True):
         h = torch.randn(5, 6, requires_grad=True)
         w = torch.randn(150, 6, requires_grad=True)
         b = torch.randn(150, requires_grad=True)
-        t = torch.randint(0, 150, (5,))
+        # of a vocabulary of 230 tokens, with targets below, within and above the part
+        t = torch.tensor([3, 30, 100, 179, 229])
+        shard = VocabularyShard(30, 150, None)
         found = []
         for kernel in ("torch", "triton"):
             o = HeadOptions(temperature=0.7, softcap=softcap, with_entropy=entropy, with_sum_pi_squared=True,
                             columns=64, kernel=kernel)
-            a = fused_head(h, w, t, bias=b, options=o)
-            loss = (a.log_probs * torch.arange(5)).sum()
+            a = fused_head(h, w, t, bias=b, options=o, shard=shard)
+            loss = (a.log_probs * torch.arange(1, 6)).sum()
             if entropy:
                 loss = loss + (a.entropy * torch.arange(5).flip(0)).sum()
             found.append([a.log_probs, a.sum_pi_squared, loss, *torch.autograd.grad(loss, (h, w, b))])

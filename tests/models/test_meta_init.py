@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "gemma2": {"head_dim": 8, "sliding_window": 4},
     "phi": {},
     "phi3": {},
+    "mixtral": {"num_local_experts": 12, "num_experts_per_tok": 2},
 }
 BOTH = [(open_causal_lm, load_causal_lm), (open_value_model, load_value_model)]
 

@@ -18,6 +18,7 @@ Builder = Callable[..., "TrainEngine"]
 _strategies: dict[str, str | Builder] = {
     "fsdp": "verl.engines.build:build_fsdp",
     "fsdp2": "verl.engines.build:build_fsdp",
+    "megatron": "verl.engines.megatron.build:build_megatron",
 }
 
 

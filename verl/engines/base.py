@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from verl.config.parallelism import Layout
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,16 +39,6 @@ class ModelOutput:
 
 LossFn = Callable[["ModelOutput", "DataProto"], "tuple[torch.Tensor, dict[str, Metric]]"]
 """Gets the outputs and the micro-batch they belong to; returns the micro-batch's share of the loss and metrics."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Degrees of parallelism; their product is the number of ranks."""
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
 
 
 @dataclass(frozen=True)
@@ -73,11 +65,12 @@ class EngineInfo:
 
     @property
     def world_size(self) -> int:
-        return self.layout.dp * self.layout.tp * self.layout.pp * self.layout.cp
+        return self.layout.world_size
 
 
 class TrainState(TypedDict):
-    """What a checkpoint holds of an engine: tensors (DTensors where sharded) by name, and plain values."""
+    """What a checkpoint holds of an engine: tensors (DTensors where sharded; on the meta device where only other ranks
+    have them) by name, and plain values."""
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, Any]

@@ -24,7 +24,7 @@ from verl.engines.optim import MasterAdamW, Schedule
 from verl.engines.settings import EngineSettings, Kind, read_settings
 from verl.engines.sharding import Ranks, load_shards, shard
 from verl.engines.weights import GatheredCopy, copy_to_meta
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
 from verl.models.attention import register_attention, use_verl_attention
 from verl.models.fused_layers import fuse
 from verl.models.introspection import decoder_layers, token_weights
@@ -33,6 +33,7 @@ from verl.models.lora import add_lora
 from verl.models.meta_init import CannotStream, ParameterIndex, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
 from verl.models.packing import attach
+from verl.models.ulysses import SIZE_KEY, SequenceGroup, check_heads
 from verl.models.value_model import ValueModel
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,12 @@ def build_fsdp(
     )
     schedule = Schedule.from_config(role_cfg.optim, total_steps) if settings.trained else None
     ranks = Ranks(device, role_cfg.fsdp_config.fsdp_size)
+    sequence = ranks.sequence_group(role_cfg.ulysses_sequence_parallel_size)
     torch.manual_seed(seed)
     module, index = _load(settings, ranks) if model is None else (_prepared(settings, model, ranks), None)
-    return assemble(module, settings, ranks, schedule=schedule, index=index, external=optimizer)
+    return assemble(
+        module, settings, ranks, schedule=schedule, index=index, external=optimizer, sequence=sequence
+    )
 
 
 def assemble(
@@ -79,15 +83,23 @@ def assemble(
     schedule: Schedule | None,
     index: ParameterIndex | None = None,
     external: torch.optim.Optimizer | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> FSDPEngine:
     """From a loaded module to an engine. `schedule` is None for a frozen engine; `index` has the weights of a module on
-    the meta device; `external` is a user's optimiser."""
+    the meta device; `external` is a user's optimiser; `sequence` are the ranks that split sequences."""
     model_cfg, role = settings.model, settings.role
     _choose_trained(module, settings)
     stock_attention = module.config._attn_implementation or "sdpa"
     packed = model_cfg.use_remove_padding and use_verl_attention(module)
+    if sequence is not None:
+        if not model_cfg.use_remove_padding:
+            raise ConfigError(
+                f"{SIZE_KEY}={sequence.size} splits packed sequences, but model.use_remove_padding is false; set it to "
+                f"true, or {SIZE_KEY}=1"
+            )
+        check_heads(module.config.get_text_config().num_attention_heads, sequence.size)
     if model_cfg.use_remove_padding and not packed:
-        _warn_padded(module, "it does not use transformers' attention interface")
+        _pad(module, sequence, "it does not use transformers' attention interface")
     if settings.trained and model_cfg.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module.eval()
@@ -120,10 +132,11 @@ def assemble(
         label=settings.kind,
         max_tokens=budget.best_tokens(layer_weights / len(layers)) if on_gpu else budget.CAP_CPU,
         replay=replay,
+        sequence=sequence,
     )
     if on_gpu and settings.trained and model_cfg.enable_activation_offload:
         runner.activation_offload = ActivationOffload(ranks.device)
-    _check_model(module, runner, stock_attention)
+    _check_model(module, runner, stock_attention, sequence)
     if compiled:
         _try_compiled(module, runner, layers)
     if schedule is not None:
@@ -220,15 +233,18 @@ def _optimizer(
     )
 
 
-def _check_model(module: Any, runner: MicroBatchRunner, stock_attention: str) -> None:
-    """Run the model on a few tokens: pad what cannot be packed, refuse what cannot be trained."""
+def _check_model(
+    module: Any, runner: MicroBatchRunner, stock_attention: str, sequence: SequenceGroup | None
+) -> None:
+    """Run the model on a few tokens, which are not split over ranks: pad what cannot be packed, refuse what cannot be
+    trained."""
     device = runner.device
     if runner.packed:
         fault = packing_fault(module, device, stock_attention)
         if fault:
             runner.packed = False
             module.set_attn_implementation(stock_attention)
-            _warn_padded(module, fault)
+            _pad(module, sequence, fault)
             if runner.replay is not None and runner.replay.can_recover:
                 runner.replay.reset()  # a check that raised has left a sharded pass unfinished
     fault = None if runner.packed else padding_fault(module, device)
@@ -265,7 +281,13 @@ def _try_compiled(module: nn.Module, runner: MicroBatchRunner, layers: list[nn.M
         )
 
 
-def _warn_padded(module: nn.Module, reason: str) -> None:
+def _pad(module: nn.Module, sequence: SequenceGroup | None, reason: str) -> None:
+    """Say that the model is padded; refuse it where sequences are split."""
+    if sequence is not None:
+        raise ModelError(
+            f"{type(module).__name__} cannot be packed ({reason}), and only packed sequences can be split: set "
+            f"{SIZE_KEY}=1 instead of {sequence.size}"
+        )
     log.warning(
         "%s cannot be packed (%s): micro-batches are padded, which is slower; model.use_remove_padding=false silences "
         "this",

@@ -1,13 +1,10 @@
 """The FSDP2 training engine; with one rank a plain module, nothing sharded.
 
 Parameters are always the same objects, so that every user of them (the native rollout engine) sees each update.
-Whatever a method needs is brought back to the device first, wherever it was offloaded to.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,92 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.algorithms.aggregation import batch_counts
 from verl.data.proto import DataProto
-from verl.engines.base import EngineInfo, Layout, LossFn, TrainEngine, TrainState
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
-from verl.engines.optim import MasterAdamW
+from verl.engines.runner_engine import RunnerEngine, engine_info
 from verl.engines.settings import EngineSettings
 from verl.engines.sharding import Ranks, unsharded
 from verl.engines.weights import FSDPWeights, GatheredCopy, save_config, save_folder
-from verl.errors import ConfigError, ModelError, TrainingHalted
-from verl.models.fused_linear import HeadOptions
-from verl.models.introspection import token_weights
+from verl.errors import ConfigError
 from verl.models.lora import adapters_off, has_lora, save_adapter
-from verl.models.value_model import ValueModel
-from verl.observe.metrics import Metric, reduce_metrics
-
-log = logging.getLogger(__name__)
+from verl.models.weight_source import merged_tensors
 
 
-class NonFiniteGuard:
-    """After a step skipped for a non-finite gradient: saves its batches for inspection, and halts the run after `limit`
-    such steps in a row. Tensors are saved as safetensors and the rest as JSON: opening the files runs no code."""
-
-    def __init__(self, name: str, limit: int, folder: Path | None, rank: int = 0) -> None:
-        self.name, self.limit, self.folder, self.rank = name, limit, folder, rank
-        self.in_a_row = 0
-        self._batches: list[DataProto] = []
-
-    def remember(self, batch: DataProto) -> None:
-        """A batch whose gradient is in the step to come."""
-        self._batches.append(batch)
-
-    def after_step(self, skipped: bool, step: int, expected: bool = False) -> None:
-        """`expected`: the skip lowered the loss scale of float16, which is normal."""
-        batches, self._batches = self._batches, []
-        if not skipped:
-            self.in_a_row = 0
-            return
-        if expected:
-            return
-        self.in_a_row += 1
-        where = "the batch was not saved"
-        if self.folder and batches:
-            try:
-                saved = [str(self._save(batch, step, at)) for at, batch in enumerate(batches)]
-                where = f"the batch is saved as {', '.join(saved)}"
-            except Exception as error:  # a full disk must not stop the run
-                where = f"the batch could not be saved ({error})"
-        log.warning(
-            "%s: non-finite gradient in optimiser step %d, update skipped; %s",
-            self.name,
-            step,
-            where,
-        )
-        if self.in_a_row >= self.limit:
-            raise TrainingHalted(
-                f"{self.name}: {self.in_a_row} optimiser steps in a row had a non-finite gradient "
-                f"(trainer.health.max_skipped_steps={self.limit}); {where}. Check it for extreme advantages or "
-                "log-probs; a lower optim.lr or grad_clip often helps"
-            )
-
-    def _save(self, batch: DataProto, step: int, at: int) -> Path:
-        from safetensors.torch import save_file
-
-        assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stem = f"nonfinite_{self.name}_step{step}_rank{self.rank}_{self.in_a_row}_{at}"
-        file = self.folder / f"{stem}.safetensors"
-        save_file({name: value.contiguous().cpu() for name, value in batch.batch.items()}, file)
-        other = {
-            "meta_info": batch.meta_info,
-            "rows": {name: list(values) for name, values in batch.non_tensor_batch.items()},
-        }
-        (self.folder / f"{stem}.json").write_text(json.dumps(other, default=_plain))
-        return file
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) or hasattr(value, "tolist"):
-        return value.tolist()
-    return repr(value)
-
-
-class FSDPEngine(TrainEngine):
-    """A model and its optimiser on one rank; without an optimiser a frozen model (the reference policy). Built by
-    `verl.engines.build`."""
+class FSDPEngine(RunnerEngine):
+    """Built by `verl.engines.build`."""
 
     def __init__(
         self,
@@ -113,51 +38,11 @@ class FSDPEngine(TrainEngine):
         sharded: bool,
         gathered_copy: GatheredCopy | None = None,
     ) -> None:
-        self.info = _info(model, settings, ranks, runner.packed)
+        super().__init__(engine_info(model, settings, ranks, runner.packed), settings, ranks, runner)
         self._model = model
-        self._settings = settings
-        self._ranks = ranks
-        self._runner = runner
-        self._optimizer = runner.optimizer
         self._sharded = sharded
         self._gathered_copy = gathered_copy
-        self._guard = NonFiniteGuard(
-            settings.kind, settings.max_skipped_steps, settings.bad_batch_dir, ranks.rank
-        )
         self._memory = ModelMemory(model, ranks.device, sharded)
-        self._offloaded: set[str] = set()
-
-    # -- passes -------------------------------------------------------------------------------------------------
-
-    def log_probs(
-        self,
-        batch: DataProto,
-        *,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        with_sum_pi_squared: bool = False,
-    ) -> dict[str, torch.Tensor]:
-        self._need(policy=True)
-        options = HeadOptions(
-            temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
-        )
-        self._onload("model")
-        with self._ranks.watching():
-            return self._runner.forward(batch, options)
-
-    def float32_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor | None:
-        if self._settings.dtype == torch.float32:
-            return self.log_probs(batch, temperature=temperature)["log_probs"]
-        self._need(policy=True)
-        self._onload("model")
-        with self._ranks.watching():
-            return self._runner.float32_log_probs(batch, temperature)
-
-    def values(self, batch: DataProto) -> torch.Tensor:
-        self._need(policy=False)
-        self._onload("model")
-        with self._ranks.watching():
-            return self._runner.forward(batch, None)["values"]
 
     def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
         if not has_lora(self._model):
@@ -167,46 +52,6 @@ class FSDPEngine(TrainEngine):
             )
         with adapters_off(self._model):
             return self.log_probs(batch, temperature=temperature)["log_probs"]
-
-    def forward_backward(
-        self, batch: DataProto, loss_fn: LossFn, *, temperature: float = 1.0, with_entropy: bool = False
-    ) -> dict[str, Metric]:
-        self._trained()
-        self._onload("model")
-        batch = self._runner.checked(batch)
-        options = HeadOptions(temperature=temperature, with_entropy=with_entropy)
-        with self._ranks.watching():
-            batch.meta_info = self._with_counts(batch)
-            self._guard.remember(batch)
-            return reduce_metrics(self._runner.forward_backward(batch, loss_fn, options))
-
-    def optimizer_step(self) -> dict[str, float]:
-        optimizer = self._trained()
-        self._onload("model", "optimizer")
-        step, scale = optimizer.step_count, optimizer.loss_scale
-        with self._ranks.watching():
-            result = optimizer.step()
-        self._guard.after_step(result["skipped"] > 0, step, expected=optimizer.loss_scale < scale)
-        return result
-
-    def _with_counts(self, batch: DataProto) -> dict[str, Any]:
-        """The denominators of the whole mini-batch over all ranks, unless the caller set them."""
-        known = batch.meta_info
-        counts: dict[str, Any] = {"dp_size": self.info.layout.dp}
-        if "batch_num_tokens" not in known or "global_batch_size" not in known:
-            mine = batch_counts(batch.batch["response_mask"])
-            counts.update(zip(mine, self._ranks.total(list(mine.values())), strict=True))
-        return {**counts, **known}
-
-    def _need(self, policy: bool) -> None:
-        if isinstance(self._model, ValueModel) == policy:
-            kind, wanted = ("critic", "log-probs") if policy else ("policy", "values")
-            raise ModelError(f"the engine of a {kind} has no {wanted}")
-
-    def _trained(self) -> MasterAdamW:
-        if self._optimizer is None:
-            raise ConfigError("an engine of kind 'ref' is frozen and cannot train")
-        return self._optimizer
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -222,14 +67,14 @@ class FSDPEngine(TrainEngine):
             yield module
 
     def weights(self) -> FSDPWeights:
-        return FSDPWeights(self, self._model, self._ranks, self._gathered)
-
-    def barrier(self) -> None:
-        self._ranks.barrier()
+        sequence = self._runner.sequence
+        group = None if sequence is None else sequence.group
+        return FSDPWeights(self, self._model, self._ranks, self._gathered, group)
 
     def save_hf(self, folder: Path) -> None:
         with self._all_ranks_saved():
-            save_folder(self._model, Path(folder), self._settings.dtype, write=self._ranks.rank == 0)
+            tensors = merged_tensors(self._model, self._settings.dtype, names="module")
+            save_folder(self._model, tensors, Path(folder), write=self._ranks.rank == 0)
 
     def save_hf_config(self, folder: Path) -> None:
         save_config(self._model, Path(folder), self._settings.dtype)
@@ -239,14 +84,6 @@ class FSDPEngine(TrainEngine):
             raise ConfigError("there is no adapter to save; set model.lora_rank")
         with self._all_ranks_saved():
             save_adapter(self._model, Path(folder), write=self._ranks.rank == 0)
-
-    @contextmanager
-    def _all_ranks_saved(self) -> Iterator[None]:
-        with self._ranks.watching():
-            try:
-                yield
-            finally:
-                self._ranks.barrier()  # also where rank 0 could not write: the others are waiting in it
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
         """Masters where there are some, tied weights once; under LoRA, what is trained."""
@@ -261,84 +98,8 @@ class FSDPEngine(TrainEngine):
                 saved[name] = masters.get(name, value)
         return saved
 
-    def state(self) -> TrainState:
-        state = TrainState(
-            model={name: value.detach() for name, value in self._saved_weights().items()},
-            optimizer={},
-            scheduler={},
-            extra={},
-        )
-        if self._optimizer:
-            state["optimizer"] = self._optimizer.state()
-            state["scheduler"] = {"step": self._optimizer.step_count}
-            state["extra"] = {
-                "skipped_in_a_row": self._guard.in_a_row,
-                "loss_scale": self._optimizer.loss_scale,
-            }
-        return state
-
-    @torch.no_grad()
-    def load_state(self, state: TrainState) -> None:
-        for name, value in self._saved_weights().items():
-            if name not in state["model"]:
-                raise ModelError(f"the checkpoint has no weight {name!r}, which this model needs")
-            value.copy_(state["model"][name])
-        if self._optimizer is None:
-            return
-        self._optimizer.write_back()
-        if state["optimizer"]:
-            self._optimizer.load_state(state["optimizer"])
-        if state["scheduler"]:
-            self._optimizer.step_count = int(state["scheduler"]["step"])
-        if state["extra"]:
-            self._guard.in_a_row = int(state["extra"]["skipped_in_a_row"])
-            self._optimizer.take_loss_scale(float(state["extra"]["loss_scale"]))
-
-    # -- memory -------------------------------------------------------------------------------------------------
-
-    def offload(self, model: bool = True, optimizer: bool = True) -> None:
-        if model and "model" not in self._offloaded:
+    def _move_model(self, to_host: bool) -> None:
+        if to_host:
             self._memory.offload()
-            self._offloaded.add("model")
-        if optimizer and self._optimizer and "optimizer" not in self._offloaded:
-            self._optimizer.move(torch.device("cpu"))
-            self._offloaded.add("optimizer")
-
-    def onload(self, model: bool = True, optimizer: bool = True) -> None:
-        if model:
-            self._onload("model")
-        if optimizer:
-            self._onload("optimizer")
-
-    def _onload(self, *names: str) -> None:
-        for name in self._offloaded.intersection(names):
-            if name == "model":
-                self._memory.onload()
-            elif self._optimizer:
-                self._optimizer.move(self._ranks.device)
-            self._offloaded.discard(name)
-
-    def close(self) -> None:
-        if self._optimizer:
-            self._optimizer.close()
-
-
-def _info(model: Any, settings: EngineSettings, ranks: Ranks, packed: bool) -> EngineInfo:
-    config = model.config.get_text_config()
-    # A lookup is no matrix product; a tied matrix is multiplied with at the output.
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    lookup = None if tied or isinstance(model, ValueModel) else model.get_input_embeddings().weight
-    counts = [(param, count) for param, count in token_weights(model, config) if param is not lookup]
-    return EngineInfo(
-        dtype=settings.dtype,
-        device=ranks.device,
-        rank=ranks.rank,
-        layout=Layout(dp=ranks.world_size),
-        hidden_size=int(config.hidden_size),
-        num_layers=int(config.num_hidden_layers),
-        vocab_size=int(config.vocab_size),
-        active_parameters=round(sum(count for _, count in counts)),
-        frozen_parameters=round(sum(count for param, count in counts if not param.requires_grad)),
-        packed=packed,
-        lora_config=getattr(model, "verl_lora_config", None),
-    )
+        else:
+            self._memory.onload()

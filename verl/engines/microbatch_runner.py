@@ -5,7 +5,8 @@ correct on several ranks: every pass is collective, so a rank never leaves one e
 pass for the others on a dummy batch (`verl.engines.collective_replay`) and runs dummy batches for the rest of the
 mini-batch; only at its end do all ranks exchange who failed (`_any_oom`), and then repeat together: without gradient
 only the rows that are missing, with gradient the whole mini-batch, because reductions have mixed the dummy batch's
-gradients into those of every rank. A size that did not fit is not tried again in the run.
+gradients into those of every rank. A size that did not fit is not tried again in the run. Ranks that work on the same
+sequences together wait for one another inside layers too: there a micro-batch that does not fit ends the run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from verl.engines.sharding import Ranks, reshard
 from verl.errors import TrainingHalted
 from verl.models.float32 import FAULTS, float32_arithmetic
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
-from verl.models.packing import Pack, check_batch, pack, packed_forward, pad, sequence_lengths
+from verl.models.packing import Pack, check_batch, pack, packed_forward, pad, part_of, sequence_lengths
+from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
 
@@ -42,9 +44,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PassKind = Literal["train", "forward"]
-_INPUTS = ("input_ids", "attention_mask", "response_mask")
+INPUTS = ("input_ids", "attention_mask", "response_mask")
 _FLOAT32_COLUMNS = 16 * FEWEST_COLUMNS
 """Rows of the output matrix that are widened to float32 at once."""
+PROBE_OPTIONS = HeadOptions(with_entropy=True, columns=FEWEST_COLUMNS)
+"""The slice of logits held at once grows with the tokens up to a bound that a probe does not reach: it is kept narrow
+and counted in `_measure_tokens`, or its growth would be taken for a cost of every token."""
 _KEYS = (
     "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, or set "
     "model.enable_gradient_checkpointing=true, model.enable_activation_offload=true or "
@@ -72,10 +77,10 @@ class OOMReport:
             f"{_KEYS}, or lower data.max_response_length. {self.cause}"
         ).rstrip()
 
-    def unrecoverable(self, label: str) -> str:
+    def unrecoverable(self, label: str, reason: str) -> str:
         return (
-            f"{label}: a micro-batch of {self.tokens} tokens does not fit into device memory, and torch before 2.13 "
-            f"cannot split it with sharded parameters; {_KEYS}. {self.cause}"
+            f"{label}: a micro-batch of {self.tokens} tokens does not fit into device memory, and {reason}; {_KEYS}. "
+            f"{self.cause}"
         )
 
 
@@ -93,16 +98,24 @@ class MicroBatchRunner:
         label: str,
         max_tokens: int = budget.CAP_CPU,
         replay: CollectiveReplay | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> None:
-        """`max_tokens` bounds micro-batches whose size the config leaves open; `replay`: of a sharded model."""
+        """`max_tokens` bounds micro-batches whose size the config leaves open; `replay`: of a sharded model;
+        `sequence`: ranks that split sequences. Tokens are given per rank."""
         self.packed = packed
-        self.sizes: dict[PassKind, MicroBatchSize] = {"train": train_size, "forward": forward_size}
+        self.sequence, parts = sequence, sequence.size if sequence else 1
+        self.sizes: dict[PassKind, MicroBatchSize] = {
+            "train": _over_ranks(train_size, parts),
+            "forward": _over_ranks(forward_size, parts),
+        }
         self.optimizer: MasterAdamW | None = None
         self.moments_on_host = False
         self.replay = replay
         self.activation_offload: ActivationOffload | None = None
+        self.halts_on_oom = sequence is not None
+        """Whether other ranks work on the same sequences: a rank out of memory cannot complete the pass for them."""
         self._model, self._ranks, self.device = model, ranks, ranks.device
-        self._label, self._max_tokens = label, max_tokens
+        self._label, self._max_tokens, self._tokens_per_rank = label, max_tokens * parts, max_tokens
         self._hidden_size = int(model.config.get_text_config().hidden_size)
         self._oom_logged = False
         self._float32 = True
@@ -112,16 +125,19 @@ class MicroBatchRunner:
     @staticmethod
     def checked(batch: DataProto) -> DataProto:
         batch = batch.to("cpu")
-        check_batch(*(batch.batch[name] for name in _INPUTS))
+        check_batch(*(batch.batch[name] for name in INPUTS))
         return batch
 
     def pack(self, batch: DataProto) -> Pack:
-        return self._pack(*(batch.batch[name] for name in _INPUTS))
+        return self._pack(*(batch.batch[name] for name in INPUTS))
 
     def _pack(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor
     ) -> Pack:
-        return (pack if self.packed else pad)(input_ids, attention_mask, response_mask, self.device)
+        rows = (input_ids, attention_mask, response_mask)
+        if self.sequence is not None:
+            return part_of(pack(*rows, torch.device("cpu")), self.sequence, self.device)
+        return (pack if self.packed else pad)(*rows, self.device)
 
     def dummy_batch(self) -> Pack:
         """One token without output: what a rank without rows runs so that the others can gather parameters."""
@@ -163,7 +179,7 @@ class MicroBatchRunner:
     @torch.no_grad()
     def forward(self, batch: DataProto, options: HeadOptions | None) -> dict[str, torch.Tensor]:
         """[B, T] each, on the host."""
-        batch = self.checked(batch).select(batch_keys=list(_INPUTS), non_tensor_keys=[])
+        batch = self.checked(batch).select(batch_keys=list(INPUTS), non_tensor_keys=[])
         self._model.eval()
         outputs: dict[str, torch.Tensor] = {}
         lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
@@ -270,17 +286,23 @@ class MicroBatchRunner:
         if not rows:
             with self._saved_activations():
                 outputs = self._model.verl_forward(self.dummy_batch(), options)
-            _sum(outputs).backward()
+            sum_of(outputs).backward()
             return {}
         micro = batch[rows]
         packed = self.pack(micro)
         with self._saved_activations():
             outputs = self._model.verl_forward(packed, options)
             outputs = {name: packed.unpack(values) for name, values in outputs.items()}
+        loss, metrics = self._loss(outputs, micro, loss_fn, loss_scale)
+        loss.backward()
+        return metrics
+
+    def _loss(
+        self, outputs: dict[str, torch.Tensor], micro: DataProto, loss_fn: LossFn, loss_scale: float
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
         output = ModelOutput(outputs.get("log_probs"), outputs.get("entropy"), outputs.get("values"))
         loss, metrics = loss_fn(output, micro.to(self.device))
-        (loss if loss_scale == 1.0 else loss * loss_scale).backward()
-        return metrics
+        return (loss if loss_scale == 1.0 else loss * loss_scale), metrics
 
     def _saved_activations(self) -> AbstractContextManager[Any]:
         return self.activation_offload.hooks() if self.activation_offload else nullcontext()
@@ -302,16 +324,21 @@ class MicroBatchRunner:
             return act(rows), None
         except errors as error:
             cause = str(error).strip().split("\n")[0]
+            halt = self.halts_on_oom and isinstance(error, torch.OutOfMemoryError)
         # Outside the `except`: there the error's traceback would keep the frames of the pass, and with them its
         # tensors, alive while the dummy batch runs.
         report = OOMReport(max(sum(lengths[row] for row in rows), 1), max(len(rows), 1), cause)
+        if halt:
+            reason = "it cannot be split after ranks have begun to work on it together"
+            raise TrainingHalted(report.unrecoverable(self._label, reason))
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if self.replay is None:
             return None, report
         if not self.replay.can_recover:
-            raise TrainingHalted(report.unrecoverable(self._label))
+            reason = "torch before 2.13 cannot split it with sharded parameters"
+            raise TrainingHalted(report.unrecoverable(self._label, reason))
         self.replay.reset()
         if self._ranks.world_size > 1:
             # The other ranks wait in the next collective of this pass: issue those that are left, in their order.
@@ -370,25 +397,29 @@ class MicroBatchRunner:
         reserve = 0
         if self.optimizer is not None:
             reserve = self.optimizer.bytes_to_allocate(kind, self.moments_on_host)
-        if not isinstance(self._model, ValueModel):  # the logits an output layer holds at once
+        if self._has_logits:  # those an output layer holds at once
             vocab = int(self._model.config.get_text_config().vocab_size)
-            reserve += slice_bytes(self._max_tokens, vocab, self.device)
+            reserve += slice_bytes(self._tokens_per_rank, vocab, self.device)
         tokens = budget.measure(probe, self.device, cap=self._max_tokens, reserve_bytes=reserve, label=label)
         return budget.smallest(label) if any(reports) else tokens
 
-    def probe(self, tokens: int, kind: PassKind) -> None:
-        """One pass over random tokens, with output for all; leaves no gradient.
+    @property
+    def _has_logits(self) -> bool:
+        return not (isinstance(self._model, ValueModel) or getattr(self._model, "value_head", False))
 
-        The slice of logits held at once grows with the tokens up to a bound that a probe does not reach: it is kept
-        narrow here and counted in `_measure_tokens`, or its growth would be taken for a cost of every token."""
+    def _probe_pack(self, tokens: int) -> Pack:
+        """Random tokens, with output for all."""
         config = self._model.config.get_text_config()
         length = min(tokens, 512, int(getattr(config, "max_position_embeddings", None) or 512))
         shape = (-(-tokens // length), length)
         ids = torch.randint(0, int(config.vocab_size), shape, generator=torch.Generator().manual_seed(0))
         wanted = torch.ones_like(ids)
         wanted[:, 0] = 0
-        packed = self._pack(ids, torch.ones_like(ids), wanted)
-        options = HeadOptions(with_entropy=True, columns=FEWEST_COLUMNS)
+        return self._pack(ids, torch.ones_like(ids), wanted)
+
+    def probe(self, tokens: int, kind: PassKind) -> None:
+        """One pass over random tokens; leaves no gradient."""
+        packed, options = self._probe_pack(tokens), PROBE_OPTIONS
         if kind == "forward":
             with torch.no_grad():
                 self._model.verl_forward(packed, options)
@@ -399,11 +430,16 @@ class MicroBatchRunner:
             with self._saved_activations():
                 outputs = self._model.verl_forward(packed, options)
             if any(output.requires_grad for output in outputs.values()):
-                _sum(outputs).mul(0.0).backward()
+                sum_of(outputs).mul(0.0).backward()
         finally:
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
 
 
-def _sum(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def _over_ranks(size: MicroBatchSize, parts: int) -> MicroBatchSize:
+    """The size for all ranks that split a micro-batch, from what each may take."""
+    return size if size.max_tokens is None else replace(size, max_tokens=size.max_tokens * parts)
+
+
+def sum_of(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([output.sum() for output in outputs.values()]).sum()

@@ -9,7 +9,7 @@ trade some of this for memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,26 @@ class ExternalOptimizer:
                     state[key] = value.to(device)
 
 
+def collector(sums: dict[str, torch.Tensor], name: str) -> Callable[[torch.Tensor], None]:
+    """A hook that takes a parameter's gradient as soon as autograd has computed it. The first stays as it is (a step of
+    one micro-batch needs no more); from the second on the sum is float32. It must not refer to the optimiser: torch
+    cannot collect a cycle through a hook."""
+
+    def collect(param: torch.Tensor) -> None:
+        gradient, param.grad = param.grad, None
+        if gradient is None:
+            return
+        total = sums.get(name)
+        if total is None:
+            sums[name] = gradient
+        elif total.dtype == torch.float32:
+            total.add_(gradient)
+        else:
+            sums[name] = total.float().add_(gradient)
+
+    return collect
+
+
 class MasterAdamW:
     """Parameters (or shards), their masters, the update rule and the schedule."""
 
@@ -145,7 +165,7 @@ class MasterAdamW:
             half = param.dtype not in (torch.float32, torch.float64)
             self.masters[name] = param.detach().float() if half and not in_place else param
             if half:
-                self._hooks.append(param.register_post_accumulate_grad_hook(self._collector(name)))
+                self._hooks.append(param.register_post_accumulate_grad_hook(collector(self._sums, name)))
         self._scales_loss = scale_loss
         if scale_loss:
             self.loss_scale = FIRST_LOSS_SCALE
@@ -173,24 +193,6 @@ class MasterAdamW:
         )
 
     # -- gradients ----------------------------------------------------------------------------------------------
-
-    def _collector(self, name: str) -> Any:
-        """Takes a half-precision gradient as soon as autograd has computed it. The first stays as it is (a step of
-        one micro-batch needs no more); from the second on the sum is float32."""
-
-        def collect(param: torch.Tensor) -> None:
-            gradient, param.grad = param.grad, None
-            if gradient is None:
-                return
-            total = self._sums.get(name)
-            if total is None:
-                self._sums[name] = gradient
-            elif total.dtype == torch.float32:
-                total.add_(gradient)
-            else:
-                self._sums[name] = total.float().add_(gradient)
-
-        return collect
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         found = {}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -29,18 +31,20 @@ from verl.models.introspection import decoder_layers
 from verl.models.lora import plain_name
 from verl.models.meta_init import ParameterIndex
 from verl.models.packing import FORWARD_METHOD
+from verl.models.ulysses import SIZE_KEY, SequenceGroup
 from verl.watchdog import Heartbeat
 
 
 class Ranks(distributed.Ranks):
     """The ranks that train together, their mesh, and the heartbeat by which a dead one is noticed."""
 
-    def __init__(self, device: torch.device, fsdp_size: int = -1) -> None:
+    def __init__(self, device: torch.device, fsdp_size: int | None = -1) -> None:
+        """`fsdp_size`: None where FSDP shards nothing, and there is no mesh."""
         super().__init__(device)
         self.mesh: DeviceMesh | None = None
         self._heartbeat: Heartbeat | None = None
         if self.world_size > 1:
-            self.mesh = self._make_mesh(fsdp_size)
+            self.mesh = None if fsdp_size is None else self._make_mesh(fsdp_size)
             self._heartbeat = Heartbeat.start()
 
     def _make_mesh(self, fsdp_size: int) -> DeviceMesh:
@@ -53,15 +57,39 @@ class Ranks(distributed.Ranks):
             )
         if shards == world:
             return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
-        return init_device_mesh(
+        mesh = init_device_mesh(
             self.device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard")
         )
+        for group in mesh.get_all_groups():
+            distributed.with_timeout(group)
+        return mesh
+
+    def sequence_group(self, size: int) -> SequenceGroup | None:
+        """The ranks, neighbours, that split sequences with this one (collective); None where `size` is 1."""
+        if size == 1:
+            return None
+        if self.world_size % size:
+            allowed = ", ".join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)
+            raise ConfigError(
+                f"{SIZE_KEY}={size} does not divide the {self.world_size} ranks; allowed: {allowed}"
+            )
+        mesh = _sequence_mesh(dist.group.WORLD, self.device.type, size)
+        # FSDP averages gradients over all ranks.
+        group = distributed.with_timeout(mesh.get_group("sequence"))
+        return SequenceGroup(group, mesh.get_local_rank("sequence"), size, float(size))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Turn a broken connection to a dead rank into a message that names it."""
         with nullcontext() if self._heartbeat is None else self._heartbeat.naming_dead_peers():
             yield
+
+
+@lru_cache(maxsize=8)
+def _sequence_mesh(world: Any, device: str, size: int) -> DeviceMesh:
+    """Once for all engines of a process: every group of a GPU has its own buffers."""
+    shape = (world.size() // size, size)
+    return init_device_mesh(device, shape, mesh_dim_names=("data", "sequence"))
 
 
 def shard(

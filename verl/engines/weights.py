@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from verl.data.proto import DataProto
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class FSDPWeights(WeightSource):
-    """Shards are gathered one weight at a time; `module` gathers all of them."""
+class EngineWeights(WeightSource):
+    """Of an engine in this process, whose ranks make the same calls."""
 
     def __init__(
         self,
@@ -46,10 +48,40 @@ class FSDPWeights(WeightSource):
         model: nn.Module,
         ranks: Ranks,
         gather: Callable[[], AbstractContextManager[nn.Module]],
+        same_rows: Any = None,
     ) -> None:
-        """`gather`: a context with the unsharded model, for generating."""
+        """`model`: the Hugging Face module, whatever its weights are; `gather`: a context with the unsharded model, for
+        generating; `same_rows`: the process group of ranks that work on the same rows, None where there are none."""
         self._engine, self._model, self._ranks, self._gather = engine, model, ranks, gather
+        self._same_rows = same_rows
         self.dtype, self.device = engine.info.dtype, engine.info.device
+
+    def module(self) -> AbstractContextManager[nn.Module]:
+        return self._gather()
+
+    def structure(self) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self._model)
+
+    def log_probs(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> SourceLogProbs:
+        own = [[*prompt_ids, *response] for response in responses]
+        every, at = [own], 0
+        if self._same_rows is not None:  # each rank has rows of its own: all compute those of all
+            every = [[] for _ in range(dist.get_world_size(self._same_rows))]
+            dist.all_gather_object(every, own, group=self._same_rows)
+            at = dist.get_rank(self._same_rows)
+        ids = torch.tensor([row for rows in every for row in rows])
+        mask = torch.ones(len(ids), len(responses[0]), dtype=torch.int64)
+        batch = DataProto.from_dict(
+            tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
+        )
+        log_probs = self._engine.log_probs(batch)["log_probs"]
+        exact = self._engine.float32_log_probs(batch)
+        mine = slice(at * len(own), (at + 1) * len(own))
+        return SourceLogProbs(log_probs[mine].tolist(), None if exact is None else exact[mine].tolist())
+
+
+class FSDPWeights(EngineWeights):
+    """Shards are gathered one weight at a time; `module` gathers all of them."""
 
     def named_tensors(self, names: Names = "hf") -> NamedTensors:
         with self._ranks.watching():
@@ -61,22 +93,6 @@ class FSDPWeights(WeightSource):
 
     def adapter(self) -> Adapter | None:
         return adapter_of(self._model, self.dtype)
-
-    def module(self) -> AbstractContextManager[nn.Module]:
-        return self._gather()
-
-    def structure(self) -> AbstractContextManager[nn.Module]:
-        return nullcontext(self._model)
-
-    def log_probs(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> SourceLogProbs:
-        ids = torch.tensor([[*prompt_ids, *response] for response in responses])
-        mask = torch.ones(len(responses), len(responses[0]), dtype=torch.int64)
-        batch = DataProto.from_dict(
-            tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
-        )
-        log_probs = self._engine.log_probs(batch)["log_probs"]
-        exact = self._engine.float32_log_probs(batch)
-        return SourceLogProbs(log_probs.tolist(), None if exact is None else exact.tolist())
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module | None:
@@ -97,27 +113,30 @@ def copy_to_meta(model: nn.Module) -> nn.Module | None:
         return None
 
 
-class GatheredCopy:
-    """A copy of a sharded model for generating: gathered weights, the model's own classes, none of FSDP's hooks.
+class GatheredModule(ABC):
+    """A module for generating whose weights lie on other ranks, or elsewhere on this one, while it is not used.
 
-    `module` may be used inside `gathered` only. There its parameters are filled from the shards; afterwards their
-    memory is released but their addresses stay reserved, so that captured CUDA graphs stay valid."""
+    `module` may be used inside `gathered` only. There its parameters are filled; afterwards their memory is released
+    but their addresses stay reserved, so that captured CUDA graphs stay valid."""
 
-    def __init__(
-        self, model: nn.Module, module: nn.Module, device: torch.device, compute_dtype: torch.dtype
-    ) -> None:
-        """`model` is sharded; `module` is its copy by `copy_to_meta`."""
+    def __init__(self, module: nn.Module, device: torch.device, section: str) -> None:
+        """`module`: on the meta device; `section`: of the role's config, which says what is offloaded."""
         self.module = module
-        self._device, self._compute_dtype = device, compute_dtype
-        self._pairs = list(zip(model.modules(), module.modules(), strict=True))
-        self._fsdp_modules = fsdp_modules(model)
+        self._device, self._section = device, section
         self._memory: SleepableMemory | None = None
-        self._fills: list[tuple[list[torch.Tensor], list[tuple[nn.Module, str]]]] = []
         self._users = 0
+
+    @abstractmethod
+    def _gather(self) -> None:
+        """Copy the weights into the parameters of `module`. Collective."""
+
+    def _dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        """What a parameter of `module` is gathered in."""
+        return param.dtype
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The copy with the current weights. Entering is collective; inside, no rank waits for another."""
+        """The module with the current weights. Entering is collective; inside, no rank waits for another."""
         self._users += 1
         try:
             if self._users == 1:
@@ -138,8 +157,67 @@ class GatheredCopy:
         except RuntimeError as error:
             raise RolloutError(
                 f"the gathered model for generating does not fit into device memory: {str(error).splitlines()[0]}; "
-                "set actor.fsdp_config.optimizer_offload=true or param_offload=true"
+                f"set actor.{self._section}.optimizer_offload=true or param_offload=true"
             ) from error
+        self._gather()
+
+    def _allocate(self) -> None:
+        """One block of memory for all parameters."""
+        before = list(self.module.parameters())  # a tied one once
+        memory, views = reserve_tensors(((p.shape, self._dtype_of(p)) for p in before), self._device)
+        params = {
+            id(param): nn.Parameter(view, requires_grad=False)
+            for param, view in zip(before, views, strict=True)
+        }
+        for owner in self.module.modules():
+            for name, param in owner._parameters.items():
+                if param is not None:
+                    owner._parameters[name] = params[id(param)]
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = buffer.to(self._device)
+        self._memory = memory
+
+
+class GatheredCopy(GatheredModule):
+    """A copy of a sharded model: gathered weights, the model's own classes, none of FSDP's hooks."""
+
+    def __init__(
+        self, model: nn.Module, module: nn.Module, device: torch.device, compute_dtype: torch.dtype
+    ) -> None:
+        """`model` is sharded; `module` is its copy by `copy_to_meta`."""
+        super().__init__(module, device, "fsdp_config")
+        self._pairs = list(zip(model.modules(), module.modules(), strict=True))
+        self._fsdp_modules = fsdp_modules(model)
+        # The type FSDP2 gathers a parameter in (see `shard`).
+        half = compute_dtype != torch.float32
+        self._dtypes = {
+            copied._parameters[name]: compute_dtype if half and param.is_floating_point() else param.dtype
+            for owner, copied in self._pairs
+            for name, param in owner.named_parameters(recurse=False)
+        }
+        self._fills: list[tuple[list[torch.Tensor], list[tuple[nn.Module, str]]]] = []
+
+    def _dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        return self._dtypes[param]
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self._dtypes.clear()
+        counterpart = {id(owner): copied for owner, copied in self._pairs}
+        seen: set[int] = set()
+        for module in self._fsdp_modules:
+            targets, sources = [], []
+            for owner in group_modules(module):
+                for name, _ in owner.named_parameters(recurse=False):
+                    target = counterpart[id(owner)].get_parameter(name)
+                    if id(target) not in seen:  # a tied weight has several names
+                        seen.add(id(target))
+                        targets.append(target.data)
+                        sources.append((owner, name))
+            self._fills.append((targets, sources))
+
+    def _gather(self) -> None:
         # `unshard` is an all-gather: every rank visits the FSDP modules in the same order. One of them is gathered at
         # a time, so that besides the copy itself only one layer is unsharded.
         for module, (targets, sources) in zip(self._fsdp_modules, self._fills, strict=True):
@@ -155,45 +233,14 @@ class GatheredCopy:
                 else:
                     copied._buffers[name] = buffer.to(self._device, copy=True)
 
-    def _allocate(self) -> None:
-        """One block of memory for all parameters of the copy."""
-        counterpart = {id(owner): copied for owner, copied in self._pairs}
-        shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}
-        plan: list[tuple[list[int], list[tuple[nn.Module, str]]]] = []
-        for module in self._fsdp_modules:
-            keys, sources = [], []
-            for owner in group_modules(module):
-                for name, param in owner.named_parameters(recurse=False):
-                    key = id(counterpart[id(owner)]._parameters[name])
-                    if key not in shapes:  # a tied weight has several names
-                        shapes[key] = (param.shape, self._gathered_dtype(param.dtype))
-                        keys.append(key)
-                        sources.append((owner, name))
-            plan.append((keys, sources))
-        memory, tensors = reserve_tensors(shapes.values(), self._device)
-        views = dict(zip(shapes, tensors, strict=True))
-        params = {key: nn.Parameter(view, requires_grad=False) for key, view in views.items()}
-        for _, copied in self._pairs:
-            for name, meta in copied._parameters.items():
-                if meta is not None:
-                    copied._parameters[name] = params[id(meta)]
-            for name, buffer in copied._buffers.items():
-                if buffer is not None:
-                    copied._buffers[name] = buffer.to(self._device)
-        self._fills = [([views[key] for key in keys], sources) for keys, sources in plan]
-        self._memory = memory
 
-    def _gathered_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type FSDP2 gathers a parameter in (see `shard`)."""
-        half = self._compute_dtype != torch.float32 and dtype.is_floating_point
-        return self._compute_dtype if half else dtype
-
-
-def save_folder(model: Any, folder: Path, dtype: torch.dtype, write: bool) -> None:
-    """Weights as safetensors, config and generation config. Every rank calls it, one has `write`."""
+def save_folder(model: Any, tensors: NamedTensors, folder: Path, write: bool) -> None:
+    """Weights as safetensors, config and generation config. Every rank calls it, one has `write`. `tensors`: every
+    weight under the names of the module `model`, unsharded, one at a time."""
+    tied = _tied_names(model)
     weights = {}
-    for name, value in merged_tensors(model, dtype, names="module"):
-        if write:
+    for name, value in tensors:
+        if write and name not in tied:
             weights[name] = value.cpu().clone() if value.device.type == "cpu" else value.cpu()
     if not write:
         return
@@ -204,11 +251,16 @@ def save_folder(model: Any, folder: Path, dtype: torch.dtype, write: bool) -> No
         save_torch_state_dict(weights, folder, max_shard_size="5GB")
         model.save_config(folder)
         return
-    for name, target in (getattr(model, "_tied_weights_keys", None) or {}).items():
-        if model.config.tie_word_embeddings and name in weights and target in weights:
-            del weights[name]
     with quiet_transformers():
         model.save_pretrained(folder, state_dict=weights)
+
+
+def _tied_names(model: Any) -> set[str]:
+    """Names of a language model's state dict that share their values with another name."""
+    if isinstance(model, ValueModel) or not model.config.tie_word_embeddings:
+        return set()
+    tied, names = getattr(model, "_tied_weights_keys", None) or {}, model.state_dict().keys()
+    return {name for name, target in tied.items() if name in names and target in names}
 
 
 def save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:

@@ -134,7 +134,7 @@ def _written(func: Any) -> frozenset[int | str]:
 def _widened(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.float() if x.dtype in _HALF else x
-    return torch.float32 if x in _HALF else x
+    return torch.float32 if isinstance(x, torch.dtype) and x in _HALF else x
 
 
 def _pause_in_fsdp_hooks(module: nn.Module, mode: _Float32Mode) -> Callable[[], None]:

@@ -9,7 +9,10 @@ With x = cap(hidden W^T + bias) * scale / temperature, p = softmax(x), y the tar
   log_prob = x_y - lse,  entropy H = lse - sum p x,  sum_pi_squared = sum p^2 (no gradient),
   d log_prob / dx_j = [j = y] - p_j,  dH / dx_j = -p_j (x_j - sum p x).
 
-Shapes: M tokens, D hidden size, V vocabulary, C columns of a slice.
+With the vocabulary split over ranks each folds its own rows of the output matrix; the statistics are then combined
+over the ranks, and the backward pass needs no communication.
+
+Shapes: M tokens, D hidden size, V vocabulary (this rank's part of it), C columns of a slice.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from verl.models.kernels import triton_fault
 
@@ -106,6 +110,16 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 16.5).all())
 
 
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Of an output matrix split over ranks: this rank has `rows` of them, from token `first` on."""
+
+    first: int
+    rows: int
+    group: Any
+    """The process group of the split; None: one rank has all."""
+
+
 class _Statistics:
     """Running maximum and sums of every row, folded in slice by slice (the maximum so far is taken out)."""
 
@@ -149,6 +163,27 @@ class _Statistics:
             self.weighted = self.weighted * shrink + torch.einsum("mc,mc->m", e, x)
         if self.squares is not None:
             self.squares = self.squares * shrink.square() + torch.einsum("mc,mc->m", e, e)
+
+    def combine(self, group: Any) -> None:
+        """With those of the other parts of the vocabulary: one maximum and one sum over the ranks of `group`."""
+        if self.top.numel() == 0:
+            return
+        own = self.top
+        self.top = own.clone()
+        dist.all_reduce(self.top, dist.ReduceOp.MAX, group=group)
+        shrink = (own - self.top).exp_()  # 0 for a rank without rows, whose maximum is -inf
+        parts = [self.chosen, self.total * shrink]
+        if self.weighted is not None:
+            parts.append(self.weighted * shrink)
+        if self.squares is not None:
+            parts.append(self.squares * shrink.square())
+        sums = torch.stack(parts)
+        dist.all_reduce(sums, group=group)
+        self.chosen, self.total, *rest = sums.unbind()
+        if self.weighted is not None:
+            self.weighted = rest.pop(0)
+        if self.squares is not None:
+            self.squares = rest.pop(0)
 
 
 def _bend(x: torch.Tensor, options: HeadOptions) -> torch.Tensor:
@@ -216,19 +251,21 @@ class _FusedHead(torch.autograd.Function):
         bias: torch.Tensor | None,
         target: torch.Tensor,
         options: HeadOptions,
+        shard: VocabularyShard,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        vocab = weight.shape[0]
         columns = options.columns or slice_columns(hidden.shape[0], hidden.device)
         rows = _Statistics(hidden.shape[0], hidden, options)
-        for first in range(0, vocab, columns):
+        for first in range(0, shard.rows, columns):
             block = slice(first, first + columns)
             x = _product(hidden, weight[block].t(), None if bias is None else bias[block])
-            rows.fold(x, target, first, options)
+            rows.fold(x, target, shard.first + first, options)
             del x
+        if shard.group is not None:
+            rows.combine(shard.group)
         lse = rows.total.log() + rows.top
         mean_logit = None if rows.weighted is None else rows.weighted / rows.total
         squares = None if rows.squares is None else rows.squares / rows.total.square()
-        ctx.options, ctx.columns = options, columns
+        ctx.options, ctx.columns, ctx.first = options, columns, shard.first
         ctx.save_for_backward(hidden, weight, bias, target, lse, mean_logit)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -241,7 +278,7 @@ class _FusedHead(torch.autograd.Function):
         grad_log_prob: torch.Tensor | None,
         grad_entropy: torch.Tensor | None,
         _: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden, weight, bias, target, lse, mean_logit = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_log_prob = torch.zeros_like(lse) if grad_log_prob is None else grad_log_prob.contiguous()
@@ -253,7 +290,15 @@ class _FusedHead(torch.autograd.Function):
             block = slice(first, first + ctx.columns)
             x = _product(hidden, weight[block].t(), None if bias is None else bias[block])
             grad_x = _logit_gradient(
-                x, target, first, ctx.options, lse, mean_logit, grad_log_prob, grad_entropy, hidden.dtype
+                x,
+                target,
+                ctx.first + first,
+                ctx.options,
+                lse,
+                mean_logit,
+                grad_log_prob,
+                grad_entropy,
+                hidden.dtype,
             )
             del x
             if grad_hidden is not None:
@@ -269,6 +314,7 @@ class _FusedHead(torch.autograd.Function):
             grad_bias,
             None,
             None,
+            None,
         )
 
 
@@ -279,9 +325,19 @@ def fused_head(
     *,
     bias: torch.Tensor | None = None,
     options: HeadOptions | None = None,
+    shard: VocabularyShard | None = None,
 ) -> HeadOutput:
     """hidden [M, D], weight [V, D], target [M] -> float32 [M] each, differentiable in hidden, weight and bias.
 
-    `sum_pi_squared` carries no gradient."""
-    log_probs, entropy, squares = _FusedHead.apply(hidden, weight, bias, target, options or HeadOptions())
+    `sum_pi_squared` carries no gradient. With a `shard`, weight and bias are this rank's part, targets are tokens of
+    the whole vocabulary and all ranks return the same; each has its part's contribution to the gradient of `hidden`,
+    to be summed over them."""
+    shard = shard or VocabularyShard(0, weight.shape[0], None)
+    if weight.shape[0] != shard.rows:
+        raise ValueError(
+            f"the output matrix has {weight.shape[0]} rows, its shard {shard.rows}: give those alone"
+        )
+    log_probs, entropy, squares = _FusedHead.apply(
+        hidden, weight, bias, target, options or HeadOptions(), shard
+    )
     return HeadOutput(log_probs, entropy, squares)

@@ -1,9 +1,9 @@
 """A Hugging Face model on the meta device, with an index of where in its files each parameter is.
 
 Buffers, which the files do not have, are real. Reading rows of a parameter reads those rows of the files and no others,
-and leaves nothing mapped. Most parameters are one tensor of the files; the experts of a mixture, which transformers
-joins on loading, are many. A model that transformers would load otherwise than by copying is refused (`CannotStream`)
-and must be loaded completely.
+and leaves nothing mapped. Most parameters are one tensor of the files, maybe under an older name; the experts of a
+mixture, which transformers joins on loading, are many. A model that transformers would load otherwise than by copying
+is refused (`CannotStream`) and must be loaded completely.
 """
 
 from __future__ import annotations
@@ -98,11 +98,21 @@ class SafetensorsFiles:
                     found[name] = tuple(handle.get_slice(name).get_shape())
         return found
 
-    def read_rows(self, name: str, start: int, stop: int, into: torch.Tensor, through: torch.dtype) -> None:
-        """Rows `start` to `stop` of a tensor into `into`, rounded to `through` first, as transformers loads them."""
+    def read_rows(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        into: torch.Tensor,
+        through: torch.dtype,
+        columns: slice | None = None,
+    ) -> None:
+        """Rows `start` to `stop` of a tensor (of a matrix, these `columns` only) into `into`, rounded to `through`
+        first, as transformers loads them."""
         with _opened(self.files[name]) as handle:
-            rows = handle.get_slice(name)[start:stop]
-            into.copy_(rows.to(through))
+            stored = handle.get_slice(name)
+            part = stored[start:stop] if columns is None else stored[start:stop, columns]
+            into.copy_(part.to(through))
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -116,9 +126,37 @@ class SingleTensor:
         return shapes[self.name]
 
     def read(
-        self, files: SafetensorsFiles, start: int, stop: int, into: torch.Tensor, through: torch.dtype
+        self,
+        files: SafetensorsFiles,
+        start: int,
+        stop: int,
+        into: torch.Tensor,
+        through: torch.dtype,
+        columns: slice | None = None,
     ) -> None:
-        files.read_rows(self.name, start, stop, into, through)
+        files.read_rows(self.name, start, stop, into, through, columns)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A parameter that is not read from the files: a new value head, or one of a model that was loaded completely."""
+
+    tensor: torch.Tensor
+
+    def shape(self, shapes: Shapes) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def read(
+        self,
+        files: SafetensorsFiles,
+        start: int,
+        stop: int,
+        into: torch.Tensor,
+        through: torch.dtype,
+        columns: slice | None = None,
+    ) -> None:
+        rows = self.tensor.detach()[start:stop]
+        into.copy_((rows if columns is None else rows[:, columns]).to(through))
 
 
 @dataclass(frozen=True)
@@ -135,8 +173,16 @@ class JoinedExperts:
         return (len(self.rows), sum(shape[0] for shape in first), *first[0][1:])
 
     def read(
-        self, files: SafetensorsFiles, start: int, stop: int, into: torch.Tensor, through: torch.dtype
+        self,
+        files: SafetensorsFiles,
+        start: int,
+        stop: int,
+        into: torch.Tensor,
+        through: torch.dtype,
+        columns: slice | None = None,
     ) -> None:
+        if columns is not None:
+            raise ValueError("the experts of a mixture are read whole")
         for row, target in zip(self.rows[start:stop], into, strict=True):
             at = 0
             for name in row:
@@ -145,23 +191,25 @@ class JoinedExperts:
                 at += length
 
 
-Location = SingleTensor | JoinedExperts
+Location = SingleTensor | JoinedExperts | InMemory
 
 
 def locate_parameters(
     model: Any, prefix: str, files: SafetensorsFiles, conversions: Sequence[Any]
 ) -> dict[str, Location]:
-    """For every parameter on the meta device. Names in the files may lack or have the prefix of the backbone.
+    """For every parameter; real ones stay as they are. Names in the files may lack or have the prefix of the backbone.
     `conversions` is how transformers converts the weights on loading."""
     shapes = files.shapes
-    joined = _joined(files, conversions)
+    stored = _stored_names(files, conversions)
+    joined = _joined(stored, conversions)
     found: dict[str, Location] = {}
     for name, param in model.named_parameters():
         if not param.is_meta:
+            found[name] = InMemory(param)
             continue
         location = None
         for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-            location = location or (SingleTensor(key) if key in shapes else joined.get(key))
+            location = location or (SingleTensor(stored[key]) if key in stored else joined.get(key))
         if location is None:
             raise WeightsDiffer(f"its files lack {name}")
         if location.shape(shapes) != tuple(param.shape):
@@ -170,19 +218,30 @@ def locate_parameters(
     return found
 
 
-def _joined(files: SafetensorsFiles, conversions: Sequence[Any]) -> dict[str, JoinedExperts]:
-    found: dict[str, JoinedExperts] = {}
+def _stored_names(files: SafetensorsFiles, conversions: Sequence[Any]) -> dict[str, str]:
+    """The names of the files' tensors, by those that transformers gives them before it joins any."""
+    names = {name: name for name in files}
     for change in conversions:
         if not hasattr(change, "rename_source_key"):
             raise CannotStream("this version of transformers has no conversion mapping")
+        if not getattr(change, "operations", None):
+            names = {change.rename_source_key(name)[0]: stored for name, stored in names.items()}
+    return names
+
+
+def _joined(stored: Mapping[str, str], conversions: Sequence[Any]) -> dict[str, JoinedExperts]:
+    found: dict[str, JoinedExperts] = {}
+    for change in conversions:
+        if not getattr(change, "operations", None):
+            continue
         sources: dict[str, dict[str, list[str]]] = {}
-        for name in sorted(files, key=_by_number):
+        for name in sorted(stored, key=_by_number):
             target, pattern = change.rename_source_key(name)
             if pattern is None:
                 continue
             if not _joins_experts(change):
                 raise CannotStream(f"transformers converts its weights on loading ({name})")
-            sources.setdefault(target, {}).setdefault(pattern, []).append(name)
+            sources.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
         for target, by_pattern in sources.items():
             if set(by_pattern) != set(change.source_patterns):
                 raise WeightsDiffer(f"its files lack some of {target}")
@@ -217,9 +276,17 @@ class ParameterIndex:
     ) -> None:
         self.files, self.locations, self.dtype = files, locations, dtype
 
-    def read_rows(self, name: str, start: int, stop: int, into: torch.Tensor) -> None:
-        """Rows of the parameter `name` (as it is called without adapters) into `into`."""
-        self.locations[name].read(self.files, start, stop, into, self.dtype)
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype) -> ParameterIndex:
+        """Of a model that is in memory."""
+        locations = {name: InMemory(param) for name, param in model.named_parameters()}
+        return cls(SafetensorsFiles({}), locations, dtype)
+
+    def read_rows(
+        self, name: str, start: int, stop: int, into: torch.Tensor, columns: slice | None = None
+    ) -> None:
+        """Rows of the parameter `name` (as it is called without adapters), or columns of them, into `into`."""
+        self.locations[name].read(self.files, start, stop, into, self.dtype, columns)
 
 
 @contextmanager

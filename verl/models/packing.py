@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from verl.errors import DataError
-from verl.models.attention import Backend, PackedAttention
+from verl.models.attention import AttentionContext, Backend, PackedAttention
 from verl.models.fused_linear import HeadOptions, fused_head
 from verl.models.introspection import backbone_of, output_head
+from verl.models.ulysses import SequenceGroup, UlyssesAttention, sum_over_group
 from verl.models.value_model import ValueModel
 
 FORWARD_METHOD = "verl_forward"
@@ -31,17 +32,19 @@ class Pack:
 
     A padded batch has the same form: `input_ids` is then [b, L], `attention` None, `attention_mask` set. `source` [M]
     is the index in the pack of the token *before* each target: its hidden state predicts it. `slot` [M] is the
-    target's index in the flattened [rows, width] output."""
+    target's index in the flattened [rows, width] output. With `sequence` the tokens and targets are this rank's part,
+    and `unpack` is collective."""
 
     input_ids: torch.Tensor  # [1, N], or [b, L] when padded
     position_ids: torch.Tensor  # [1, N]
-    attention: PackedAttention | None
+    attention: AttentionContext | None
     source: torch.Tensor
     target: torch.Tensor
     slot: torch.Tensor
     rows: int
     width: int
     attention_mask: torch.Tensor | None = None  # [b, L], only when padded
+    sequence: SequenceGroup | None = None
 
     def model_inputs(self) -> dict[str, Any]:
         inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
@@ -58,6 +61,8 @@ class Pack:
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """[M] -> [rows, width], keeping gradients."""
         flat = values.new_zeros(self.rows * self.width).index_copy(0, self.slot, values)
+        if self.sequence is not None:
+            flat = sum_over_group(flat, self.sequence)
         return flat.view(self.rows, self.width)
 
 
@@ -154,6 +159,34 @@ def pack(
         slot=_send(slot[wanted], device),
         rows=rows,
         width=width,
+    )
+
+
+def part_of(whole: Pack, sequence: SequenceGroup, device: torch.device) -> Pack:
+    """This rank's tokens of a pack on the host, for `device`; outputs are computed by the rank that has their source.
+
+    The pack is first padded with a sequence of its own, so that all ranks have equally many tokens."""
+    assert isinstance(whole.attention, PackedAttention)
+    tokens = whole.input_ids.shape[1]
+    each = -(-tokens // sequence.size)
+    padding = each * sequence.size - tokens
+    first = sequence.rank * each
+    mine = slice(first, first + each)
+    own = (whole.source >= first) & (whole.source < first + each)
+    lengths = [*whole.attention.lengths, padding] if padding else whole.attention.lengths
+    return replace(
+        whole,
+        input_ids=_send(nn.functional.pad(whole.input_ids, (0, padding))[:, mine], device),
+        position_ids=_send(
+            torch.cat([whole.position_ids, torch.arange(padding)[None]], dim=1)[:, mine], device
+        ),
+        attention=UlyssesAttention(
+            PackedAttention.from_lengths(lengths, device, whole.attention.backend), sequence
+        ),
+        source=_send(whole.source[own] - first, device),
+        target=_send(whole.target[own], device),
+        slot=_send(whole.slot[own], device),
+        sequence=sequence,
     )
 
 

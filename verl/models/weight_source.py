@@ -88,7 +88,7 @@ def merged_tensors(model: Any, dtype: torch.dtype, names: Names = "hf") -> Named
     """Every weight with adapters merged. A tied weight comes under each of its names: an engine with a copy of the
     output matrix would otherwise keep a stale one."""
     for name, value in merged_weights(model):
-        yield from _renamed(model, name, value.to(dtype) if value.is_floating_point() else value, names)
+        yield from renamed(model, name, value.to(dtype) if value.is_floating_point() else value, names)
 
 
 def base_tensors(model: Any, dtype: torch.dtype, names: Names = "hf") -> NamedTensors:
@@ -96,7 +96,7 @@ def base_tensors(model: Any, dtype: torch.dtype, names: Names = "hf") -> NamedTe
     for name, value in model.state_dict(keep_vars=True).items():
         plain = plain_name(name)
         if plain is not None:
-            yield from _renamed(model, plain if names == "hf" else name, full_tensor(value, dtype), names)
+            yield from renamed(model, plain if names == "hf" else name, full_tensor(value, dtype), names)
 
 
 def adapter_of(model: Any, dtype: torch.dtype) -> Adapter | None:
@@ -108,7 +108,7 @@ def adapter_of(model: Any, dtype: torch.dtype) -> Adapter | None:
     return Adapter(model.verl_lora_config, tensors)
 
 
-def _renamed(model: Any, name: str, value: torch.Tensor, names: Names) -> NamedTensors:
+def renamed(model: Any, name: str, value: torch.Tensor, names: Names) -> NamedTensors:
     """Splits tensors that transformers joins on loading (the experts of a mixture), as the model's files do."""
     if names == "module" or isinstance(model, ValueModel):
         yield name, value

@@ -58,28 +58,32 @@ def _rms_backward(
 
 
 @triton.jit
-def _gated_forward(gate_ptr, up_ptr, y_ptr, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    gate = tl.load(gate_ptr + at, mask=inside, other=0.0)
-    up = tl.load(up_ptr + at, mask=inside, other=0.0)
+def _gated_forward(gate_ptr, up_ptr, y_ptr, columns, stride, BLOCK: tl.constexpr):
+    """Rows of gate and up begin every `stride` numbers."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    gate = tl.load(gate_ptr + row * stride + at, mask=inside, other=0.0)
+    up = tl.load(up_ptr + row * stride + at, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(y_ptr + at, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    product = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    tl.store(y_ptr + row * columns + at, product, mask=inside)
 
 
 @triton.jit
-def _gated_backward(grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + at, mask=inside, other=0.0)
-    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+def _gated_backward(grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    grad = tl.load(grad_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride + at, mask=inside, other=0.0)
+    up = tl.load(up_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-wide))
     dgate = grad * up * sigmoid * (1.0 + wide * (1.0 - sigmoid))
-    tl.store(dgate_ptr + at, dgate.to(gate.dtype), mask=inside)
-    tl.store(dup_ptr + at, (grad * wide * sigmoid).to(gate.dtype), mask=inside)
+    tl.store(dgate_ptr + row * stride + at, dgate.to(gate.dtype), mask=inside)
+    tl.store(dup_ptr + row * stride + at, (grad * wide * sigmoid).to(gate.dtype), mask=inside)
 
 
 def _warps(block: int) -> int:
@@ -129,15 +133,20 @@ class _RMSNorm(torch.autograd.Function):
         return dx.view(grad.shape), dweight, None
 
 
+def _gated_grid(rows: int, columns: int) -> tuple[tuple[int, int], int]:
+    block = min(triton.next_power_of_2(columns), 2048)
+    return (rows, triton.cdiv(columns, block)), block
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
         if gate.numel():
-            _gated_forward[(triton.cdiv(gate.numel(), 2048),)](
-                gate, up, y, gate.numel(), BLOCK=2048, num_warps=8
-            )
+            width = gate.shape[-1]
+            grid, block = _gated_grid(gate.numel() // width, width)
+            _gated_forward[grid](gate, up, y, width, width, BLOCK=block, num_warps=8)
         ctx.save_for_backward(gate, up)
         return y
 
@@ -146,10 +155,45 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         if gate.numel():
-            _gated_backward[(triton.cdiv(gate.numel(), 2048),)](
-                grad.contiguous(), gate, up, dgate, dup, gate.numel(), BLOCK=2048, num_warps=8
+            width = gate.shape[-1]
+            grid, block = _gated_grid(gate.numel() // width, width)
+            _gated_backward[grid](
+                grad.contiguous(), gate, up, dgate, dup, width, width, BLOCK=block, num_warps=8
             )
         return dgate, dup
+
+
+class _GatedJoined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+        both = both.contiguous()
+        width = both.shape[-1] // 2
+        y = both.new_empty(*both.shape[:-1], width)
+        if y.numel():
+            grid, block = _gated_grid(y.numel() // width, width)
+            _gated_forward[grid](both, both[..., width:], y, width, 2 * width, BLOCK=block, num_warps=8)
+        ctx.save_for_backward(both)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (both,) = ctx.saved_tensors
+        width = both.shape[-1] // 2
+        dboth = torch.empty_like(both)
+        if grad.numel():
+            grid, block = _gated_grid(grad.numel() // width, width)
+            _gated_backward[grid](
+                grad.contiguous(),
+                both,
+                both[..., width:],
+                dboth,
+                dboth[..., width:],
+                width,
+                2 * width,
+                BLOCK=block,
+                num_warps=8,
+            )
+        return dboth
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -160,3 +204,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up."""
     return _Gated.apply(gate, up)
+
+
+def gated_joined(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, where the last dimension of `both` is gate, then up."""
+    return _GatedJoined.apply(both)

@@ -1,0 +1,224 @@
+"""What training engines share whose passes are a `MicroBatchRunner`'s: passes, optimiser steps, state, offloading.
+
+Whatever a method needs is brought back to the device first, wherever it was offloaded to.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from verl.algorithms.aggregation import batch_counts
+from verl.config.parallelism import layout_of
+from verl.data.proto import DataProto
+from verl.engines.base import EngineInfo, LossFn, TrainEngine, TrainState
+from verl.engines.microbatch_runner import MicroBatchRunner
+from verl.engines.nonfinite import NonFiniteGuard
+from verl.engines.optim import MasterAdamW
+from verl.engines.settings import EngineSettings
+from verl.engines.sharding import Ranks
+from verl.errors import ConfigError, ModelError
+from verl.models.fused_linear import HeadOptions
+from verl.models.introspection import token_weights
+from verl.models.value_model import ValueModel
+from verl.observe.metrics import Metric, reduce_metrics
+
+
+class RunnerEngine(TrainEngine):
+    """A model and its optimiser on one rank; without an optimiser a frozen model (the reference policy)."""
+
+    def __init__(
+        self, info: EngineInfo, settings: EngineSettings, ranks: Ranks, runner: MicroBatchRunner
+    ) -> None:
+        self.info = info
+        self._settings = settings
+        self._ranks = ranks
+        self._runner = runner
+        self._optimizer = runner.optimizer
+        self._guard = NonFiniteGuard(
+            settings.kind, settings.max_skipped_steps, settings.bad_batch_dir, ranks.rank
+        )
+        self._offloaded: set[str] = set()
+
+    @abstractmethod
+    def _saved_weights(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of the model, by name: masters where there are some, tied weights once."""
+
+    @abstractmethod
+    def _move_model(self, to_host: bool) -> None:
+        """Parameters and buffers to host memory, or back."""
+
+    # -- passes -------------------------------------------------------------------------------------------------
+
+    def log_probs(
+        self,
+        batch: DataProto,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        self._need(policy=True)
+        options = HeadOptions(
+            temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
+        )
+        self._onload("model")
+        with self._ranks.watching():
+            return self._runner.forward(batch, options)
+
+    def float32_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor | None:
+        if self._settings.dtype == torch.float32:
+            return self.log_probs(batch, temperature=temperature)["log_probs"]
+        self._need(policy=True)
+        self._onload("model")
+        with self._ranks.watching():
+            return self._runner.float32_log_probs(batch, temperature)
+
+    def values(self, batch: DataProto) -> torch.Tensor:
+        self._need(policy=False)
+        self._onload("model")
+        with self._ranks.watching():
+            return self._runner.forward(batch, None)["values"]
+
+    def forward_backward(
+        self, batch: DataProto, loss_fn: LossFn, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> dict[str, Metric]:
+        self._trained()
+        self._onload("model")
+        batch = self._runner.checked(batch)
+        options = HeadOptions(temperature=temperature, with_entropy=with_entropy)
+        with self._ranks.watching():
+            batch.meta_info = self._with_counts(batch)
+            self._guard.remember(batch)
+            return reduce_metrics(self._runner.forward_backward(batch, loss_fn, options))
+
+    def optimizer_step(self) -> dict[str, float]:
+        optimizer = self._trained()
+        self._onload("model", "optimizer")
+        step, scale = optimizer.step_count, optimizer.loss_scale
+        with self._ranks.watching():
+            result = optimizer.step()
+        self._guard.after_step(result["skipped"] > 0, step, expected=optimizer.loss_scale < scale)
+        return result
+
+    def _with_counts(self, batch: DataProto) -> dict[str, Any]:
+        """The denominators of the whole mini-batch over all ranks, unless the caller set them."""
+        known = batch.meta_info
+        counts: dict[str, Any] = {"dp_size": self.info.layout.dp}
+        if "batch_num_tokens" not in known or "global_batch_size" not in known:
+            mine = batch_counts(batch.batch["response_mask"])
+            sums = self._ranks.total(list(mine.values()))
+            same_rows = self.info.layout.model_ranks
+            counts.update(zip(mine, (total // same_rows for total in sums), strict=True))
+        return {**counts, **known}
+
+    def _need(self, policy: bool) -> None:
+        if (self._settings.kind != "critic") != policy:
+            kind, wanted = ("critic", "log-probs") if policy else ("policy", "values")
+            raise ModelError(f"the engine of a {kind} has no {wanted}")
+
+    def _trained(self) -> MasterAdamW:
+        if self._optimizer is None:
+            raise ConfigError("an engine of kind 'ref' is frozen and cannot train")
+        return self._optimizer
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        self._ranks.barrier()
+
+    @contextmanager
+    def _all_ranks_saved(self) -> Iterator[None]:
+        with self._ranks.watching():
+            try:
+                yield
+            finally:
+                self._ranks.barrier()  # also where rank 0 could not write: the others are waiting in it
+
+    def state(self) -> TrainState:
+        state = TrainState(
+            model={name: value.detach() for name, value in self._saved_weights().items()},
+            optimizer={},
+            scheduler={},
+            extra={},
+        )
+        if self._optimizer:
+            state["optimizer"] = self._optimizer.state()
+            state["scheduler"] = {"step": self._optimizer.step_count}
+            state["extra"] = {
+                "skipped_in_a_row": self._guard.in_a_row,
+                "loss_scale": self._optimizer.loss_scale,
+            }
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: TrainState) -> None:
+        for name, value in self._saved_weights().items():
+            if name not in state["model"]:
+                raise ModelError(f"the checkpoint has no weight {name!r}, which this model needs")
+            if not value.is_meta:  # else another rank has it
+                value.copy_(state["model"][name])
+        if self._optimizer is None:
+            return
+        self._optimizer.write_back()
+        if state["optimizer"]:
+            self._optimizer.load_state(state["optimizer"])
+        if state["scheduler"]:
+            self._optimizer.step_count = int(state["scheduler"]["step"])
+        if state["extra"]:
+            self._guard.in_a_row = int(state["extra"]["skipped_in_a_row"])
+            self._optimizer.take_loss_scale(float(state["extra"]["loss_scale"]))
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def offload(self, model: bool = True, optimizer: bool = True) -> None:
+        if model and "model" not in self._offloaded:
+            self._move_model(to_host=True)
+            self._offloaded.add("model")
+        if optimizer and self._optimizer and "optimizer" not in self._offloaded:
+            self._optimizer.move(torch.device("cpu"))
+            self._offloaded.add("optimizer")
+
+    def onload(self, model: bool = True, optimizer: bool = True) -> None:
+        if model:
+            self._onload("model")
+        if optimizer:
+            self._onload("optimizer")
+
+    def _onload(self, *names: str) -> None:
+        for name in self._offloaded.intersection(names):
+            if name == "model":
+                self._move_model(to_host=False)
+            elif self._optimizer:
+                self._optimizer.move(self._ranks.device)
+            self._offloaded.discard(name)
+
+    def close(self) -> None:
+        if self._optimizer:
+            self._optimizer.close()
+
+
+def engine_info(model: Any, settings: EngineSettings, ranks: Ranks, packed: bool) -> EngineInfo:
+    """`model`: the whole Hugging Face model; its parameters may be sharded or on the meta device."""
+    config = model.config.get_text_config()
+    # A lookup is no matrix product; a tied matrix is multiplied with at the output.
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    lookup = None if tied or isinstance(model, ValueModel) else model.get_input_embeddings().weight
+    counts = [(param, count) for param, count in token_weights(model, config) if param is not lookup]
+    return EngineInfo(
+        dtype=settings.dtype,
+        device=ranks.device,
+        rank=ranks.rank,
+        layout=layout_of(settings.role, ranks.world_size),
+        hidden_size=int(config.hidden_size),
+        num_layers=int(config.num_hidden_layers),
+        vocab_size=int(config.vocab_size),
+        active_parameters=round(sum(count for _, count in counts)),
+        frozen_parameters=round(sum(count for param, count in counts if not param.requires_grad)),
+        packed=packed,
+        lora_config=getattr(model, "verl_lora_config", None),
+    )
