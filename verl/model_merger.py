@@ -29,8 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--backend",
             choices=("fsdp", "megatron"),
-            help="what wrote it: fsdp for our own checkpoints of any strategy, megatron for those of Megatron-core; "
-            "default: what the folder holds",
+            help="what wrote it: fsdp or megatron for our own checkpoints, whatever their strategy; megatron also for "
+            "those of Megatron-core; default: what the folder holds",
         )
         command.add_argument(
             "--local_dir", "--local-dir", type=Path, required=True, help=".../global_step_N/actor"
@@ -72,9 +72,8 @@ def _checkpoint_folder(args: argparse.Namespace) -> Path:
         if named != folder and named.exists():
             logger.warning("--local_dir %s: no such folder, using %s", args.local_dir, named)
             folder = named
-    backend = "megatron" if holds_megatron(folder) else "fsdp"
-    if args.backend not in (None, backend) and folder.exists():
-        logger.warning("--backend %s does not fit %s, using --backend %s", args.backend, folder, backend)
+    if args.backend == "fsdp" and holds_megatron(folder):
+        logger.warning("--backend fsdp does not fit %s, using --backend megatron", folder)
     return folder
 
 

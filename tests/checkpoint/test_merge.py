@@ -59,14 +59,14 @@ def test_the_word_merge_may_be_left_out_and_a_run_folder_names_its_newest_step(
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_a_backend_and_a_folder_that_are_named_wrongly_are_corrected_with_a_notice(
+def test_a_checkpoint_of_ours_has_either_backend_and_a_folder_that_is_named_wrongly_is_corrected(
     tmp_path: Path, job: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = save(tmp_path / "run", job.make_engine())
     plural = Path(str(part).replace("global_step_", "global_steps_"))
     for number, (backend, folder, notices) in enumerate(
         [
-            (["--backend", "megatron"], part, ["using --backend fsdp"]),
+            (["--backend", "megatron"], part, []),
             (["--backend", "fsdp"], plural, [f"using {part}"]),
             ([], part, []),
         ]
@@ -77,6 +77,16 @@ def test_a_backend_and_a_folder_that_are_named_wrongly_are_corrected_with_a_noti
         assert len(lines) == len(notices) and all(
             text in line for text, line in zip(notices, lines, strict=True)
         )
+
+
+def test_a_folder_without_a_checkpoint_is_refused_with_both_kinds_that_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = ["--target_dir", str(tmp_path / "out")]
+    assert model_merger.main(["merge", "--backend=megatron", f"--local_dir={tmp_path}", *target]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no ckpt_contents.json" in said and "no folder with .metadata" in said
+    assert "give .../global_step_N/actor" in said and not (tmp_path / "out").exists()
 
 
 def test_greedy_answers_of_the_merged_model_are_the_trainers(tmp_path: Path, job: ModuleType) -> None:

@@ -34,6 +34,7 @@ from verl.checkpoint.hf_folder import (
     write_weights,
 )
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
+from verl.checkpoint.megatron.distcp import METADATA
 from verl.checkpoint.megatron.reader import MegatronReader, find_megatron, holds_megatron
 from verl.checkpoint.steps import in_use, list_steps
 from verl.errors import CheckpointError
@@ -87,6 +88,11 @@ def find_part(local_dir: Path) -> PartFolder:
         newest = max(steps, key=lambda entry: entry.step).path / "actor"
         raise CheckpointError(
             f"--local_dir {local_dir} is a run folder; give one of its steps, e.g. {newest}"
+        )
+    if not (step_folder / MANIFEST).exists():
+        raise CheckpointError(
+            f"--local_dir {local_dir} holds no checkpoint: no {MANIFEST} (ours of any strategy; without it the save "
+            f"was not finished) and no folder with {METADATA} (Megatron-core's); give .../global_step_N/actor"
         )
     manifest = read_manifest(step_folder)
     if name not in manifest.parts:

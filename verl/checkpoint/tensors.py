@@ -53,7 +53,8 @@ class Chunk:
 
 
 def local_chunks(tensors: Mapping[str, torch.Tensor], rank: int = 0) -> list[Chunk]:
-    """The chunks this rank writes: its shards, and unsharded tensors on rank 0."""
+    """The chunks this rank writes: its shards, and unsharded tensors on rank 0. A tensor on the meta device stands for
+    one that other ranks hold."""
     mine = {key: tensor for key, tensor in tensors.items() if _is_writer(tensor, rank)}
     sharded = {key: tensor for key, tensor in mine.items() if isinstance(tensor, DTensor)}
     chunks = [
@@ -75,6 +76,8 @@ def local_chunks(tensors: Mapping[str, torch.Tensor], rank: int = 0) -> list[Chu
 
 def _is_writer(tensor: torch.Tensor, rank: int) -> bool:
     """Of replicas, the first writes."""
+    if tensor.is_meta:
+        return False
     if not isinstance(tensor, DTensor):
         return rank == 0
     coordinate = tensor.device_mesh.get_coordinate()
@@ -210,13 +213,15 @@ def _check_complete(key: str, entry: TensorStorageMetadata, where: str) -> None:
 
 
 def read_into(files: Iterable[Path], targets: dict[str, torch.Tensor], where: str) -> None:
-    """Fill `targets` (plain tensors or DTensors, in place) from the files, whatever the sharding was."""
+    """Fill `targets` (plain tensors or DTensors, in place) from the files, whatever the sharding was. Those on the meta
+    device, which other ranks hold, are only checked."""
     files = sorted(files)
     check_fit(files, targets, where)
+    held = {key: tensor for key, tensor in targets.items() if not tensor.is_meta}
     with warnings.catch_warnings():
         # Every rank reads for itself, so no process group is used.
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        dcp.load(dict(targets), storage_reader=ShardReader(files), no_dist=True)
+        dcp.load(held, storage_reader=ShardReader(files), no_dist=True)
 
 
 def read_tensors(files: Iterable[Path]) -> dict[str, torch.Tensor]:
