@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -58,6 +59,8 @@ def preload() -> None:
     torch.set_num_threads(1)
     for name in PRELOADED:
         importlib.import_module(name)
+    if importlib.util.find_spec("megatron") is not None:
+        importlib.import_module("verl.engines.megatron.build")
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.utils import logging
 

@@ -1,0 +1,207 @@
+"""Build a Megatron engine: check the layout, open the model, build this rank's stage, read its slices of the files."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.config.known import MEGATRON_MODELS
+from verl.config.parallelism import Layout, divisors, layout_of
+from verl.engines import budget
+from verl.engines.megatron.engine import NO_LORA, MegatronEngine
+from verl.engines.megatron.groups import groups_of
+from verl.engines.megatron.layers import is_mixture
+from verl.engines.megatron.loading import load_stage, open_model
+from verl.engines.megatron.model import StageModel
+from verl.engines.megatron.optimizer import StageAdamW
+from verl.engines.megatron.pipeline import PipelineRunner
+from verl.engines.megatron.places import Place, places
+from verl.engines.microbatch_runner import MicroBatchRunner
+from verl.engines.offload import ActivationOffload
+from verl.engines.optim import Schedule
+from verl.engines.settings import EngineSettings, Kind, read_settings
+from verl.engines.sharding import Ranks
+from verl.engines.weights import copy_to_meta
+from verl.errors import ConfigError, ModelError
+from verl.models.introspection import decoder_layers, token_weights
+from verl.models.kernels import triton_fault
+from verl.models.loading import disable_dropout
+from verl.models.meta_init import ParameterIndex
+from verl.models.ulysses import SequenceGroup
+from verl.models.value_model import ValueModel
+
+log = logging.getLogger(__name__)
+
+
+def build_megatron(
+    kind: Kind,
+    model_cfg: Any,
+    role_cfg: Any,
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: str | torch.device,
+    total_steps: int | None = None,
+    seed: int = 0,
+    log_prob_cfg: Any = None,
+    max_skipped_steps: int = 3,
+    bad_batch_dir: Path | None = None,
+) -> MegatronEngine:
+    """Strategy `megatron`; arguments as in `verl.engines.build_engine`."""
+    device = torch.device(device)
+    if optimizer is not None:
+        raise ConfigError("strategy=megatron has its own optimiser; set strategy=fsdp for one of yours")
+    settings = read_settings(
+        kind,
+        model_cfg,
+        role_cfg,
+        device=device,
+        log_prob=log_prob_cfg,
+        max_skipped_steps=max_skipped_steps,
+        bad_batch_dir=bad_batch_dir,
+        seed=seed,
+    )
+    if settings.lora:
+        raise ConfigError(NO_LORA)
+    schedule = Schedule.from_config(role_cfg.optim, total_steps) if settings.trained else None
+    ranks = Ranks(device, fsdp_size=None)
+    layout = layout_of(role_cfg, ranks.world_size)
+    torch.manual_seed(seed)
+    hf: Any
+    hf, index = open_model(settings) if model is None else _taken(settings, model)
+    check_layout(hf.config.get_text_config(), layout, ranks.world_size)
+    groups = groups_of(layout)
+    stage = StageModel(
+        hf,
+        groups,
+        dtype=settings.dtype,
+        device=device,
+        value_head=kind == "critic",
+        recompute=settings.trained and model_cfg.enable_gradient_checkpointing,
+        fused=device.type == "cuda" and triton_fault(device) is None,
+    )
+    stage.requires_grad_(settings.trained)
+    if settings.trained and model_cfg.freeze_embeddings and groups.first:
+        stage.gpt.embedding.requires_grad_(False)
+    table = places(stage)
+    load_stage(stage, table, index)
+    stage.eval()
+    return assemble(stage, hf, table, settings, ranks, schedule)
+
+
+def _taken(settings: EngineSettings, model: Any) -> tuple[Any, ParameterIndex]:
+    """A user's model on the meta device, and its weights."""
+    if settings.kind == "critic" and not isinstance(model, ValueModel):
+        model = ValueModel(getattr(model, "base_model", model))
+    disable_dropout(model)
+    if settings.model.dtype == "auto":
+        settings.dtype = next(model.parameters()).dtype
+    hf = copy_to_meta(model)
+    if hf is None:
+        raise ModelError(f"{type(model).__name__} cannot be copied; set strategy=fsdp for this model")
+    return hf, ParameterIndex.of(model, settings.dtype)
+
+
+def assemble(
+    stage: StageModel,
+    hf: Any,
+    table: list[Place],
+    settings: EngineSettings,
+    ranks: Ranks,
+    schedule: Schedule | None,
+) -> MegatronEngine:
+    """From a filled stage to an engine. `schedule` is None for a frozen engine."""
+    groups, layout = stage.groups, stage.groups.layout
+    text_config = hf.config.get_text_config()
+    weights = sum(count for layer in decoder_layers(hf) for _, count in token_weights(layer, text_config))
+    on_gpu = ranks.device.type == "cuda"
+    options: dict[str, Any] = {
+        "packed": True,
+        "train_size": settings.train_size,
+        "forward_size": settings.forward_size,
+        "label": settings.kind,
+        "max_tokens": budget.best_tokens(weights / text_config.num_hidden_layers / layout.tp)
+        if on_gpu
+        else budget.CAP_CPU,
+        "sequence": SequenceGroup(groups.cp, groups.cp_rank, layout.cp, gradient_scale=1.0)
+        if layout.cp > 1
+        else None,
+    }
+    if layout.pp > 1:
+        runner: MicroBatchRunner = PipelineRunner(stage, ranks, groups=groups, **options)
+    else:
+        runner = MicroBatchRunner(stage, ranks, **options)
+    runner.halts_on_oom = layout.model_ranks * layout.ep > 1
+    if on_gpu and settings.trained and settings.model.enable_activation_offload:
+        runner.activation_offload = ActivationOffload(ranks.device)
+    if schedule is not None:
+        role, optim = settings.role, settings.role.optim
+        runner.optimizer = StageAdamW(
+            stage,
+            table,
+            schedule=schedule,
+            weight_decay=float(optim.weight_decay),
+            betas=(float(optim.betas[0]), float(optim.betas[1])),
+            eps=float(optim.eps),
+            grad_clip=float(role.grad_clip),
+            moments=optim.moments,
+            stochastic_rounding=bool(optim.stochastic_rounding),
+            seed=settings.seed,
+            scale_loss=settings.dtype == torch.float16,
+        )
+        runner.moments_on_host = bool(role.megatron.optimizer_offload)
+    return MegatronEngine(stage, hf, table, settings, ranks, runner)
+
+
+def check_layout(hf: Any, layout: Layout, world: int) -> None:
+    """Refuse what cannot be split, with the sizes that can."""
+    if hf.model_type not in MEGATRON_MODELS:
+        raise ModelError(
+            f"strategy=megatron knows {', '.join(MEGATRON_MODELS)}, not {hf.model_type!r}; set strategy=fsdp"
+        )
+    if layout.world_size != world:
+        raise ConfigError(
+            f"megatron sizes: {world} ranks are no multiple of tensor {layout.tp} x pipeline {layout.pp} x context "
+            f"{layout.cp} = {layout.model_ranks}"
+        )
+    if hf.hidden_act != "silu":
+        raise ModelError(
+            f"strategy=megatron knows hidden_act='silu', the model's is {hf.hidden_act!r}; set strategy=fsdp"
+        )
+    heads, keys = int(hf.num_attention_heads), int(hf.num_key_value_heads)
+    experts = int(getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None) or 1)
+    if not is_mixture(hf):
+        experts = 1
+    for key, size, number, what in (
+        (
+            "tensor_model_parallel_size",
+            layout.tp,
+            math.gcd(heads, keys),
+            f"{heads} and {keys} key-value heads",
+        ),
+        (
+            "tensor_model_parallel_size",
+            layout.tp,
+            hf.intermediate_size,
+            f"{hf.intermediate_size} MLP columns",
+        ),
+        ("pipeline_model_parallel_size", layout.pp, hf.num_hidden_layers, f"{hf.num_hidden_layers} layers"),
+        ("context_parallel_size", layout.cp, heads // layout.tp, f"{heads // layout.tp} heads of each rank"),
+        ("expert_model_parallel_size", layout.ep, experts, f"{experts} experts"),
+        ("expert_model_parallel_size", layout.ep, layout.dp * layout.cp, "ranks with the same dense weights"),
+    ):
+        if number % size:
+            raise ConfigError(
+                f"megatron.{key}={size} does not divide the {what}; values that work: "
+                f"{', '.join(str(n) for n in divisors(number))}"
+            )
+    if is_mixture(hf) and layout.tp > 1:
+        raise ConfigError(
+            "megatron.tensor_model_parallel_size must be 1 for a mixture of experts; split the experts by "
+            "megatron.expert_model_parallel_size"
+        )
