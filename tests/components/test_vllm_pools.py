@@ -86,6 +86,26 @@ def test_vllm_in_a_process_of_its_own(model_dir: Path, digits_data: Path, tmp_pa
     agree(found)
 
 
+def test_weights_of_megatron_stages_arrive_whole(model_dir: Path, digits_data: Path, tmp_path: Path) -> None:
+    """Fingerprints of what was sent and what arrived are compared by the run. The embedding is tied: both stages have
+    it."""
+    pytest.importorskip("megatron.core", reason="needs megatron-core (make test-components)")
+    split = [
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "trainer.total_training_steps=2",
+    ]
+    run = command(model_dir, digits_data, tmp_path / "run", *split)
+    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = rows(tmp_path / "run")
+    assert len(found) == 2
+    agree(found)
+
+
 COUNTING = """
 from pathlib import Path
 from verl.models.lora import plain_name
@@ -215,8 +235,15 @@ def until(reached: Callable[[], bool], seconds: float = 600) -> bool:
 def test_two_ranks_share_one_engine_and_it_goes_with_its_host(
     model_dir: Path, digits_data: Path, tmp_path: Path
 ) -> None:
-    """Steps as usual; then the rank that hosts the engine is killed, and nothing of either stays."""
-    shared = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    """Steps as usual; then the rank that hosts the engine is killed, and nothing of either stays. The ranks split the
+    matrices of one model, so that the one without the engine takes part in every comparison of log-probs."""
+    pytest.importorskip("megatron.core", reason="needs megatron-core (make test-components)")
+    shared = [
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+    ]
     run = command(model_dir, digits_data, tmp_path / "run", *shared, "trainer.total_training_steps=5000")
     log = tmp_path / "log.txt"
     with log.open("wb") as out:

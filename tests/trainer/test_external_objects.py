@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM
 
 from verl import GRPOTrainer, PPOTrainer
+from verl.config.disk import checkpoint_bytes
 from verl.config.sections.data import DataConfig
-from verl.config.sizes import checkpoint_bytes, sizes_of
+from verl.config.sizes import sizes_of
 from verl.errors import ConfigError, DataError, ModelError, RewardError, VerlError
 from verl.models import external_model
 from verl.models.loading import load_causal_lm

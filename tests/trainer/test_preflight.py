@@ -36,6 +36,19 @@ def test_what_is_all_there_passes(tiny_model_dir: Path, digits_data: Path) -> No
     )
 
 
+def test_a_layout_that_does_not_fit_the_model_is_refused(tiny_model_dir: Path, digits_data: Path) -> None:
+    layout = {"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 3}
+    cfg = ppo(
+        tiny_model_dir,
+        digits_data / "train.jsonl",
+        trainer__n_gpus_per_node=3,
+        trainer__device="cpu",
+        **layout,
+    )
+    with pytest.raises(ConfigError, match=r"is 3, which does not divide the model's 4 attention heads"):
+        preflight(cfg)
+
+
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Online by the variables, with nothing behind the hub's address and nothing in its cache."""

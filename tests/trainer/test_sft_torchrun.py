@@ -147,16 +147,20 @@ def together(model, data, tmp_path_factory) -> tuple[Path, str]:
     return out, text
 
 
-@pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(alone, together):
-    ours, one = metrics(together[0]), metrics(alone)
+def assert_same_numbers(run: Path, alone: Path) -> None:
+    ours, one = metrics(run), metrics(alone)
     assert [line["step"] for line in ours] == [1, 2, 3, 4, 5]
     for mine, theirs in zip(ours, one, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
     for name, tensor in weights(alone).items():
-        torch.testing.assert_close(weights(together[0])[name], tensor, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(weights(run)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_numbers_of_one(alone, together):
+    assert_same_numbers(together[0], alone)
 
 
 @pytest.mark.slow
@@ -190,6 +194,18 @@ def test_killed_rank_is_named_and_a_restart_by_torchrun_goes_on_exactly(together
     assert "trainer.resume_mode=auto" in text
     assert "died or stopped answering" in (tmp_path / "run" / "crash.previous.txt").read_text()
     assert metrics(tmp_path / "run") == metrics(together[0])
+
+
+@pytest.mark.components
+def test_megatron_gives_the_numbers_of_one_process(model, data, tmp_path):
+    pytest.importorskip("megatron.core", reason="needs megatron-core (make test-components)")
+    split = "model.strategy=megatron", "model.megatron.tensor_model_parallel_size=2"
+    # With a small eps AdamW makes whole steps of gradients that are rounding errors.
+    eps, log = "optim.eps=1e-4", tmp_path / "log.txt"
+    code, text = finish(start(arguments(model, data, tmp_path / "run", eps, *split), log), log)
+    assert code == 0, text[-3000:]
+    alone = sft_trainer.run(load_sft_config(arguments(model, data, tmp_path / "alone", eps)))
+    assert_same_numbers(tmp_path / "run", alone.folder)
 
 
 @pytest.mark.slow

@@ -84,7 +84,8 @@ def alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
 
 @pytest.mark.parametrize("more", [[], ["model.lora_rank=4"]], ids=["full", "lora"])
 def test_one_two_and_three_ranks_agree_and_load_each_others_checkpoints(more, words, joined, tmp_path):
-    """Batches of seven rows do not divide by the ranks; the last validation batch has fewer rows than three ranks."""
+    """Batches of seven rows do not divide by the ranks; the last validation batch has fewer rows than three ranks. Two
+    ranks also split the sequences of the same rows."""
     from verl.config.load import load_sft_config
     from verl.trainer.sft_trainer import run
 
@@ -100,6 +101,8 @@ def test_one_two_and_three_ranks_agree_and_load_each_others_checkpoints(more, wo
             torch.testing.assert_close(
                 weights(tmp_path / f"world{world}")[name], tensor, rtol=1e-3, atol=1e-5
             )
+    split = "model.ulysses_sequence_parallel_size=2"
+    alike(run_on(2, "split", split), found[1])
     for saved, loaded in ((2, 1),) if more else ((2, 1), (1, 3), (3, 2)):
         given = f"trainer.resume_from_path={tmp_path}/world{saved}/global_step_2"
         # The line of step 2 comes with the checkpoint.

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.config.parallelism import Layout
 from verl.errors import RolloutError, TrainingHalted
 from verl.rollout.base import Request
 from verl.watchdog import StackWatchdog
 from verl.workers.rank import interface_of
 from verl.workers.rpc_server import Failure
-from verl.workers.shard_batch import from_arrays, join, pad_rows, shard_rows, to_arrays
+from verl.workers.shard_batch import for_ranks, from_arrays, join, pad_rows, reported, shard_rows, to_arrays
 from verl.workers.train_rank import TrainRank
 
 
@@ -43,6 +44,31 @@ def test_every_row_comes_back_to_its_place(rows, ranks, balance):
     parts = [from_arrays(to_arrays(padded, share)) for share in shards]
     answers = [to_arrays({"out": part.batch["advantages"] * 2}) for part in parts]
     torch.testing.assert_close(join(answers, shards, rows).batch["out"], tensors["advantages"] * 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=st.builds(Layout, **dict.fromkeys(("dp", "tp", "pp", "cp"), st.integers(1, 3))),
+    rows=st.integers(1, 20),
+    balance=st.booleans(),
+)
+def test_ranks_of_one_model_get_the_same_rows_and_one_of_them_answers(layout, rows, balance):
+    tensors = make(rows)
+    padded = pad_rows(tensors, layout.dp)
+    shards = shard_rows(padded["attention_mask"], layout.dp, balance=balance, hidden_size=64)
+    given = for_ranks(layout, shards)
+    assert len(given) == layout.world_size
+    for row in range(len(padded["input_ids"])):
+        ranks = [rank for rank, mine in enumerate(given) if row in mine]
+        assert len(ranks) == layout.model_ranks and len({layout.data_rank(rank) for rank in ranks}) == 1
+        last = [rank for rank in ranks if layout.stage(rank) == layout.pp - 1]
+        assert [rank for rank in ranks if layout.reports(rank)] == last[:1]
+    answers = [
+        to_arrays({"out": padded["advantages"] * 2}, mine) if layout.reports(rank) else {}
+        for rank, mine in enumerate(given)
+    ]
+    joined = join(reported(layout, answers), shards, rows).batch["out"]
+    torch.testing.assert_close(joined, tensors["advantages"] * 2)
 
 
 def test_filling_rows_are_masked_and_short():

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.parallelism import offload_section
 from verl.errors import RESUME, ConfigError, VerlError
 from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_metrics
 
@@ -319,10 +320,11 @@ def out_of_memory_advice(config: Any) -> str:
         steps.append(f"{key}.actor.ppo_micro_batch_size_per_gpu={max(1, (sequences or 8) // 2)}")
     if not config.actor_rollout_ref.model.enable_gradient_checkpointing:
         steps.append(f"{key}.model.enable_gradient_checkpointing=True")
-    if not actor.fsdp_config.optimizer_offload:
-        steps.append(f"{key}.actor.fsdp_config.optimizer_offload=True")
-    elif not actor.fsdp_config.param_offload:
-        steps.append(f"{key}.actor.fsdp_config.param_offload=True")
+    section, offload = offload_section(actor)
+    if not offload.optimizer_offload:
+        steps.append(f"{key}.actor.{section}.optimizer_offload=True")
+    elif not offload.param_offload:
+        steps.append(f"{key}.actor.{section}.param_offload=True")
     if rollout.gpu_memory_utilization > 0.2:
         lower = max(0.2, round(rollout.gpu_memory_utilization - 0.2, 2))
         steps.append(f"{key}.rollout.gpu_memory_utilization={lower:g}")

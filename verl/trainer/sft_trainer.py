@@ -215,6 +215,7 @@ def record(updates: Iterable[Update], folder: RunFolder, tracker: FanOut, total_
 
 def likely_cure(cfg: SFTConfig, error: BaseException) -> str:
     """The line of `crash.txt` that says what to do; with the keys of fine-tuning."""
+    from verl.config.parallelism import offload_section
     from verl.observe.run_folder import is_out_of_memory, likely_fix
 
     # The engine names its keys as reinforcement learning spells them.
@@ -227,8 +228,9 @@ def likely_cure(cfg: SFTConfig, error: BaseException) -> str:
         keys = [f"data.micro_batch_size_per_gpu={max(1, (data.micro_batch_size_per_gpu or 8) // 2)}"]
     if not model.enable_gradient_checkpointing:
         keys.append("model.enable_gradient_checkpointing=True")
-    if not model.fsdp_config.optimizer_offload:
-        keys.append("model.fsdp_config.optimizer_offload=True")
+    section, offload = offload_section(model)
+    if not offload.optimizer_offload:
+        keys.append(f"model.{section}.optimizer_offload=True")
     return f"out of memory; try, in this order: {', '.join(keys)}"
 
 

@@ -26,7 +26,7 @@ from verl.workers.roles import OnFinish, generate_batch
 
 if TYPE_CHECKING:
     from verl.agents.runner import ConversationRunner
-    from verl.config.schema import ActorConfig, CriticConfig, PPOConfig
+    from verl.config.schema import PPOConfig
     from verl.rollout.base import RolloutEngine
 
 
@@ -87,13 +87,18 @@ class WorkerGroup(ABC):
     def close(self) -> None:
         """Release devices and processes."""
 
+    def section(self, role: str) -> Any:
+        """The config of the engine that works as `role`: under LoRA the reference is the actor's, adapters off."""
+        arr = self.cfg.actor_rollout_ref
+        ref = arr.ref if arr.model.lora_rank == 0 else arr.actor
+        return {"actor": arr.actor, "ref": ref, "critic": self.cfg.critic}[role]
+
     def update(self, role: str, batch: DataProto, *, sync: bool = True) -> dict[str, float]:
         """Train `role` (actor or critic) on the batch; with `sync` the rollout engine then has the actor's new
         weights."""
-        section: ActorConfig | CriticConfig = self.cfg.critic
+        section = self.section(role)
         prepare = None
         if role == "actor":
-            section = self.cfg.actor_rollout_ref.actor
             prepare = get_policy_loss_prepare(section.policy_loss.loss_mode)
         size = section.ppo_mini_batch_size * self.cfg.actor_rollout_ref.rollout.n
         seed = self.cfg.data.seed + self.policy_version

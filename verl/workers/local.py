@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.config.parallelism import offload_section
 from verl.data.proto import DataProto
 from verl.engines import build_engine
 from verl.errors import ConfigError
@@ -175,26 +176,18 @@ class LocalGroup(WorkerGroup):
         if self.critic is not None:
             yield "critic", self.critic.engine
 
-    def _fsdp_config(self, name: str) -> Any:
-        sections: dict[str, Any] = {
-            "actor": self.cfg.actor_rollout_ref.actor,
-            "ref": self.cfg.actor_rollout_ref.ref,
-            "critic": self.cfg.critic,
-        }
-        return sections[name].fsdp_config
-
     def _park(self, name: str, engine: TrainEngine) -> None:
         """Move to host memory what the config wants there while the role does not work."""
-        fsdp = self._fsdp_config(name)
-        if self.device.type != "cpu" and (fsdp.param_offload or fsdp.optimizer_offload):
-            engine.offload(model=fsdp.param_offload, optimizer=fsdp.optimizer_offload and name != "ref")
+        _, keys = offload_section(self.section(name))
+        if self.device.type != "cpu" and (keys.param_offload or keys.optimizer_offload):
+            engine.offload(model=keys.param_offload, optimizer=keys.optimizer_offload and name != "ref")
 
     @contextmanager
     def _resident(self, name: str, optimizer: bool) -> Iterator[None]:
-        fsdp = self._fsdp_config(name)
+        _, keys = offload_section(self.section(name))
         engine = dict(self._engines())[name]
-        if self.device.type != "cpu" and (fsdp.param_offload or (optimizer and fsdp.optimizer_offload)):
-            engine.onload(model=fsdp.param_offload, optimizer=optimizer and fsdp.optimizer_offload)
+        if self.device.type != "cpu" and (keys.param_offload or (optimizer and keys.optimizer_offload)):
+            engine.onload(model=keys.param_offload, optimizer=optimizer and keys.optimizer_offload)
         try:
             yield
         finally:

@@ -1,6 +1,6 @@
 """The roles on several rank processes on Ray. The numbers are those of one process up to rounding.
 
-The driver sends object references and ranks fetch their own shard; rows that several calls use are stored once.
+The driver sends object references and ranks fetch the shard they work on; rows that several calls use are stored once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from verl.config.parallelism import ROLLOUT, engine_size, rollout_pool
+from verl.config.parallelism import ROLLOUT, Layout, engine_size, layout_of, rollout_pool
 from verl.data.proto import DataProto
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
@@ -31,7 +31,7 @@ from verl.workers.rank import RankSetup
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_rollout import RayRollout
-from verl.workers.shard_batch import join, pad_rows, shard_rows, to_arrays
+from verl.workers.shard_batch import for_ranks, join, pad_rows, reported, shard_rows, to_arrays
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,7 @@ class RayGroup(WorkerGroup):
         super().__init__(cfg)
         self.cluster = Cluster(cfg)
         self.pool = RolloutPool(cfg) if rollout_pool(cfg) else None
-        self._shards: _Shards | None = None
+        self._shards: dict[int, _Shards] = {}  # by their number: roles may be laid out differently
         self._size: ModelSize
         try:
             self.cluster.connect()
@@ -132,24 +132,25 @@ class RayGroup(WorkerGroup):
         return self.rollout.kept_open()
 
     def log_probs(self, batch: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
-        return self._pass("log_probs", batch, {"otb": with_sum_pi_squared})
+        return self._pass("actor", "log_probs", batch, {"otb": with_sum_pi_squared})
 
     def ref_log_probs(self, batch: DataProto) -> DataProto:
-        return self._pass("ref_log_probs", batch)
+        return self._pass("ref", "ref_log_probs", batch)
 
     def values(self, batch: DataProto) -> DataProto:
-        return self._pass("values", batch)
+        return self._pass("critic", "values", batch)
 
     def train_mini_batch(
         self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Metric]:
-        shards = self._shard(self._chosen(mini, _TRAINING_TENSORS[role]))
-        extra = pad_rows(prepared, len(self.calls)) if prepared else {}
-        meta = {**mini.meta_info, "dp_size": len(self.calls)}
+        layout = self._layout(role)
+        shards = self._shard(self._chosen(mini, _TRAINING_TENSORS[role]), layout.dp)
+        extra = pad_rows(prepared, layout.dp) if prepared else {}
+        meta = {**mini.meta_info, "dp_size": layout.dp}
         args = [
             (ref, to_arrays(extra, rows), meta) for ref, rows in zip(shards.refs, shards.rows, strict=True)
         ]
-        return reduce_metrics(self.calls.each(f"train_{role}", args))
+        return reduce_metrics(self._each(layout, f"train_{role}", args))
 
     def sync_weights(self) -> dict[str, float]:
         if self.pool is None:
@@ -179,29 +180,45 @@ class RayGroup(WorkerGroup):
 
     # -- sharding a batch ---------------------------------------------------------------------------------------
 
-    def _pass(self, call: str, batch: DataProto, options: Mapping[str, Any] | None = None) -> DataProto:
-        shards = self._shard(self._chosen(batch, ()))
+    def _layout(self, role: str) -> Layout:
+        return layout_of(self.section(role), len(self.calls))
+
+    def _each(
+        self,
+        layout: Layout,
+        call: str,
+        args: Sequence[tuple[Any, ...]],
+        options: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """A call with the arguments of each shard, and the answers for each shard."""
+        return reported(layout, self.calls.each(call, for_ranks(layout, args), options))
+
+    def _pass(
+        self, role: str, call: str, batch: DataProto, options: Mapping[str, Any] | None = None
+    ) -> DataProto:
+        layout = self._layout(role)
+        shards = self._shard(self._chosen(batch, ()), layout.dp)
         meta = {name: batch.meta_info[name] for name in ("temperature",) if name in batch.meta_info}
-        found = self.calls.each(call, [(ref, meta) for ref in shards.refs], options)
+        found = self._each(layout, call, [(ref, meta) for ref in shards.refs], options)
         return join(found, shards.rows, len(batch))
 
     @staticmethod
     def _chosen(batch: DataProto, more: Sequence[str]) -> dict[str, torch.Tensor]:
         return {name: batch.batch[name] for name in (*_INPUTS, *more) if name in batch.batch}
 
-    def _shard(self, tensors: Mapping[str, torch.Tensor]) -> _Shards:
-        """The shards in Ray's store; those of the last batch are used again while it has not changed."""
+    def _shard(self, tensors: Mapping[str, torch.Tensor], count: int) -> _Shards:
+        """`count` shards in Ray's store; those of the last batch are used again while it has not changed."""
         key = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
-        if self._shards is None or not self._shards.built_from(key):
-            padded = pad_rows(tensors, len(self.calls))
+        if count not in self._shards or not self._shards[count].built_from(key):
+            padded = pad_rows(tensors, count)
             rows = shard_rows(
                 padded["attention_mask"],
-                len(self.calls),
+                count,
                 balance=self.cfg.trainer.balance_batch,
                 hidden_size=self._size.hidden,
             )
-            self._shards = _Shards(key, rows, [ray.put(to_arrays(padded, share)) for share in rows])
-        return self._shards
+            self._shards[count] = _Shards(key, rows, [ray.put(to_arrays(padded, share)) for share in rows])
+        return self._shards[count]
 
 
 class RolloutPool:

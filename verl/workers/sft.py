@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from verl.algorithms import agg_loss
 from verl.algorithms.aggregation import batch_counts
+from verl.config.parallelism import offload_section
 from verl.config.schema import ActorConfig
 from verl.data.proto import DataProto
 from verl.engines import build_engine
@@ -33,7 +34,7 @@ class SFTRole:
     """The model that learns, or this rank's shard of it."""
 
     def __init__(self, cfg: SFTConfig, *, training_steps: int, bad_batch_dir: Path) -> None:
-        self._fsdp = cfg.model.fsdp_config
+        _, self._offload_keys = offload_section(cfg.model)
         self.device = choose_device(cfg.trainer.device)
         self.engine: TrainEngine = build_engine(
             "actor",
@@ -46,8 +47,8 @@ class SFTRole:
             bad_batch_dir=bad_batch_dir,
         )
         info = self.engine.info
-        self.rank, self._ranks = info.rank, info.layout.dp
-        self._heartbeat = Heartbeat.start() if self._ranks > 1 else None
+        self.rank, self._layout = info.rank, info.layout
+        self._heartbeat = Heartbeat.start() if info.world_size > 1 else None
         self._offload()
 
     def train(self, batch: DataProto) -> dict[str, float]:
@@ -57,7 +58,7 @@ class SFTRole:
         self._offload()
         loss = metrics.get("train/loss")
         return {
-            "train/loss": self._sum(0.0 if loss is None else float(loss.value)),
+            "train/loss": self._reported_sum(0.0 if loss is None else float(loss.value)),
             "train/grad_norm": float(update["grad_norm"]),
             "train/lr": float(update["lr"]),
             "train/skipped_updates": float(update["skipped"]),
@@ -68,7 +69,7 @@ class SFTRole:
         shard = self._shard(batch)
         log_probs = self.engine.log_probs(shard)["log_probs"].double()
         self._offload()
-        return self._sum(float((log_probs * shard.batch["response_mask"]).sum()))
+        return self._reported_sum(float((log_probs * shard.batch["response_mask"]).sum()))
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether it is true on one of the ranks; all ranks call it."""
@@ -81,17 +82,22 @@ class SFTRole:
         self.engine.close()
 
     def _shard(self, batch: DataProto) -> DataProto:
-        """This rank's rows, with the counts of the whole batch."""
-        if self._ranks == 1:
+        """The rows this rank works on, with the counts of the whole batch."""
+        shards = self._layout.dp
+        if self._layout.world_size == 1:
             return batch
-        padded = pad_rows({name: batch.batch[name] for name in _INPUTS}, self._ranks)
+        padded = pad_rows({name: batch.batch[name] for name in _INPUTS}, shards)
         rows = shard_rows(
-            padded["attention_mask"], self._ranks, balance=True, hidden_size=self.engine.info.hidden_size
-        )[self.rank]
-        counts = {**batch_counts(batch.batch["response_mask"]), "dp_size": self._ranks}
+            padded["attention_mask"], shards, balance=True, hidden_size=self.engine.info.hidden_size
+        )[self._layout.data_rank(self.rank)]
+        counts = {**batch_counts(batch.batch["response_mask"]), "dp_size": shards}
         return DataProto.from_dict(
             tensors={name: tensor[rows] for name, tensor in padded.items()}, meta_info=counts
         )
+
+    def _reported_sum(self, number: float) -> float:
+        """The sum over shards: ranks that work on the same rows count once."""
+        return self._sum(number if self._layout.reports(self.rank) else 0.0)
 
     def _sum(self, number: float) -> float:
         if self._heartbeat is None:
@@ -103,9 +109,9 @@ class SFTRole:
 
     def _offload(self) -> None:
         """Move to host memory what the config wants there; the engine loads back what it works with."""
-        fsdp = self._fsdp
-        if self.device.type != "cpu" and (fsdp.param_offload or fsdp.optimizer_offload):
-            self.engine.offload(model=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
+        keys = self._offload_keys
+        if self.device.type != "cpu" and (keys.param_offload or keys.optimizer_offload):
+            self.engine.offload(model=keys.param_offload, optimizer=keys.optimizer_offload)
 
 
 def response_loss(out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:

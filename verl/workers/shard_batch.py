@@ -6,15 +6,17 @@ Padding rows have an empty response mask and one attended token: they change no 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from verl.algorithms.balance import karmarkar_karp, sequence_work
+from verl.config.parallelism import Layout
 from verl.data.proto import DataProto
 
 Arrays = dict[str, np.ndarray]
+T = TypeVar("T")
 
 
 def pad_rows(tensors: Mapping[str, torch.Tensor], divisor: int) -> dict[str, torch.Tensor]:
@@ -37,17 +39,27 @@ def pad_rows(tensors: Mapping[str, torch.Tensor], divisor: int) -> dict[str, tor
 
 
 def shard_rows(
-    attention_mask: torch.Tensor, ranks: int, *, balance: bool, hidden_size: int
+    attention_mask: torch.Tensor, shards: int, *, balance: bool, hidden_size: int
 ) -> list[list[int]]:
-    """Row numbers of each rank: about the same work each (`balance`), or the same number of rows in order.
+    """Row numbers of each shard: about the same work each (`balance`), or the same number of rows in order.
 
-    The number of rows must be divisible by `ranks` (`pad_rows`)."""
+    The number of rows must be divisible by `shards` (`pad_rows`)."""
     rows = attention_mask.shape[0]
-    if not balance or ranks == 1:
-        size = rows // ranks
-        return [list(range(rank * size, (rank + 1) * size)) for rank in range(ranks)]
+    if not balance or shards == 1:
+        size = rows // shards
+        return [list(range(shard * size, (shard + 1) * size)) for shard in range(shards)]
     lengths = attention_mask.sum(dim=1, dtype=torch.long).tolist()
-    return karmarkar_karp(sequence_work(lengths, hidden_size), ranks)
+    return karmarkar_karp(sequence_work(lengths, hidden_size), shards)
+
+
+def for_ranks(layout: Layout, shares: Sequence[T]) -> list[T]:
+    """What each rank is given: ranks that work on the same rows the same share."""
+    return [shares[layout.data_rank(rank)] for rank in range(layout.world_size)]
+
+
+def reported(layout: Layout, answers: Sequence[T]) -> list[T]:
+    """The answer for each share, in their order: one of the ranks that worked on it."""
+    return [answers[rank] for rank in layout.reporters()]
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor], rows: Sequence[int] | None = None) -> Arrays:
@@ -65,7 +77,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any] |
 
 
 def join(parts: Sequence[Arrays], shards: Sequence[Sequence[int]], rows: int) -> DataProto:
-    """The ranks' results in the order of the batch, without those of padding rows."""
+    """The shards' results in the order of the batch, without those of padding rows."""
     order = torch.tensor([row for share in shards for row in share], dtype=torch.long)
     tensors = {}
     for name in parts[0]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.checkpoint import CheckpointManager
-from verl.config.parallelism import EXTERNAL_ENGINES, engine_size, rollout_pool
+from verl.config.parallelism import EXTERNAL_ENGINES, Layout, engine_size, layout_of, rollout_pool
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.observe.metrics import Metric
 from verl.rollout import build_rollout
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from verl.config.schema import PPOConfig
+    from verl.data.proto import DataProto
     from verl.rollout.base import RolloutEngine
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -95,6 +96,10 @@ class RankGroup(LocalGroup):
         )
         self._generation: ExitStack | None = None
         self._base_sent = False
+
+    def layout(self, role: str) -> Layout:
+        """That of the engine that works as `role`."""
+        return layout_of(self.section(role), self.actor_engine.info.world_size)
 
     # -- generating ---------------------------------------------------------------------------------------------
 
@@ -216,13 +221,17 @@ class TrainRank(JoinedRank, RolloutServer):
 
     def do_log_probs(self, part: Arrays, meta: Mapping[str, Any], *, otb: bool) -> Arrays:
         found = self.group.log_probs(from_arrays(part, meta), with_sum_pi_squared=otb)
-        return to_arrays(found.batch)
+        return self._answer("actor", found)
 
     def do_ref_log_probs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return to_arrays(self.group.ref_log_probs(from_arrays(part, meta)).batch)
+        return self._answer("ref", self.group.ref_log_probs(from_arrays(part, meta)))
 
     def do_values(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
-        return to_arrays(self.group.values(from_arrays(part, meta)).batch)
+        return self._answer("critic", self.group.values(from_arrays(part, meta)))
+
+    def _answer(self, role: str, found: DataProto) -> Arrays:
+        """Nothing where another rank answers for the same rows."""
+        return to_arrays(found.batch) if self.group.layout(role).reports(self.rank) else {}
 
     def do_train_actor(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
         return self._train("actor", part, prepared, meta)
@@ -232,11 +241,14 @@ class TrainRank(JoinedRank, RolloutServer):
 
     def _train(self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
         metrics = self.group.train_mini_batch(role, from_arrays(part, meta), from_arrays(prepared).batch)
+        layout = self.group.layout(role)
+        if not layout.reports(self.rank):
+            return {}
         plain = {
             name: Metric(float(metric.value), metric.reduce, float(metric.weight))
             for name, metric in metrics.items()
         }
-        if self.rank > 0:
+        if self.rank != layout.reporters()[0]:
             # One step was taken, not one on each rank.
             for name in ("grad_norm", "lr", "skipped_updates"):
                 plain.pop(f"{role}/{name}", None)
