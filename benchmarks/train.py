@@ -1,4 +1,5 @@
-"""`python -m benchmarks.train`: training steps of ours beside plain Hugging Face, in the same run.
+"""`python -m benchmarks.train`: training steps of ours beside plain Hugging Face, in the same run; with `--strategy
+megatron`, of our Megatron engine beside our FSDP engine.
 
 One shape: `--shape 1.5b --seq 2048`. Everything of the table in the docs: `--suite`. On a CPU the shapes `tiny` and
 `135m` give ratios; utilisation needs a GPU's peak (`--peak-tflops`).
@@ -11,6 +12,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters of this rank"
     )
     parser.add_argument("--compile", action="store_true", help="use_torch_compile for ours")
+    parser.add_argument(
+        "--strategy", choices=("fsdp", "megatron"), default="fsdp", help="megatron: compared with fsdp"
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--only", choices=("ours", "plain"), default=None, help="measure one side only")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -84,7 +89,7 @@ class Bench:
         lengths = ragged(seq, self.tokens) if self.args.ragged else (min(seq, self.tokens),) * count
         return Workload(SHAPES[shape], lengths, **options)
 
-    def side(self, label: str, make: Any, work: Workload) -> Measured | str:
+    def side(self, make: Any, work: Workload) -> Measured | str:
         try:
             steps = self.args.steps
             return measure(
@@ -99,8 +104,11 @@ class Bench:
     def row(self, label: str, work: Workload) -> list[str]:
         """Ours beside plain; remembers the figures under `label`."""
         only = self.args.only
-        ours = self.side("ours", our_step, work) if only != "plain" else "-"
-        plain = self.side("plain", plain_step, work) if only != "ours" else "-"
+        ours = self.side(our_step, work) if only != "plain" else "-"
+        if work.strategy == "fsdp":
+            plain = self.side(plain_step, work) if only != "ours" else "-"
+        else:
+            plain = self.side(our_step, replace(work, strategy="fsdp")) if only != "ours" else "-"
         kept: dict[str, Any] = {}
         cells = [label]
         for name, found in (("ours", ours), ("plain", plain)):
@@ -124,7 +132,8 @@ class Bench:
         return cells
 
     def rows(self, works: dict[str, Workload]) -> None:
-        head = ("step", "ours tok/s", "MFU", "GiB", "plain HF tok/s", "MFU", "GiB", "speed-up")
+        ours, peer = ("megatron", "fsdp") if self.args.strategy == "megatron" else ("ours", "plain HF")
+        head = ("step", f"{ours} tok/s", "MFU", "GiB", f"{peer} tok/s", "MFU", "GiB", "speed-up")
         table("training steps", head, (self.row(label, work) for label, work in works.items()))
 
     def parts(self) -> None:
@@ -262,7 +271,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         shape = args.shape or ("1.5b" if bench.cuda else "tiny")
         work = bench.workload(
-            shape, args.seq, checkpointing=args.checkpointing, lora_rank=args.lora, compiled=args.compile
+            shape,
+            args.seq,
+            checkpointing=args.checkpointing,
+            lora_rank=args.lora,
+            compiled=args.compile,
+            strategy=args.strategy,
         )
         notes = [
             note

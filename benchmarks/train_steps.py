@@ -33,6 +33,7 @@ class Workload:
     checkpointing: bool = False
     lora_rank: int = 0
     compiled: bool = False
+    strategy: str = "fsdp"
 
     @property
     def answered(self) -> int:
@@ -106,6 +107,7 @@ def our_step(work: Workload, device: torch.device, dtype: torch.dtype) -> Callab
     from verl.engines import build_engine
 
     role = ActorConfig()
+    role.strategy = work.strategy
     role.use_torch_compile = work.compiled
     role.ppo_micro_batch_size_per_gpu = len(work.lengths)
     role.optim.lr = 1e-5

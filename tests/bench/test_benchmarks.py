@@ -21,6 +21,7 @@ from benchmarks import (
     step,
     token_budget,
     train,
+    ulysses,
 )
 from benchmarks.planted_lengths import Lengths, PlantedRollout
 from verl.algorithms import adv_estimator_names, policy_loss_names
@@ -52,6 +53,14 @@ def test_a_grpo_step_is_timed_by_phase(tmp_path):
     assert step.main([*SHORT_STEP, "--set", "trainer.device=cpu", "--json", str(tmp_path / "out.json")]) == 0
     figures = json.loads((tmp_path / "out.json").read_text())["verl"]
     assert figures["step_s"] > figures["gen_s"] > 0
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_split_sequence_takes_less_memory_of_a_rank(capsys):
+    assert ulysses.main(["--tokens", "256", "--layers", "1", "--hidden", "32"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert float(rows[1][2].rstrip("x")) < 0.7, "what autograd keeps is counted, not resident memory"
 
 
 def test_rollout_prints_tokens_per_second(capsys):
