@@ -140,7 +140,10 @@ def assemble(
     if compiled:
         _try_compiled(module, runner, layers)
     if schedule is not None:
-        runner.optimizer = _optimizer(module, settings, schedule, external)
+        trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        runner.optimizer = MasterAdamW(
+            trained, schedule=schedule, external=external, **settings.optimizer_options()
+        )
         runner.moments_on_host = role.fsdp_config.optimizer_offload
     return FSDPEngine(module, settings, ranks, runner, sharded=mesh is not None, gathered_copy=gathered_copy)
 
@@ -148,13 +151,7 @@ def assemble(
 def _load(settings: EngineSettings, ranks: Ranks) -> tuple[nn.Module, ParameterIndex | None]:
     """The model of `model.path`: loaded with one rank; with several, on the meta device with an index of its files."""
     model_cfg, critic = settings.model, settings.kind == "critic"
-    if not model_cfg.path:
-        raise ModelError("no model: set actor_rollout_ref.model.path to a Hugging Face folder or name")
-    options: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "trust_remote_code": bool(model_cfg.trust_remote_code),
-        "override_config": dict(model_cfg.override_config),
-    }
+    options = settings.load_options()
     load = load_value_model if critic else load_causal_lm
     if ranks.world_size == 1:
         return load(model_cfg.path, device=ranks.device, **options), None
@@ -209,28 +206,6 @@ def _mesh(settings: EngineSettings, ranks: Ranks) -> DeviceMesh | None:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh("cuda", (1,), mesh_dim_names=("shard",))
-
-
-def _optimizer(
-    module: nn.Module,
-    settings: EngineSettings,
-    schedule: Schedule,
-    external: torch.optim.Optimizer | None,
-) -> MasterAdamW:
-    optim = settings.role.optim
-    return MasterAdamW(
-        [(name, param) for name, param in module.named_parameters() if param.requires_grad],
-        schedule=schedule,
-        weight_decay=float(optim.weight_decay),
-        betas=(float(optim.betas[0]), float(optim.betas[1])),
-        eps=float(optim.eps),
-        grad_clip=float(settings.role.grad_clip),
-        moments=optim.moments,
-        stochastic_rounding=bool(optim.stochastic_rounding),
-        seed=settings.seed,
-        scale_loss=settings.dtype == torch.float16,
-        external=external,
-    )
 
 
 def _check_model(

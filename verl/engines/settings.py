@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ModelError
 from verl.models.loading import parameter_dtype
 
 Kind = Literal["actor", "ref", "critic"]
@@ -51,6 +51,30 @@ class EngineSettings:
     @property
     def lora(self) -> bool:
         return self.trained and self.model.lora_rank > 0
+
+    def load_options(self) -> dict[str, Any]:
+        """How `model.path` is opened; an error without one."""
+        if not self.model.path:
+            raise ModelError("no model: set actor_rollout_ref.model.path to a Hugging Face folder or name")
+        return {
+            "dtype": self.dtype,
+            "trust_remote_code": bool(self.model.trust_remote_code),
+            "override_config": dict(self.model.override_config),
+        }
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Of `MasterAdamW`, besides its parameters and schedule."""
+        optim = self.role.optim
+        return {
+            "weight_decay": float(optim.weight_decay),
+            "betas": (float(optim.betas[0]), float(optim.betas[1])),
+            "eps": float(optim.eps),
+            "grad_clip": float(self.role.grad_clip),
+            "moments": optim.moments,
+            "stochastic_rounding": bool(optim.stochastic_rounding),
+            "seed": self.seed,
+            "scale_loss": self.dtype == torch.float16,
+        }
 
 
 def _size(sequences: int | None, dynamic: bool, tokens: int | None) -> MicroBatchSize:

@@ -140,21 +140,8 @@ def assemble(
     if on_gpu and settings.trained and settings.model.enable_activation_offload:
         runner.activation_offload = ActivationOffload(ranks.device)
     if schedule is not None:
-        role, optim = settings.role, settings.role.optim
-        runner.optimizer = StageAdamW(
-            stage,
-            table,
-            schedule=schedule,
-            weight_decay=float(optim.weight_decay),
-            betas=(float(optim.betas[0]), float(optim.betas[1])),
-            eps=float(optim.eps),
-            grad_clip=float(role.grad_clip),
-            moments=optim.moments,
-            stochastic_rounding=bool(optim.stochastic_rounding),
-            seed=settings.seed,
-            scale_loss=settings.dtype == torch.float16,
-        )
-        runner.moments_on_host = bool(role.megatron.optimizer_offload)
+        runner.optimizer = StageAdamW(stage, table, schedule=schedule, **settings.optimizer_options())
+        runner.moments_on_host = bool(settings.role.megatron.optimizer_offload)
     return MegatronEngine(stage, hf, table, settings, ranks, runner)
 
 

@@ -22,13 +22,7 @@ def open_model(settings: EngineSettings) -> tuple[Any, ParameterIndex]:
     """The model of `model.path` on the meta device, and where its weights are: in its files or, where those cannot be
     read in parts, in host memory."""
     model_cfg, critic = settings.model, settings.kind == "critic"
-    if not model_cfg.path:
-        raise ModelError("no model: set actor_rollout_ref.model.path to a Hugging Face folder or name")
-    options: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "trust_remote_code": bool(model_cfg.trust_remote_code),
-        "override_config": dict(model_cfg.override_config),
-    }
+    options = settings.load_options()
     try:
         return (open_value_model if critic else open_causal_lm)(model_cfg.path, **options)
     except CannotStream as reason:
