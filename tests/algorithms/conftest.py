@@ -54,6 +54,7 @@ def _make_batch(
     )
     for name, away in (("log_prob", 0.5), ("ref", 0.5), ("rollout", 0.3)):  # near the old ones, and below 0
         setattr(batch, name, batch.old * (away * normal(rows, width)).exp())
+    batch.process_rewards = normal(rows, width)
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value = value.to(dtype)

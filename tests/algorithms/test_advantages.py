@@ -32,6 +32,7 @@ def estimate(name, batch, **more):
         "reward_baselines": batch.baselines,
         "old_log_probs": batch.old,
         "sum_pi_squared": batch.sum_pi_squared,
+        "process_rewards": batch.process_rewards,
         "rewards_by_key": batch.by_key,
     }
     return get_adv_estimator_fn(name)(**(arguments | more))
@@ -220,6 +221,7 @@ def test_gdpo_names_what_is_wrong_with_its_keys(config, text, make_batch):
         ("remax", "reward_baselines"),
         ("gdpo", "rewards_by_key"),
         ("optimal_token_baseline", "sum_pi_squared"),
+        ("prime", "process_rewards"),
     ],
 )
 def test_an_estimator_says_what_it_lacks(name, missing, make_batch):
@@ -227,7 +229,9 @@ def test_an_estimator_says_what_it_lacks(name, missing, make_batch):
         estimate(name, make_batch(0), **{missing: None})
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
+@pytest.mark.parametrize(
+    "name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "prime"]
+)
 def test_whitening_a_single_token_is_a_clear_error(name):
     with pytest.raises(DataError, match="at least 2 policy tokens"):
         get_adv_estimator_fn(name)(
@@ -236,6 +240,7 @@ def test_whitening_a_single_token_is_a_clear_error(name):
             index=[0],
             values=torch.ones(1, 2),
             rewards_by_key={"a": torch.ones(1)},
+            process_rewards=torch.ones(1, 2),
         )
 
 

@@ -14,10 +14,11 @@ from verl.algorithms import (
     get_policy_loss_prepare,
     policy_loss_names,
 )
+from verl.config import known
 from verl.config.schema import ActorConfig, PolicyLossConfig
 from verl.errors import ConfigError
 
-LOSSES = policy_loss_names()
+LOSSES = [name for name in policy_loss_names() if name not in known.GROUP_LOSSES]
 SEQUENCE_LOSSES = ("gspo", "sapo")  # their aggregation is part of the method
 LOW, HIGH, BOUND = 0.15, 0.3, 1.6
 CONFIG = ActorConfig(
@@ -38,15 +39,16 @@ CONFIG = ActorConfig(
 
 
 def run(name, batch, mode="token-mean", config=CONFIG, log_prob=None, weights=None, **more):
+    log_prob = batch.log_prob if log_prob is None else log_prob
     return get_policy_loss_fn(name)(
         old_log_prob=batch.old,
-        log_prob=batch.log_prob if log_prob is None else log_prob,
+        log_prob=log_prob,
         advantages=batch.advantages,
         response_mask=batch.mask,
         loss_agg_mode=mode,
         config=config,
         rollout_is_weights=weights,
-        **more,
+        **{"kl": log_prob, **more},  # any number with a gradient will do
     )
 
 
@@ -117,6 +119,8 @@ def token_losses(name, batch, log_prob, frozen, prepared=None):
                 value = 0.0 if far else -a[t] * min(math.exp(sg_d[t]), BOUND) * logp[t]
             elif name == "dro":
                 value = -(logp[t] * a[t] - 0.4 / 2 * d[t] ** 2)
+            elif name == "distillation":
+                value = logp[t]
             out[i, t] = value
     return out
 
@@ -251,6 +255,7 @@ def test_extreme_log_ratios_stay_finite(name):
         loss_agg_mode="token-mean",
         config=ActorConfig(),
         rollout_is_weights=None,
+        kl=log_prob,
     )
     loss.backward()
     assert bool(loss.isfinite()) and bool(log_prob.grad.isfinite().all())
@@ -274,6 +279,11 @@ def test_metrics_carry_no_gradient_and_have_their_names(name, make_batch):
     assert "actor/ppo_kl" in metrics and not any(value.requires_grad for value in metrics.values())
     if name in ("vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl"):
         assert "actor/pg_clipfrac" in metrics
+
+
+def test_distillation_without_a_teacher_is_refused(make_batch):
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.teacher\.path"):
+        run("distillation", make_batch(0), kl=None)
 
 
 def test_vanilla_counts_what_it_clipped():

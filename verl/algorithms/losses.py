@@ -42,6 +42,8 @@ class LossInputs:
     delta: Tensor
     """logp - old, clamped where the loss asks for it."""
     prepared: Mapping[str, Tensor] | None = None
+    kl: Tensor | None = None
+    """To a teacher, where there is one."""
 
     @classmethod
     def of(
@@ -53,11 +55,13 @@ class LossInputs:
         config: Any,
         clamp: float | None = None,
         prepared: Mapping[str, Tensor] | None = None,
+        kl: Tensor | None = None,
     ) -> LossInputs:
         mask = as_bool(response_mask)
         old, new = keep(old_log_prob, mask).detach(), keep(log_prob, mask)
         delta = new - old if clamp is None else (new - old).clamp(-clamp, clamp)
-        return cls(old, new, keep(advantages, mask).detach(), mask, config, delta, prepared)
+        kl = None if kl is None else keep(kl, mask)
+        return cls(old, new, keep(advantages, mask).detach(), mask, config, delta, prepared, kl)
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -122,11 +126,12 @@ def _policy_loss(
             config: Any = None,
             rollout_is_weights: Tensor | None = None,
             prepared: Mapping[str, Tensor] | None = None,
+            kl: Tensor | None = None,
             **_: Any,
         ) -> tuple[Tensor, dict[str, Any]]:
             if prepare is not None and prepared is None:
                 prepared = prepare(old_log_prob, log_prob, advantages, response_mask, config)
-            x = LossInputs.of(old_log_prob, log_prob, advantages, response_mask, config, clamp, prepared)
+            x = LossInputs.of(old_log_prob, log_prob, advantages, response_mask, config, clamp, prepared, kl)
             losses, metrics = token_loss(x)
             if rollout_is_weights is not None:
                 losses = losses * keep(rollout_is_weights, x.mask).detach()
@@ -307,6 +312,16 @@ def dro(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy gradient with a quadratic pull towards the behaviour policy."""
     penalty = x.setting("beta", above=0) / 2 * x.delta.square()
     return penalty - x.log_prob * x.advantages, {"actor/dro_penalty": x.mean(penalty)}
+
+
+@_policy_loss("distillation")
+def distillation(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """The KL between the policy and a teacher at every token the policy produced; rewards and advantages are unused."""
+    if x.kl is None:
+        raise ConfigError(
+            "policy_loss.loss_mode=distillation needs a teacher: set actor_rollout_ref.teacher.path"
+        )
+    return x.kl, {"actor/distillation_kl": x.mean(x.kl)}
 
 
 def compute_value_loss(

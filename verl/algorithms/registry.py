@@ -22,9 +22,9 @@ PolicyLoss = Callable[..., "tuple[Tensor, dict[str, Any]]"]
 """(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
 -> (loss, metrics)."""
 Prepare = Callable[..., "dict[str, Tensor]"]
-"""(old_log_prob, log_prob, advantages, response_mask, config, generator) of a whole mini-batch, and where it has a
-parameter `batch` the mini-batch itself (`ref_log_prob`, `uid`, ...) -> named [B, T] tensors. A loss registered with one
-gets the rows of its micro-batch back as the keyword `prepared`."""
+"""(old_log_prob, log_prob, advantages, response_mask, config, generator, batch), those it has parameters for, of a
+whole mini-batch; `batch` is the mini-batch itself (`ref_log_prob`, `uid`, ...) -> named tensors [B, ...]. A loss
+registered with one gets the rows of its micro-batch back as the keyword `prepared`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,6 +82,8 @@ def _find(table: Mapping[str, Any], name: str, key: str) -> Any:
 def _load_builtin() -> None:
     importlib.import_module("verl.algorithms.advantages")
     importlib.import_module("verl.algorithms.losses")
+    importlib.import_module("verl.algorithms.prime")
+    importlib.import_module("verl.algorithms.preference_losses")
 
 
 def get_adv_estimator_fn(name: str) -> AdvEstimator:

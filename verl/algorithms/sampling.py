@@ -13,6 +13,7 @@ from verl.errors import ConfigError, TrainingHalted
 
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 PF_PPO_METHODS = ("pow", "max_min", "max_random")
+_ROUNDING = 1e-9
 
 
 def group_filter_values(
@@ -50,13 +51,34 @@ def constant_groups(values: Tensor, index: Any) -> Tensor:
     return groups.extreme(values, "amax") == groups.extreme(values, "amin")
 
 
-def dynamic_sampling_failed(rounds: int, groups: int, constant: int, wanted: int) -> TrainingHalted:
-    """What to raise when `algorithm.filter_groups.max_num_gen_batches` rounds did not fill the batch."""
+def groups_within(values: Tensor, index: Any, lower: float | None, upper: float | None) -> Tensor:
+    """[B] flags of the sequences whose group has a mean from `lower` to `upper`; None is no bound. Accuracies like 0.2
+    are no binary fractions: the bounds themselves count as within, up to rounding."""
+    mean = Groups.of(index, values.shape[0], values.device).mean(values)
+    within = torch.ones_like(mean, dtype=torch.bool)
+    if lower is not None:
+        within &= mean >= lower - _ROUNDING * max(abs(lower), 1)
+    if upper is not None:
+        within &= mean <= upper + _ROUNDING * max(abs(upper), 1)
+    return within
+
+
+def dynamic_sampling_failed(
+    rounds: int, groups: int, constant: int, wanted: int, outside: int = 0
+) -> TrainingHalted:
+    """What to raise when `algorithm.filter_groups.max_num_gen_batches` rounds did not fill the batch. `outside`: groups
+    that differ, but whose mean is out of bounds."""
     share = constant / max(groups, 1)
+    bounded = ""
+    if outside:
+        bounded = (
+            f", and in {outside} ({outside / max(groups, 1):.0%}) their mean was outside "
+            "algorithm.filter_groups.accuracy_lower_bound and accuracy_upper_bound"
+        )
     return TrainingHalted(
-        f"dynamic sampling found {groups - constant} of {wanted} prompts in {rounds} rounds of generation: in "
-        f"{constant} of {groups} groups ({share:.0%}) every response had the same value. The data is too easy or too "
-        "hard for this model, or the reward does not distinguish responses. Raise "
+        f"dynamic sampling found {groups - constant - outside} of {wanted} prompts in {rounds} rounds of generation: "
+        f"in {constant} of {groups} groups ({share:.0%}) every response had the same value{bounded}. The data is too "
+        "easy or too hard for this model, or the reward does not distinguish responses. Raise "
         "algorithm.filter_groups.max_num_gen_batches (0: no limit) or actor_rollout_ref.rollout.n, or set "
         "algorithm.filter_groups.enable=False"
     )

@@ -1,0 +1,178 @@
+"""Preference losses: of pairs (DPO and its relatives) and of single answers (KTO).
+
+All are functions of one number per answer, the sum of its log-probabilities. That makes them additive: `row_weights`
+gives d loss / d sum for every answer, and a loss of `weight * sum of log-probs` has the same gradient, however answers
+are spread over micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from verl.config.known import REFERENCE_FREE_LOSSES
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One number per answer, all [P]: of the chosen answers, or of the rejected ones."""
+
+    log_prob: Tensor
+    """Sum over the answer's tokens, under the policy."""
+    reference: Tensor
+    """The same under the reference policy; 0 for losses without one."""
+    tokens: Tensor
+
+    @property
+    def ratio(self) -> Tensor:
+        """log pi / ref of the whole answer."""
+        return self.log_prob - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean log-probability of a token."""
+        return self.log_prob / self.tokens
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """The numbers of the losses; each loss reads those its formula names."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class PairTerms:
+    """Of each pair, all [P]; the loss keeps its gradient."""
+
+    loss: Tensor
+    chosen_reward: Tensor
+    rejected_reward: Tensor
+
+    @property
+    def margin(self) -> Tensor:
+        return self.chosen_reward - self.rejected_reward
+
+
+PairLoss = Callable[[Answers, Answers, PairSettings], Tensor]
+
+
+def _smoothed(z: Tensor, smoothing: float) -> Tensor:
+    """-log sigmoid(z), with the share `smoothing` of the labels taken as wrong."""
+    return -(1 - smoothing) * logsigmoid(z) - smoothing * logsigmoid(-z)
+
+
+def dpo(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
+    """-log sigmoid(beta (log-ratio of the chosen - of the rejected)); with label smoothing the conservative form."""
+    return _smoothed(settings.beta * (chosen.ratio - rejected.ratio), settings.label_smoothing)
+
+
+def robust(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
+    """The same, unbiased where the share `label_smoothing` of the labels is flipped."""
+    z, smoothing = settings.beta * (chosen.ratio - rejected.ratio), settings.label_smoothing
+    return (-(1 - smoothing) * logsigmoid(z) + smoothing * logsigmoid(-z)) / (1 - 2 * smoothing)
+
+
+def ipo(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
+    """(difference of the mean log-ratios per token - 1 / (2 beta))^2."""
+    difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens
+    return (difference - 1 / (2 * settings.beta)).square()
+
+
+def hinge(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
+    """max(0, 1 - beta (difference of the log-ratios))."""
+    return torch.relu(1 - settings.beta * (chosen.ratio - rejected.ratio))
+
+
+def simpo(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
+    """-log sigmoid(beta (difference of the mean log-probs per token) - gamma); no reference."""
+    z = settings.beta * (chosen.mean - rejected.mean) - settings.simpo_gamma
+    return _smoothed(z, settings.label_smoothing)
+
+
+def orpo(chosen: Answers, rejected: Answers, settings: PairSettings) -> Tensor:
+    """Minus the chosen answer's mean log-probability, minus beta log sigmoid(log of the odds ratio); no reference."""
+    odds = chosen.mean - _log1mexp(chosen.mean) - (rejected.mean - _log1mexp(rejected.mean))
+    return -chosen.mean - settings.beta * logsigmoid(odds)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0; an answer of probability 1 has no finite odds, so x stays a little below 0."""
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    near = x > -0.6931471805599453
+    # Each branch gets inputs it is finite for: a NaN of the other would come back through the gradient.
+    first = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
+    return torch.where(near, first, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+
+
+PAIR_LOSSES: dict[str, PairLoss] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "hinge": hinge,
+    "robust": robust,
+    "simpo": simpo,
+    "orpo": orpo,
+}
+
+
+def pair_terms(name: str, chosen: Answers, rejected: Answers, settings: PairSettings) -> PairTerms:
+    """The loss of each pair, and the rewards it implies: beta times the log-ratio to the reference, of losses without
+    one beta times the mean log-probability."""
+    loss = PAIR_LOSSES[name](chosen, rejected, settings)
+    rewards = [
+        settings.beta * (answers.mean if name in REFERENCE_FREE_LOSSES else answers.ratio).detach()
+        for answers in (chosen, rejected)
+    ]
+    return PairTerms(loss, rewards[0], rewards[1])
+
+
+def kto_loss(answers: Answers, desirable: Tensor, kl: Tensor | float, settings: PairSettings) -> Tensor:
+    """Of each answer: weight (1 - sigmoid(beta (log-ratio - kl))), mirrored for undesirable ones. `kl` [] is the
+    batch's estimate of the KL to the reference, from answers to other prompts (`kto_kl`)."""
+    z = settings.beta * (answers.ratio - kl)
+    flags = desirable.bool()
+    weight = torch.full_like(z, settings.undesirable_weight).masked_fill(flags, settings.desirable_weight)
+    return weight * torch.sigmoid(torch.where(flags, -z, z))
+
+
+def kto_kl(ratios: Tensor) -> Tensor:
+    """From the log-ratios [K] of answers to the prompts of others: their mean, at least 0, without gradient."""
+    return ratios.detach().mean().clamp(min=0)
+
+
+def row_weights(sums: Sequence[Tensor], loss: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """`loss(*sums)` [P] of sums of log-probs, and d(its sum) / d(each of them): the weights of the additive form."""
+    leaves = [each.detach().requires_grad_(True) for each in sums]
+    with torch.enable_grad():
+        values = loss(*leaves)
+        gradients = torch.autograd.grad(values.sum(), leaves)
+    return values.detach(), list(gradients)
+
+
+def pair_weights(
+    name: str, chosen: Answers, rejected: Answers, settings: PairSettings
+) -> tuple[PairTerms, Tensor, Tensor]:
+    """The terms of each pair without gradient, and d loss / d log_prob of its chosen and of its rejected answer."""
+
+    def loss(first: Tensor, second: Tensor) -> Tensor:
+        sides = (replace(chosen, log_prob=first), replace(rejected, log_prob=second))
+        return PAIR_LOSSES[name](*sides, settings)
+
+    _, (up, down) = row_weights([chosen.log_prob, rejected.log_prob], loss)
+    with torch.no_grad():
+        return pair_terms(name, chosen, rejected, settings), up, down
+
+
+def additive_loss(log_probs: Tensor, mask: Tensor, weight: Tensor, value: Tensor) -> Tensor:
+    """A micro-batch's share: its value is the sum of `value` [B], its gradient that of sum(weight * log-probs)."""
+    sums = torch.where(mask.bool(), log_probs, 0.0).sum(-1)
+    weight, value = weight.to(sums), value.to(sums)
+    return (weight * (sums - sums.detach())).sum() + value.sum()

@@ -1,0 +1,200 @@
+"""Policy losses that compare the responses to one prompt: online DPO and SPIN on pairs, SPPO on win rates.
+
+Pairs are found in `prepare`, which sees the whole mini-batch. What it returns is one number per row, so that the
+responses of a pair need not be in one micro-batch, or on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.aggregation import agg_loss, as_bool, keep, masked_mean, masked_sum
+from verl.algorithms.pairs import Pairs, data_pairs, reward_pairs, win_rates
+from verl.algorithms.preference import Answers, PairSettings, additive_loss, pair_weights
+from verl.algorithms.registry import register_policy_loss
+from verl.algorithms.sessions import Sessions
+from verl.config.schema import PolicyLossConfig
+from verl.errors import ConfigError
+from verl.observe.metrics import Metric
+
+_METRICS = ("margin", "accuracy", "pairs", "tied_pairs", "tied_groups")
+
+
+def _settings(config: Any) -> Any:
+    return getattr(config, "policy_loss", None) or PolicyLossConfig()
+
+
+class _Responses:
+    """The responses of a mini-batch; one may be several rows, the turns of a conversation (column `session`)."""
+
+    def __init__(self, batch: Any, response_mask: Tensor) -> None:
+        self._batch, self._mask = batch, response_mask
+        columns = batch.non_tensor_batch
+        self._sessions = Sessions(columns.get("session"), len(response_mask), response_mask.device)
+        self.first = self._sessions.first
+        """[N]: the first row of each."""
+        self.index = columns["uid"][self.first.cpu().numpy()]
+        self.tokens = self._sessions.sum(as_bool(response_mask).sum(-1))
+        self.usable = self.tokens > 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[B, T] -> [N], float64, over policy tokens."""
+        return self._sessions.sum(masked_sum(values, self._mask, axis=-1).to(torch.float64))
+
+    @property
+    def rewards(self) -> Tensor:
+        return self.sum(self._batch.batch["token_level_rewards"])
+
+    def every_row(self, values: Tensor) -> Tensor:
+        """[N] -> [B]: the same on all rows of a response."""
+        return values[self._sessions.ids]
+
+    def first_row(self, values: Tensor) -> Tensor:
+        """[N] -> [B]: on the first row of a response, so that the sum stays the same."""
+        return values.new_zeros(len(self._mask)).index_copy_(0, self.first, values)
+
+
+def _pair_shares(
+    pairs: Pairs, responses: _Responses, log_prob: Tensor, batch: Any, config: Any
+) -> dict[str, Tensor]:
+    """`weight` [B], d loss / d log-prob of the row's tokens, `value` [B], whose sum is the loss (the mean over pairs),
+    and what the sums of the metrics are made of."""
+    settings = _settings(config)
+    if "ref_log_prob" not in batch.batch:
+        raise ConfigError(
+            f"policy_loss.loss_mode={settings.loss_mode} needs the log-probs of the reference policy (ref_log_prob)"
+        )
+    policy, reference = responses.sum(log_prob), responses.sum(batch.batch["ref_log_prob"])
+    chosen, rejected = (
+        Answers(policy[rows], reference[rows], responses.tokens[rows])
+        for rows in (pairs.chosen, pairs.rejected)
+    )
+    terms, up, down = pair_weights(
+        settings.pair_loss,
+        chosen,
+        rejected,
+        PairSettings(beta=settings.beta, label_smoothing=settings.label_smoothing),
+    )
+    share = pairs.share / max(pairs.count, 1.0)
+
+    def on(rows: Tensor, values: Tensor) -> Tensor:
+        return torch.zeros_like(policy).index_add_(0, rows, values)
+
+    weight = on(pairs.chosen, share * up) + on(pairs.rejected, share * down)
+    single = {
+        "value": on(pairs.chosen, share * terms.loss),
+        "margin": on(pairs.chosen, share * terms.margin),
+        "accuracy": on(pairs.chosen, share * (terms.margin > 0)),
+        "pairs": on(pairs.chosen, pairs.share),
+        "tied_pairs": pairs.ties,
+        "tied_groups": pairs.tied_groups,
+    }
+    return {
+        "weight": responses.every_row(weight),
+        **{name: responses.first_row(values) for name, values in single.items()},
+    }
+
+
+@torch.no_grad()
+def online_dpo_pairs(log_prob: Tensor, response_mask: Tensor, config: Any, batch: Any) -> dict[str, Tensor]:
+    """Pairs by reward, within the responses to each prompt."""
+    responses = _Responses(batch, response_mask)
+    pairs = reward_pairs(responses.rewards, responses.index, responses.usable, _settings(config).pairs)
+    return _pair_shares(pairs, responses, log_prob, batch, config)
+
+
+@torch.no_grad()
+def spin_pairs(log_prob: Tensor, response_mask: Tensor, config: Any, batch: Any) -> dict[str, Tensor]:
+    """The data's answer against each of the policy's own."""
+    if "from_data" not in batch.batch:
+        raise ConfigError("policy_loss.loss_mode=spin needs rows with the data's answers (column from_data)")
+    responses = _Responses(batch, response_mask)
+    from_data = batch.batch["from_data"].bool()[responses.first]
+    pairs = data_pairs(from_data, responses.index, responses.usable)
+    return _pair_shares(pairs, responses, log_prob, batch, config)
+
+
+def _of_prepare(prepared: Mapping[str, Tensor] | None, name: str) -> Mapping[str, Tensor]:
+    if prepared is None:
+        raise ConfigError(
+            f"policy_loss.loss_mode={name} compares the responses to one prompt: it needs what its prepare hook "
+            "(get_policy_loss_prepare) finds in the whole mini-batch"
+        )
+    return prepared
+
+
+def _pair_loss(
+    name: str,
+    log_prob: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    prepared: Mapping[str, Tensor] | None,
+) -> tuple[Tensor, dict[str, Any]]:
+    prepared = _of_prepare(prepared, name)
+    # A row of padding is a copy of another, with an empty mask.
+    real = as_bool(response_mask).any(-1)
+    mine = {key: torch.where(real, values.to(real.device), 0.0) for key, values in prepared.items()}
+    dp_size = (getattr(config, "global_batch_info", None) or {}).get("dp_size", 1)
+    loss = additive_loss(log_prob, response_mask, mine["weight"], mine["value"]) * dp_size
+    return loss, {f"actor/{key}": Metric(mine[key].sum(), "sum") for key in _METRICS}
+
+
+@register_policy_loss("online_dpo", prepare=online_dpo_pairs)
+def online_dpo(
+    log_prob: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    prepared: Mapping[str, Tensor] | None = None,
+    **_: Any,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The loss `policy_loss.pair_loss` of the policy's own responses, ordered by reward; the mean over the mini-batch's
+    pairs, whatever the aggregation mode."""
+    return _pair_loss("online_dpo", log_prob, response_mask, config, prepared)
+
+
+@register_policy_loss("spin", prepare=spin_pairs)
+def spin(
+    log_prob: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    prepared: Mapping[str, Tensor] | None = None,
+    **_: Any,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The same with the data's answer as the better response."""
+    return _pair_loss("spin", log_prob, response_mask, config, prepared)
+
+
+@torch.no_grad()
+def sppo_targets(response_mask: Tensor, config: Any, batch: Any) -> dict[str, Tensor]:
+    """`target` [B]: sppo_eta (win rate - 1/2)."""
+    responses = _Responses(batch, response_mask)
+    rates = win_rates(responses.rewards, responses.index, responses.usable)
+    return {"target": responses.every_row(_settings(config).sppo_eta * (rates - 0.5))}
+
+
+@register_policy_loss("sppo", prepare=sppo_targets)
+def sppo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    prepared: Mapping[str, Tensor] | None = None,
+    **_: Any,
+) -> tuple[Tensor, dict[str, Any]]:
+    """(log pi / old of the response - target)^2, repeated on each of its tokens, so that every aggregation mode
+    applies; `seq-mean-token-mean` is the paper's mean over responses."""
+    target = _of_prepare(prepared, "sppo")["target"]
+    mask = as_bool(response_mask)
+    moved = keep(log_prob, mask) - keep(old_log_prob, mask).detach()
+    gap = moved.sum(-1) - target.to(moved)
+    counts = getattr(config, "global_batch_info", None) or {}
+    losses = gap.square().unsqueeze(-1).expand_as(log_prob)
+    return agg_loss(losses, mask, loss_agg_mode, **counts), {
+        "actor/sppo_gap": masked_mean(gap.detach().abs().unsqueeze(-1).expand_as(log_prob), mask),
+        "actor/ppo_kl": masked_mean(-moved.detach(), mask),
+    }
