@@ -15,6 +15,7 @@ from verl.errors import ConfigError
 
 NEEDED = ["actor_rollout_ref.model.path=org/model", "data.train_files=train.parquet"]
 SPLIT = [f"rollout.multi_turn.{each}" for each in ("enable=True", "tools=tools.py", "history=split")]
+PRIME = ["algorithm.adv_estimator=prime", "rollout.n=4"]
 
 BAD = [
     # unknown keys
@@ -82,13 +83,24 @@ BAD = [
     # combinations
     *[
         ([f"algorithm.adv_estimator={name}", "algorithm.gdpo_reward_keys=[a]"], ["actor_rollout_ref.rollout.n", "is 1", name, "2 or more"])
-        for name in ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline", "turn_rloo")
+        for name in ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline", "turn_rloo", "prime")
     ],
     (["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.filter_groups.enable=True"], ["algorithm.filter_groups.enable", "2 or more"]),
     (["rollout.temperature=0"], ["actor_rollout_ref.rollout.temperature", "0", "1.0"]),
     (["critic.enable=False"], ["critic.enable", "gae", "grpo"]),
     (["algorithm.adv_estimator=reinforce_plus_plus", "trainer.critic_warmup=5"], ["trainer.critic_warmup", "no critic", "0"]),
     (["algorithm.adv_estimator=gdpo", "rollout.n=4"], ["algorithm.gdpo_reward_keys"]),
+    ([*PRIME, "implicit_reward.beta=0"], ["'implicit_reward.beta' is 0.0", "above 0"]),
+    ([*PRIME, "implicit_reward.beta=-0.05"], ["'implicit_reward.beta' is -0.05", "above 0"]),
+    ([*PRIME, "implicit_reward.update=during"], ["implicit_reward.update", "'during'", "before, after"]),
+    ([*PRIME, "algorithm.prime.outcome_coef=0", "algorithm.prime.process_coef=0"], ["algorithm.prime.outcome_coef", "process_coef", "both 0", "5"]),
+    ([*PRIME, "data.train_batch_size=64", "implicit_reward.ppo_mini_batch_size=24"], ["implicit_reward.ppo_mini_batch_size", "24", "16"]),
+    ([*PRIME, "trainer.n_gpus_per_node=4", "implicit_reward.fsdp_config.fsdp_size=3"], ["implicit_reward.fsdp_config.fsdp_size", "3", "1, 2, 4"]),
+    ([*PRIME, *SPLIT], ["algorithm.adv_estimator", "prime", "history=split", "append"]),
+    *[
+        ([*PRIME, "algorithm.filter_groups.enable=True", f"algorithm.filter_groups.accuracy_lower_bound={lower}", "algorithm.filter_groups.accuracy_upper_bound=0.5"], ["algorithm.filter_groups.accuracy_lower_bound", f"is {lower}", "below", "accuracy_upper_bound=0.5"])
+        for lower in ("0.5", "0.8")
+    ],
     (["algorithm.adv_estimator=gdpo", "rollout.n=4", "algorithm.gdpo_reward_keys=[a,b]", "algorithm.gdpo_reward_weights=[1]"], ["gdpo_reward_weights", "1 numbers for 2 gdpo_reward_keys"]),
     (["trainer.val_only=True"], ["trainer.val_only", "data.val_files"]),
     (["trainer.resume_mode=resume_path"], ["trainer.resume_from_path"]),

@@ -26,7 +26,7 @@ def ppo(**more: Any) -> PPOConfig:
 
 
 def size(kind: str = "cpu", **more: Any) -> int:
-    return checkpoint_bytes(ppo(**more), SIZES, SIZES, kind)
+    return checkpoint_bytes(ppo(**more), SIZES, {}, kind)
 
 
 def test_a_checkpoint_holds_masters_moments_and_whole_weights() -> None:
@@ -35,6 +35,10 @@ def test_a_checkpoint_holds_masters_moments_and_whole_weights() -> None:
     assert size("cuda", **GRPO) == (4 + 8 + 2) * N
     assert size(**GRPO, **{"trainer.n_gpus_per_node": 2}) == (4 + 8 + 4) * N
     assert size() == 12 * N + 12 * HEADLESS, "PPO saves its critic, too"
+    prime = {**GRPO, "algorithm.adv_estimator": "prime"}
+    assert size(**prime) == 24 * N, "PRIME saves its reward model, but not the frozen start"
+    assert size(**prime, **{"critic.enable": True}) == 24 * N + 12 * HEADLESS
+    assert size(**prime, **{"implicit_reward.optim.moments": "int8"}) == (12 + 6) * N
 
 
 def test_what_is_saved_and_how_is_counted() -> None:
@@ -45,7 +49,7 @@ def test_what_is_saved_and_how_is_counted() -> None:
     adapters = SIZES.lora_parameters(8, ["all-linear"])
     assert size(**GRPO, **{f"{MODEL}.lora_rank": 8}) == 12 * adapters + 4 * (N + adapters)
     sft = from_dict(SFTConfig, {"model.path": "m/m", "data.train_files": "o/d"}, checked=False)
-    assert checkpoint_bytes(sft, SIZES, None, "cpu") == 12 * N
+    assert checkpoint_bytes(sft, SIZES, {}, "cpu") == 12 * N
 
 
 def test_a_disk_without_room_for_one_is_an_error_with_the_key() -> None:
@@ -79,6 +83,15 @@ def test_room_for_all_that_are_planned_is_counted(
         assert f"{planned} checkpoints" in short.warning and f"enough for {planned - 1}" in short.warning
         for key in ("trainer.default_local_dir", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"):
             assert key in short.warning
+
+
+@pytest.mark.parametrize(("settings", "planned"), [({}, 3), ({"trainer.save_freq": 50}, 12)])
+def test_checkpoints_of_better_validations_are_counted(settings: dict[str, Any], planned: int) -> None:
+    """Without save_freq two are kept, and one more is there while saving."""
+    given = {"model.path": "m/m", "data.train_files": "o/d", "data.val_files": "o/d", "trainer.test_freq": 10}
+    cfg = from_dict(SFTConfig, {**given, "trainer.early_stop_patience": 2, **settings})
+    assert not disk_verdict(cfg, 1000, planned * 1000, total_steps=100).warning
+    assert f"{planned} checkpoints" in disk_verdict(cfg, 1000, planned * 1000 - 1, total_steps=100).warning
 
 
 def test_free_space_is_that_of_the_nearest_folder_there_is(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import pytest
 
 from verl.config.keys import schema_keys, sections
 from verl.config.load import load_ppo_config, our_name
-from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.schema import (
+    DPOConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    PPOConfig,
+    RewardTrainingConfig,
+    SFTConfig,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -17,7 +24,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
-KINDS = (PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig)
+KINDS = (PPOConfig, SFTConfig, DPOConfig, RewardTrainingConfig, GenerationConfig, EvaluationConfig)
 ROOTS = {name.partition(".")[0] for kind in KINDS for name in sections(kind)}
 KEY = re.compile(r"(?<![\w./-])\+{0,2}((?:[a-z_]+\.)+[a-z_]+)=")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from verl.config.checks import unused_keys
 from verl.config.keys import field_types, get, schema_keys, sections
 from verl.config.load import from_dict, load_config, to_dict
 from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig
+from verl.config.unused_keys import unused_keys
 from verl.errors import ConfigError
 
 GIVEN = {"model.path": "m", "data.path": "p.parquet", "data.output_path": "o.parquet"}

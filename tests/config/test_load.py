@@ -223,6 +223,8 @@ def test_a_critic_with_its_own_model_keeps_its_own_settings() -> None:
     assert shared.critic.model.trust_remote_code is True
     own = load("actor_rollout_ref.model.trust_remote_code=True", "critic.model.path=org/other")
     assert own.critic.model.trust_remote_code is False
+    assert own.implicit_reward.model.trust_remote_code is True
+    assert own.implicit_reward.model.path == "org/model"
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,25 @@ def test_roles_follow_the_algorithm(model_folder: Make) -> None:
         "ref",
         "critic",
     ]
+    prime = {"algorithm__adv_estimator": "prime"}
+    assert roles(grpo(folder, **prime)) == ["actor", "implicit_reward", "implicit_reward's start"]
+    assert roles(grpo(folder, **prime, implicit_reward__model__lora_rank=8)) == ["actor", "implicit_reward"]
+
+
+def test_the_reward_model_counts_with_its_own_model_and_its_frozen_start(model_folder: Make) -> None:
+    small, large = model_folder(), model_folder(**BIG)
+    both = grpo(small, algorithm__adv_estimator="prime", implicit_reward__model__path=str(large))
+    memory = plan(both, GPU).memory
+    assert memory is not None
+    actor, trained, start = memory.roles
+    assert trained.parameters == start.parameters == PARAMETERS > actor.parameters
+    assert start.weights == trained.weights and not start.trained and not start.optimiser
+    update = next(phase for phase in memory.phases if phase.name == "update implicit_reward")
+    assert update.parts["other roles"] == actor.idle + start.idle
+    missing = plan(
+        grpo(small, algorithm__adv_estimator="prime", implicit_reward__model__path="org/absent"), GPU
+    )
+    assert any("implicit_reward is not in the estimate: 'org/absent'" in line for line in missing.warnings)
 
 
 def test_lora_trains_adapters_only(model_folder: Make) -> None:

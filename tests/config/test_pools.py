@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from verl.config.checks import unused_keys
 from verl.config.load import from_dict
 from verl.config.machine import Device
 from verl.config.parallelism import dedicated_server, engine_size, rollout_pool, sharing_errors
 from verl.config.plan import plan
 from verl.config.schema import PPOConfig
+from verl.config.unused_keys import unused_keys
 
 
 def config(**changes: Any) -> PPOConfig:

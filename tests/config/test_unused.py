@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from verl.config import checks, machine
-from verl.config.checks import TERMS, check
+from verl.config import machine, unused_keys
+from verl.config.checks import check
 from verl.config.keys import schema_keys
 from verl.config.load import from_dict, load_ppo_config, to_dict
 from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.unused_keys import TERMS
 
 # On a GPU, whatever the tests run on: what a CPU makes of the keys has its own cases.
 BASE = {"actor_rollout_ref.model.path": "m", "data.train_files": "a", "trainer.device": "cuda"}
@@ -31,6 +32,9 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"algorithm.kl_ctrl.target_kl": 0.5, "algorithm.use_kl_in_reward": True}, "algorithm.kl_ctrl.target_kl", "adaptive", {"algorithm.kl_ctrl.type": "adaptive"}),
     ({"actor_rollout_ref.actor.kl_loss_coef": 0.5}, "actor_rollout_ref.actor.kl_loss_coef", "use_kl_loss", {"actor_rollout_ref.actor.use_kl_loss": True}),
     ({"actor_rollout_ref.ref.fsdp_config.param_offload": True}, "actor_rollout_ref.ref.fsdp_config.param_offload", "use_kl_loss is False and algorithm.use_kl_in_reward is False", {"actor_rollout_ref.actor.use_kl_loss": True}),
+    ({**GRPO, "implicit_reward.beta": 0.1}, "implicit_reward.beta", "algorithm.adv_estimator=prime", {"algorithm.adv_estimator": "prime"}),
+    ({**GRPO, "algorithm.prime.process_coef": 1.0}, "algorithm.prime.process_coef", "algorithm.adv_estimator=prime", {"algorithm.adv_estimator": "prime"}),
+    ({"algorithm.filter_groups.accuracy_lower_bound": 0.2}, "algorithm.filter_groups.accuracy_lower_bound", "enable is False", {"algorithm.filter_groups.enable": True, "actor_rollout_ref.rollout.n": 4}),
     ({**GRPO, "critic.optim.lr": 1e-4}, "critic.optim.lr", "critic.enable is False", {"algorithm.adv_estimator": "gae"}),
     ({**GRPO, "algorithm.lam": 0.9}, "algorithm.lam", "gae", {"algorithm.adv_estimator": "gae"}),
     ({**GRPO, "algorithm.gamma": 0.9}, "algorithm.gamma", "adv_estimator=gae or reinforce_plus_plus", {"algorithm.adv_estimator": "reinforce_plus_plus"}),
@@ -157,11 +161,11 @@ def test_bf16_on_a_cpu_without_its_instructions_is_warned_about(
         config = from_dict(kind, {**LEAST[kind], key: dtype, "trainer.device": where}, checked=False)
         return [line for line in check(config) if f"'{key}'=" in line]
 
-    monkeypatch.setattr(checks, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(unused_keys, "cpu_has_bf16", lambda: False)
     (line,) = lines("bf16", "cpu")
     assert "no bf16 instructions" in line and f"{key}=float32" in line
     assert not lines("float32", "cpu") and not lines("bf16", "cuda")
-    monkeypatch.setattr(checks, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(unused_keys, "cpu_has_bf16", lambda: True)
     assert not lines("bf16", "cpu")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.parallelism import model_roles
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import CriticConfig, ImplicitRewardConfig, OfflineConfig, PPOConfig, PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,29 @@ class BatchPlan:
         return self.sequences * self.sequence_tokens
 
 
-def batch_plan(config: PPOConfig | SFTConfig, total_steps: int | None = None, role: str = "") -> BatchPlan:
+def batch_plan(
+    config: PPOConfig | OfflineConfig, total_steps: int | None = None, role: str = ""
+) -> BatchPlan:
     """The batch arithmetic of a config; `total_steps` where the length of the data is known. `role`: actor (default),
-    ref, which passes over a batch once, or critic; each has its own layout and micro-batches."""
+    ref or teacher, which pass over a batch once, critic or implicit_reward; each has its own layout and
+    micro-batches."""
     total_steps = config.trainer.total_training_steps if total_steps is None else total_steps
     found = model_roles(config)
     layout = next((each.layout for each in found if each.name == role), found[0].layout)
     prompts = config.data.train_batch_size
-    if isinstance(config, SFTConfig):
+    if isinstance(config, OfflineConfig):
         micro, budget = config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu
-        dynamic, n, mini, epochs, tokens = config.data.use_dynamic_bsz, 1, prompts, 1, config.data.max_length
+        n = 2 if isinstance(config, PreferenceConfig) else 1
+        micro = micro and micro * n  # pairs stay together
+        dynamic, mini, epochs, tokens = config.data.use_dynamic_bsz, prompts, 1, config.data.max_length
     else:
-        actor, ref, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic
-        trained = critic if role == "critic" else actor
+        policy = config.actor_rollout_ref
+        actor, ref = policy.actor, policy.teacher if role == "teacher" else policy.ref
+        others: dict[str, CriticConfig | ImplicitRewardConfig] = {
+            "critic": config.critic,
+            "implicit_reward": config.implicit_reward,
+        }
+        trained = others.get(role, actor)
         n, mini, epochs = (
             config.actor_rollout_ref.rollout.n,
             trained.ppo_mini_batch_size,
@@ -88,7 +98,7 @@ def batch_plan(config: PPOConfig | SFTConfig, total_steps: int | None = None, ro
             trained.ppo_max_token_len_per_gpu,
             trained.use_dynamic_bsz,
         )
-        if role == "ref":
+        if role in ("ref", "teacher"):
             mini, epochs, micro = prompts, 1, ref.log_prob_micro_batch_size_per_gpu
             budget, dynamic = ref.log_prob_max_token_len_per_gpu, ref.log_prob_use_dynamic_bsz
         tokens = config.data.max_prompt_length + config.data.max_response_length

@@ -18,15 +18,15 @@ from typing import Any, Union, get_args, get_origin
 from verl.config.keys import field_types, get, nearest, put, schema_keys
 from verl.config.known import CRITIC_ESTIMATORS, MODEL_DTYPES, ROLLOUT_DTYPES, UNAVAILABLE_FEATURES
 from verl.config.parallelism import divisors
-from verl.config.schema import AnyConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
 
 DTYPE_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
 }  # fmt: skip
 
 
-# What the critic's model takes from the actor's while its path is not given: it is then the same model.
-_CRITIC_MODEL_FOLLOWS = (
+# What another role's model takes from the actor's while its path is not given: it is then the same model.
+_MODEL_FOLLOWS = (
     "path", "tokenizer_path", "dtype", "enable_gradient_checkpointing", "enable_activation_offload",
     "use_remove_padding", "trust_remote_code", "override_config",
 )  # fmt: skip
@@ -176,8 +176,10 @@ def finalize(config: AnyConfig) -> list[str]:
     _follow(config)
     if isinstance(config, PPOConfig):
         _ppo(config)
-    if isinstance(config, (PPOConfig, SFTConfig)):
+    if isinstance(config, (PPOConfig, OfflineConfig)):
         _run_folder(config)
+    if isinstance(config, OfflineConfig):
+        _best_checkpoint(config)
     if isinstance(config, (PPOConfig, GenerationConfig)):
         rollout = config.rollout if isinstance(config, GenerationConfig) else config.actor_rollout_ref.rollout
         if rollout.max_model_len is None:
@@ -185,17 +187,20 @@ def finalize(config: AnyConfig) -> list[str]:
     return notices
 
 
-def fit_batch(config: PPOConfig | SFTConfig, rows: int) -> list[str]:
+def fit_batch(config: PPOConfig | OfflineConfig, rows: int) -> list[str]:
     """Lower a batch size the user did not choose to what the data gives, with what follows from it; returns notices."""
     name, default = "data.train_batch_size", config.data.train_batch_size
     if name in config.user_set or not 0 < rows < default:
         return []
     size = rows
     if isinstance(config, PPOConfig):
-        mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+        actor, mini_name = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.ppo_mini_batch_size"
+        mini = actor.ppo_mini_batch_size
         if rows >= mini:
             size = rows // mini * mini
-        elif "actor_rollout_ref.actor.ppo_mini_batch_size" in config.user_set:
+        elif mini_name in config.recipe_set:
+            actor.ppo_mini_batch_size = rows  # the recipe takes one step per batch
+        elif mini_name in config.user_set:
             return []
     config.data.train_batch_size = size
     notices = [f"{name}={size} (there are {rows} usable rows, fewer than the default of {default})"]
@@ -205,12 +210,27 @@ def fit_batch(config: PPOConfig | SFTConfig, rows: int) -> list[str]:
     return notices
 
 
-def _run_folder(config: PPOConfig | SFTConfig) -> None:
+def _run_folder(config: PPOConfig | OfflineConfig) -> None:
     trainer = config.trainer
     if not trainer.default_local_dir:
         trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
     if trainer.resume_from_path and "trainer.resume_mode" not in config.user_set:
         trainer.resume_mode = "resume_path"
+
+
+def _best_checkpoint(config: OfflineConfig) -> None:
+    """What is the best, and how many are kept beside it."""
+    trainer, patience = config.trainer, config.trainer.early_stop_patience
+    # A checkpoint that is not validated cannot be the best.
+    validated = trainer.test_freq > 0 and (
+        trainer.save_freq < 1 or trainer.save_freq % trainer.test_freq == 0
+    )
+    if "trainer.keep_best" not in config.user_set and config.data.val_files and (patience or validated):
+        trainer.keep_best = "val/loss"
+    if "trainer.keep_best_mode" not in config.user_set and trainer.keep_best:
+        trainer.keep_best_mode = "min" if trainer.keep_best.endswith(("loss", "perplexity")) else "max"
+    if patience and trainer.save_freq < 1 and "trainer.max_actor_ckpt_to_keep" not in config.user_set:
+        trainer.max_actor_ckpt_to_keep = 1
 
 
 def _expand_home(section: Any) -> None:
@@ -254,10 +274,11 @@ def _mini_batch(config: PPOConfig) -> list[str]:
 
 def _ppo(config: PPOConfig) -> None:
     policy, critic = config.actor_rollout_ref, config.critic
-    if not critic.model.path:
-        for name in _CRITIC_MODEL_FOLLOWS:
-            if f"critic.model.{name}" not in config.user_set:
-                setattr(critic.model, name, getattr(policy.model, name))
+    for role, model in {"critic": critic.model, "implicit_reward": config.implicit_reward.model}.items():
+        if not model.path:
+            for name in _MODEL_FOLLOWS:
+                if f"{role}.model.{name}" not in config.user_set:
+                    setattr(model, name, getattr(policy.model, name))
     if critic.enable is None:
         critic.enable = config.algorithm.adv_estimator in CRITIC_ESTIMATORS
     _validation_sampling(config)

@@ -1,43 +1,41 @@
-"""Validation before anything is loaded: errors of single values, sections (their `errors`) and combinations; then
-warnings about keys the user set that have no effect, and about settings that rarely help.
+"""Validation before anything is loaded: errors of single values, sections (their `errors`) and combinations.
 
 All errors are reported at once; each names the value seen, what is allowed or would work, and the key to change.
-
-A key declares with `used_if` what must hold for it to have an effect: one condition, or several that must all hold.
-A condition is `a or b` of these terms, where a leading dot means the key's own section and two the one around it:
-`name` (is set and not False or 0), `!name`, `name=x|y`, `name!=x|y`, `@term` (one of `TERMS`).
-A key that has the value it would have anyway is never reported.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 import sys
-from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 from verl.config import known
-from verl.config.async_checks import async_advice, async_errors
-from verl.config.build import finalize
-from verl.config.keys import Key, get, put, schema_keys, sections
+from verl.config.async_checks import async_errors
+from verl.config.group_loss_checks import group_loss_errors, reference_errors
+from verl.config.keys import Key, get, schema_keys, sections
 from verl.config.layout_checks import layout_errors
-from verl.config.machine import cpu_has_bf16, on_cpu
 from verl.config.parallelism import (
-    EXTERNAL_ENGINES,
     ROLLOUT,
     closest,
     divisors,
     layout_of,
     model_roles,
-    pools,
-    rollout_pool,
     sharing_errors,
     world_size,
 )
-from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.recipes import recipe_names
+from verl.config.schema import (
+    AnyConfig,
+    DPOConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    OfflineConfig,
+    PPOConfig,
+    RewardTrainingConfig,
+)
 from verl.config.sections.rollout import engine_errors
+from verl.config.teacher_checks import teacher_errors
+from verl.config.unused_keys import unused_keys
 from verl.errors import ConfigError
 
 # Where user-registered names are found. A plug-in has imported its registry; one not imported holds nothing.
@@ -78,7 +76,7 @@ def _combination_errors(config: AnyConfig) -> list[str]:
         return []
     if isinstance(config, GenerationConfig):
         return _length_errors(config, "rollout") + sharing_errors(config)
-    return _ppo_errors(config) if isinstance(config, PPOConfig) else _sft_errors(config)
+    return _ppo_errors(config) if isinstance(config, PPOConfig) else _offline_errors(config)
 
 
 def _value_errors(config: AnyConfig) -> list[str]:
@@ -96,7 +94,7 @@ def _replaced(config: AnyConfig, name: str) -> bool:
     """Required keys that another setting makes unnecessary."""
     if not isinstance(config, PPOConfig):
         return False
-    if name == "critic.model.path":
+    if name in ("critic.model.path", "implicit_reward.model.path"):
         return True  # it follows the actor's, whose absence is reported
     return name == "data.train_files" and bool(config.data.mixture or config.trainer.val_only)
 
@@ -125,6 +123,8 @@ def _meant(key: Key, value: str, names: list[str]) -> str:
         return f" {value} is a policy loss: set actor_rollout_ref.actor.policy_loss.loss_mode={value}"
     if key.last == "loss_mode" and value in known.ESTIMATORS:
         return f" {value} is an advantage estimator: set algorithm.adv_estimator={value}"
+    if key.last in ("adv_estimator", "loss_mode") and value in recipe_names():
+        return f" {value} is a recipe: give recipe={value} instead"
     close = difflib.get_close_matches(value, names, 1)
     other = known.OTHER_VALUES.get(value, close[0] if close else "")
     return f" Did you mean {other}?" if other.partition(" ")[0] in names else ""
@@ -133,18 +133,23 @@ def _meant(key: Key, value: str, names: list[str]) -> str:
 def _bound_errors(key: Key, value: Any) -> list[str]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return []
-    ge, gt, le = (key.metadata[name] for name in ("ge", "gt", "le"))
-    if (ge is None or value >= ge) and (gt is None or value > gt) and (le is None or value <= le):
+    ge, gt, le, lt = (key.metadata[name] for name in ("ge", "gt", "le", "lt"))
+    above = (ge is None or value >= ge) and (gt is None or value > gt)
+    if above and (le is None or value <= le) and (lt is None or value < lt):
         return []
-    bounds = {"at least": ge, "above": gt, "at most": le}
+    bounds = {"at least": ge, "above": gt, "at most": le, "below": lt}
     allowed = " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if bound is not None)
     return [f"'{key.name}' is {value}; it must be {allowed} ({key.doc})"]
 
 
-def _sft_errors(config: SFTConfig) -> list[str]:
+def _offline_errors(config: OfflineConfig) -> list[str]:
     errors = _shard_errors("model", config.model, world_size(config)) + layout_errors(config)
     layout, rows = layout_of(config.model, world_size(config)), config.data.train_batch_size
+    if isinstance(config, DPOConfig):
+        errors += _reference_errors(config)
     micro, shards, who = config.data.micro_batch_size_per_gpu, layout.dp, layout.shards
+    if isinstance(config, RewardTrainingConfig) and config.model.strategy == "megatron":
+        errors.append("'model.strategy' is megatron, which has no reward models; set it to fsdp2")
     if rows < shards:
         errors.append(
             f"'data.train_batch_size' is {rows}, fewer rows than the {who}; set it to at least {shards}"
@@ -154,13 +159,35 @@ def _sft_errors(config: SFTConfig) -> list[str]:
             f"'data.micro_batch_size_per_gpu' is {micro}, but each of the {who} has {rows // shards} of the "
             f"{rows} rows of data.train_batch_size; set it to at most {max(rows // shards, 1)}"
         )
+    trainer = config.trainer
+    needed = {
+        "data.val_files, rows to validate on": config.data.val_files,
+        "trainer.test_freq, the steps between validations": trainer.test_freq > 0,
+        "trainer.keep_best, a metric of validation such as val/loss": trainer.keep_best,
+    }
+    missing = [name for name, given in needed.items() if not given]
+    if trainer.early_stop_patience and missing:
+        errors.append(
+            f"'trainer.early_stop_patience' is {trainer.early_stop_patience}; it needs {' and '.join(missing)}"
+        )
     return errors
+
+
+def _reference_errors(config: DPOConfig) -> list[str]:
+    loss = config.algorithm.loss
+    if loss in known.REFERENCE_FREE_LOSSES or config.algorithm.cache_reference or config.model.lora_rank:
+        return []
+    return [
+        f"'algorithm.cache_reference' is False, but there is no reference for algorithm.loss={loss}: without LoRA "
+        "(model.lora_rank) the model cannot be its own reference while it trains; leave the key out, or use simpo or "
+        "orpo, which need none"
+    ]
 
 
 def _ppo_errors(config: PPOConfig) -> list[str]:
     policy, trainer, estimator = config.actor_rollout_ref, config.trainer, config.algorithm.adv_estimator
     errors = _length_errors(config, ROLLOUT) + sharing_errors(config) + _correction_errors(config)
-    errors += layout_errors(config)
+    errors += teacher_errors(config) or layout_errors(config)
     errors += _shard_errors("actor_rollout_ref.actor", policy.actor, world_size(config))
     if config.critic.enable:
         errors += _shard_errors("critic", config.critic, world_size(config))
@@ -173,6 +200,8 @@ def _ppo_errors(config: PPOConfig) -> list[str]:
         errors.append(
             f"'trainer.critic_warmup' is {trainer.critic_warmup}, but there is no critic; set it to 0"
         )
+    if estimator == "prime":
+        errors += _shard_errors("implicit_reward", config.implicit_reward, world_size(config))
     if trainer.val_only and not config.data.val_files:
         errors.append("'trainer.val_only' is True; it needs data.val_files")
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
@@ -187,7 +216,8 @@ def _training_errors(config: PPOConfig) -> list[str]:
     """What only a run that trains needs."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     errors = _batch_errors(config)
-    if rollout.n == 1 and algorithm.adv_estimator in known.GROUP_ESTIMATORS:
+    paired = config.actor_rollout_ref.actor.policy_loss.loss_mode in known.ONLINE_PAIR_LOSSES
+    if rollout.n == 1 and algorithm.adv_estimator in known.GROUP_ESTIMATORS and not paired:
         errors.append(
             f"'{ROLLOUT}.n' is 1, but algorithm.adv_estimator={algorithm.adv_estimator} compares the responses of one "
             f"prompt; set {ROLLOUT}.n to 2 or more (8 is common), or use gae or reinforce_plus_plus"
@@ -205,6 +235,7 @@ def _training_errors(config: PPOConfig) -> list[str]:
             f"'{ROLLOUT}.ignore_eos' is True, but turns must end ({ROLLOUT}.multi_turn); set it to False"
         )
     errors += _split_errors(config) + async_errors(config)
+    errors += group_loss_errors(config) + reference_errors(config)
     # The adaptive weight is multiplied by as little as 1 - 0.2 * sequences / horizon, which must stay above 0.
     control, sequences = algorithm.kl_ctrl, config.data.train_batch_size * rollout.n
     if algorithm.use_kl_in_reward and control.type == "adaptive" and sequences >= 5 * control.horizon:
@@ -227,6 +258,11 @@ def _split_errors(config: PPOConfig) -> list[str]:
             f"'algorithm.use_pf_ppo' is True, but {why}; set it to False, or use history=append if the chat template "
             "allows it"
         )
+    if config.algorithm.adv_estimator == "prime":
+        lines.append(
+            f"'algorithm.adv_estimator' is prime, but {why}, and its reward model judges a response as one row; use "
+            "history=append if the chat template allows it, or turn_rloo"
+        )
     if filtering.enable and filtering.metric == "seq_final_reward":
         lines.append(
             f"'algorithm.filter_groups.metric' is seq_final_reward, but {why} before the KL is known; set it to "
@@ -241,8 +277,12 @@ def _batch_errors(config: PPOConfig) -> list[str]:
     minis = {
         "actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size
     }
-    if config.critic.enable and "critic.ppo_mini_batch_size" in config.user_set:
-        minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    for name, role, used in (
+        ("critic", config.critic, config.critic.enable),
+        ("implicit_reward", config.implicit_reward, config.algorithm.adv_estimator == "prime"),
+    ):
+        if used and f"{name}.ppo_mini_batch_size" in config.user_set:
+            minis[f"{name}.ppo_mini_batch_size"] = role.ppo_mini_batch_size
     for name, mini in minis.items():
         if prompts % mini == 0:
             continue
@@ -288,146 +328,3 @@ def _correction_errors(config: PPOConfig) -> list[str]:
     if not wanted or config.actor_rollout_ref.rollout.calculate_log_probs:
         return []
     return [f"'algorithm.rollout_correction.{wanted[0]}' needs {ROLLOUT}.calculate_log_probs=True"]
-
-
-def unused_keys(config: AnyConfig) -> list[str]:
-    """One line for each key that was set and does nothing, and for each setting that rarely does what was meant."""
-    lines = []
-    for name in sorted(config.user_set):
-        key, value = schema_keys(type(config))[name], get(config, name)
-        if value == key.default:
-            continue
-        why = next((why for condition in key.used_if if (why := _unmet(config, key, condition))), "")
-        if why and not _has_value_anyway(config, name):
-            lines.append(
-                f"'{name}'={f'{value:g}' if isinstance(value, float) else value} has no effect: {why}"
-            )
-    return [*lines, *_slow_dtypes(config), *_advice(config)]
-
-
-def _unmet(config: AnyConfig, key: Key, condition: str) -> str:
-    """Why a condition does not hold; empty where it does."""
-    reasons = []
-    for term in condition.split(" or "):
-        why = _unmet_term(config, key, term)
-        if not why:
-            return ""
-        reasons.append(why)
-    return " and ".join(reasons)
-
-
-def _unmet_term(config: AnyConfig, key: Key, term: str) -> str:
-    if term == "@never":
-        return key.doc.removeprefix("no effect: ")
-    if term.startswith("@"):
-        holds, why = TERMS[term]
-        return "" if holds(config, key) else why
-    parsed = re.fullmatch(r"(!?)([\w.]+)(?:(!?=)(.*))?", term)
-    assert parsed is not None, f"{key.name} declares used_if={term!r}"
-    negated, name, sign, values = parsed.groups()
-    value = get(config, name)
-    if sign is None:
-        shown = (
-            "not set" if value in (None, "", [], {}) else "set" if isinstance(value, (list, dict)) else value
-        )
-        return f"{name} is {shown}" if bool(value) == bool(negated) else ""
-    metadata = schema_keys(type(config))[name].metadata
-    if metadata["plugin"] and isinstance(value, str) and value not in metadata["known"]:
-        return ""  # what a user's own loss, estimator or engine reads is not known
-    found = any(str(each) in values.split("|") for each in (value if isinstance(value, list) else [value]))
-    if sign == "=":
-        return "" if found else f"it needs {name}={values.replace('|', ' or ')}"
-    return f"{name} is {value}" if found else ""
-
-
-def _has_value_anyway(config: AnyConfig, name: str) -> bool:
-    """Whether the key would have its value without being set, because it follows another."""
-    without = deepcopy(config)
-    without.user_set = config.user_set - {name}
-    put(without, name, schema_keys(type(config))[name].default)
-    finalize(without)
-    return bool(get(without, name) == get(config, name))
-
-
-def _on_gpu(config: AnyConfig, key: Key) -> bool:
-    return isinstance(config, EvaluationConfig) or not on_cpu(config)
-
-
-def _processes(config: AnyConfig, key: Key) -> int:
-    """Processes of the run on Ray: ranks, rollout engines and reward models."""
-    return 1 if isinstance(config, EvaluationConfig) else sum(pool.processes for pool in pools(config))
-
-
-def _has_workers(config: AnyConfig, key: Key) -> bool:
-    """Whether there are processes that could die: on Ray, a rollout server, or the workers of one."""
-    if _processes(config, key) > 1 or not isinstance(config, (PPOConfig, GenerationConfig)):
-        return _processes(config, key) > 1
-    rollout = config.actor_rollout_ref.rollout if isinstance(config, PPOConfig) else config.rollout
-    return rollout.name in EXTERNAL_ENGINES and (
-        rollout.mode == "server" or rollout.tensor_model_parallel_size > 1
-    )
-
-
-def _has_16bit_weights(config: AnyConfig, key: Key) -> bool:
-    role = key.name.partition(".optim.")[0].removesuffix(".actor")
-    dtype = get(config, "model.dtype" if key.name.startswith("optim.") else f"{role}.model.dtype")
-    return _on_gpu(config, key) if dtype == "auto" else dtype != "float32"
-
-
-TERMS: dict[str, tuple[Callable[[Any, Key], bool], str]] = {
-    "@gpu": (_on_gpu, "the run is on CPUs"),
-    "@ranks": (lambda c, key: c.trainer.n_gpus_per_node * c.trainer.nnodes > 1, "there is one process"),
-    "@ray": (lambda c, key: _processes(c, key) > 1, "one process runs without Ray"),
-    "@workers": (_has_workers, "there are no other processes"),
-    "@shared_gpus": (lambda c, key: not rollout_pool(c), "rollout has its own GPUs"),
-    "@16bit": (_has_16bit_weights, "the weights are float32"),
-}
-
-
-def _slow_dtypes(config: AnyConfig) -> list[str]:
-    """A line for each key that asks a CPU without bf16 instructions for bf16."""
-    keys = [
-        key.name
-        for key in schema_keys(type(config)).values()
-        if key.metadata["known"] in (known.MODEL_DTYPES, known.ROLLOUT_DTYPES)
-        and key.name in config.user_set
-        and get(config, key.name) == "bfloat16"
-    ]
-    if not keys or isinstance(config, EvaluationConfig) or cpu_has_bf16() or not on_cpu(config):
-        return []
-    return [
-        f"'{key}'=bfloat16 is slow: this CPU has no bf16 instructions. Set {key}=float32, or leave it out"
-        for key in keys
-    ]
-
-
-def _advice(config: AnyConfig) -> list[str]:
-    """Settings that work but rarely do what was meant."""
-    if isinstance(config, GenerationConfig) and config.rollout.n > 1 and config.rollout.temperature == 0:
-        return [
-            f"'rollout.n'={config.rollout.n} greedy responses are all the same; raise rollout.temperature"
-        ]
-    if not isinstance(config, PPOConfig):
-        return []
-    lines = async_advice(config)
-    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
-    val, name = rollout.val_kwargs, "actor_rollout_ref.rollout"
-    if val.n > 1 and not val.do_sample and config.data.val_files:
-        lines.append(
-            f"'{name}.val_kwargs.n'={val.n} greedy responses are all the same; set {name}.val_kwargs.do_sample=True"
-        )
-    if rollout.temperature > 1.5:
-        lines.append(f"'{name}.temperature'={rollout.temperature:g}: responses tend to degenerate above 1.5")
-    if config.actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward:
-        lines.append(
-            "the KL counts twice: actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward"
-        )
-    if config.critic.enable and algorithm.adv_estimator in set(known.ESTIMATORS) - {*known.CRITIC_ESTIMATORS}:
-        lines.append(
-            f"'critic.enable'=True: algorithm.adv_estimator={algorithm.adv_estimator} uses no critic"
-        )
-    if algorithm.adv_estimator == "turn_rloo" and not rollout.multi_turn.enable:
-        lines.append(
-            f"'algorithm.adv_estimator'=turn_rloo is the same as rloo without {name}.multi_turn.enable=True"
-        )
-    return lines

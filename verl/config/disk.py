@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from verl.config.parallelism import world_size
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.parallelism import model_roles, world_size
+from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sizes import ModelSizes, gib, roles
 
 HF_BY_DEFAULT_BELOW = 10_000_000_000  # parameters from which on checkpoints leave hf_model out by default
@@ -23,21 +23,18 @@ class DiskVerdict:
 
 
 def checkpoint_bytes(
-    config: PPOConfig | SFTConfig, sizes: ModelSizes, critic_sizes: ModelSizes | None, kind: str
+    config: PPOConfig | OfflineConfig, sizes: ModelSizes, others: Mapping[str, ModelSizes | None], kind: str
 ) -> int:
     """Tensors of one checkpoint: master weights, moments and, where they are not hard links to them, full weights."""
-    sections: list[tuple[Any, Any, Any]]
-    if isinstance(config, SFTConfig):
-        sections = [(config.model, config.optim, config.checkpoint)]
-    else:
-        policy, critic = config.actor_rollout_ref, config.critic
-        sections = [
-            (policy.model, policy.actor.optim, policy.actor.checkpoint),
-            (critic.model, critic.optim, critic.checkpoint),
-        ]
+    sections = {role.name: role for role in model_roles(config)}
     total = 0
-    trained = [role for role in roles(config, sizes, critic_sizes, kind) if role.trained]
-    for role, (model, optim, checkpoint) in zip(trained, sections, strict=False):
+    for role in roles(config, sizes, others, kind):
+        if not role.trained:
+            continue
+        model, settings = sections[role.role].model, sections[role.role].section
+        if isinstance(config, OfflineConfig):
+            settings = config
+        optim, checkpoint = settings.optim, settings.checkpoint
         saved = role.trained if model.lora_rank else role.parameters
         contents = checkpoint.save_contents
         if contents is None:
@@ -52,13 +49,18 @@ def checkpoint_bytes(
 
 
 def disk_verdict(
-    config: PPOConfig | SFTConfig, size: int, free: int, *, total_steps: int | None = None, present: int = 0
+    config: PPOConfig | OfflineConfig,
+    size: int,
+    free: int,
+    *,
+    total_steps: int | None = None,
+    present: int = 0,
 ) -> DiskVerdict:
     """`size`: bytes of one checkpoint; `present`: checkpoints the run folder holds already."""
     trainer = config.trainer
     where = f"trainer.default_local_dir={trainer.default_local_dir}"
     if size > free:
-        contents = "checkpoint" if isinstance(config, SFTConfig) else "actor_rollout_ref.actor.checkpoint"
+        contents = "checkpoint" if isinstance(config, OfflineConfig) else "actor_rollout_ref.actor.checkpoint"
         return DiskVerdict(
             error=f"{where}: a checkpoint takes about {gib(size)} and {gib(free)} are free. Set "
             f"trainer.default_local_dir to another disk, or {contents}.save_contents=[hf_model]"
@@ -67,6 +69,8 @@ def disk_verdict(
     if total_steps is None:
         return DiskVerdict()
     planned = -(-total_steps // trainer.save_freq) if trainer.save_freq > 0 else 1
+    if isinstance(config, OfflineConfig) and config.trainer.early_stop_patience and trainer.test_freq > 0:
+        planned += total_steps // trainer.test_freq  # at most: one whenever validation is better
     if keep is not None:  # an old one is deleted after the new one is complete
         planned = min(planned, keep + 1 + bool(trainer.keep_best))
     planned -= present

@@ -5,14 +5,23 @@ from __future__ import annotations
 import textwrap
 
 from verl.config.keys import Key, nearest, schema_keys, sections
-from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.recipes import Recipe
+from verl.config.schema import (
+    DPOConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    PPOConfig,
+    RewardTrainingConfig,
+    SFTConfig,
+)
 from verl.errors import ConfigError
 
 _WIDTH = 110
 
 
-def help_text(kind: type, about: list[str]) -> str:
-    """What the command does, its options, and the keys (of the named sections or keys, where any are named)."""
+def help_text(kind: type, about: list[str], recipe: Recipe | None = None) -> str:
+    """What the command does, its options, and the keys (of the named sections or keys, where any are named). With a
+    recipe, the keys it sets stand first."""
     keys = schema_keys(kind)
     chosen = list(keys.values())
     if about:
@@ -24,7 +33,8 @@ def help_text(kind: type, about: list[str]) -> str:
         for name in about:
             if name not in keys and name not in sections(kind):
                 raise ConfigError(f"no key or section '{name}'. Nearest: {', '.join(nearest(kind, name))}")
-    return "\n".join([*_head(kind), *_key_lines(kind, chosen)]) + "\n"
+    head = [*_head(kind), *_recipe_lines(recipe), "Keys (default, meaning):"]
+    return "\n".join([*head, *_key_lines(kind, chosen)]) + "\n"
 
 
 _COMMANDS: dict[type, tuple[str, str, str]] = {
@@ -38,6 +48,16 @@ _COMMANDS: dict[type, tuple[str, str, str]] = {
         "sft_trainer",
         "Fine-tunes a language model on prompt and response pairs or conversations.",
         "model.path=MODEL data.train_files=train.parquet",
+    ),
+    DPOConfig: (
+        "dpo_trainer",
+        "Trains a language model on pairs of a chosen and a rejected answer.",
+        "model.path=MODEL data.train_files=pairs.parquet",
+    ),
+    RewardTrainingConfig: (
+        "reward_trainer",
+        "Trains a reward model on pairs of a chosen and a rejected answer.",
+        "model.path=MODEL data.train_files=pairs.parquet",
     ),
     GenerationConfig: (
         "main_generation",
@@ -65,11 +85,26 @@ def _head(kind: type) -> list[str]:
         "",
         "Options:",
         "  --config-path DIR --config-name FILE  take keys from your own YAML file; key=value on the command line wins",
+        "  recipe=NAME                           start from a published method's keys; `verl recipes` lists them",
         "  --cfg job                             print the resolved config and exit",
         "  --check                               check everything, print the plan (batches, memory) and exit",
         "  --help [SECTION ...]                  this text, or only the named sections",
         "",
-        "Keys (default, meaning):",
+    ]
+
+
+def _recipe_lines(recipe: Recipe | None) -> list[str]:
+    if recipe is None:
+        return []
+    keys = [
+        f"  {name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in recipe.keys.items()
+    ]
+    return [
+        f"recipe={recipe.name}: {recipe.about}",
+        f"{recipe.paper}. It sets, below your own keys:",
+        *keys,
+        "",
     ]
 
 
@@ -91,7 +126,7 @@ def _key_lines(kind: type, chosen: list[Key]) -> list[str]:
 
 
 def _default(key: Key) -> str:
-    if key.metadata["required"] and not key.name.startswith("critic."):
+    if key.metadata["required"] and not key.name.startswith(("critic.", "implicit_reward.")):
         return "(required)"
     if key.metadata["follows"]:
         return "(follows)"

@@ -33,17 +33,18 @@ def key(
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
+    lt: float | None = None,
 ) -> Any:
     """Declare a key.
 
     known: the values allowed; plugin: the registry whose user-registered names are allowed as well;
-    follows: the key whose value this one takes unless the user sets it; used_if: see `verl.config.checks`;
+    follows: the key whose value this one takes unless the user sets it; used_if: see `verl.config.unused_keys`;
     required: the user must give it; path: a leading ~ means the user's home folder;
-    ge, gt, le: bounds (checked for numbers, and for each number of a list; None is never checked).
+    ge, gt, le, lt: bounds (checked for numbers, and for each number of a list; None is never checked).
     """
     metadata = {
         "doc": doc, "known": known, "plugin": plugin, "follows": follows,
-        "used_if": used_if, "required": required, "path": path, "ge": ge, "gt": gt, "le": le,
+        "used_if": used_if, "required": required, "path": path, "ge": ge, "gt": gt, "le": le, "lt": lt,
     }  # fmt: skip
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: deepcopy(default), metadata=metadata)

@@ -8,25 +8,38 @@ from __future__ import annotations
 ESTIMATORS = (
     "gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "remax", "gpg", "gdpo", "optimal_token_baseline",
-    "turn_rloo",
+    "turn_rloo", "prime",
 )  # fmt: skip
 # Estimators that compare the responses of one prompt: with `rollout.n=1` they can only give 0.
 GROUP_ESTIMATORS = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo",
-    "reinforce_plus_plus_baseline", "optimal_token_baseline", "turn_rloo",
+    "reinforce_plus_plus_baseline", "optimal_token_baseline", "turn_rloo", "prime",
 )  # fmt: skip
 CRITIC_ESTIMATORS = ("gae",)
+# When an implicit reward model is trained on a batch: before it scores the batch, or after.
+REWARD_UPDATES = ("before", "after")
 
 POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro",
+    "online_dpo", "spin", "sppo", "distillation",
 )  # fmt: skip
+# Losses that compare the responses to one prompt; those on pairs read neither advantages nor loss_agg_mode.
+GROUP_LOSSES = ("online_dpo", "spin", "sppo")
+ONLINE_PAIR_LOSSES = ("online_dpo", "spin")
+PAIRINGS = ("best_worst", "all")
 # Losses that read clip_ratio, clip_ratio_low and clip_ratio_high.
 CLIPPING_LOSSES = ("vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl")
 LOSS_AGG_MODES = (
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean",
 )  # fmt: skip
+# Of pairs of answers; kto is of single ones.
+PAIR_LOSSES = ("dpo", "ipo", "hinge", "robust", "simpo", "orpo")
+PREFERENCE_LOSSES = (*PAIR_LOSSES, "kto")
+REFERENCE_FREE_LOSSES = ("simpo", "orpo")
+REFERENCE_PAIR_LOSSES = tuple(name for name in PAIR_LOSSES if name not in REFERENCE_FREE_LOSSES)
 KL_BASE = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_TYPES = KL_BASE + tuple(f"{name}+" for name in KL_BASE)
+TEACHER_KL = ("reverse", "forward")
 KL_CONTROLLERS = ("fixed", "adaptive")
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 ROLLOUT_IS = ("token", "sequence")
@@ -52,7 +65,7 @@ TRUNCATE_SIDES = ("left", "middle", "right")
 HISTORIES = ("append", "split")
 
 TRUNCATIONS = ("error", "left", "right", "middle")
-REWARD_MANAGERS = ("naive", "prime", "dapo", "batch")
+REWARD_MANAGERS = ("naive", "prime", "dapo", "batch", "none")
 
 ASYNC_MODES = ("off", "carry_over", "one_step_off", "fully_async")
 # Those in which generation has its own processes.
@@ -87,7 +100,6 @@ OTHER_NAMES = {
 }
 OTHER_VALUES = {
     "ppo": "gae",
-    "dapo": "grpo with actor_rollout_ref.actor.clip_ratio_high=0.28 algorithm.filter_groups.enable=True",
     "reinforce": "reinforce_plus_plus",
     "gpu": "cuda",
     "transformers": "hf",
@@ -95,6 +107,4 @@ OTHER_VALUES = {
 # What this version does not have, by the parts of the names with which other versions ask for it.
 UNAVAILABLE_FEATURES = {
     "training with agents": ("agent", "agent_loop", "interaction_config_path"),
-    "preference training": ("chosen_key", "rejected_key", "dpo", "online_dpo"),
-    "recipes": ("recipe",),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from verl.config.parallelism import (
     model_roles,
     world_size,
 )
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import OfflineConfig, PPOConfig
 
 _TP, _PP, _CP, _EP = (
     f"megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")
@@ -30,11 +30,13 @@ _ULYSSES = "ulysses_sequence_parallel_size"
 _MICRO = {
     "actor": "ppo_micro_batch_size_per_gpu",
     "critic": "ppo_micro_batch_size_per_gpu",
+    "implicit_reward": "ppo_micro_batch_size_per_gpu",
     "ref": "log_prob_micro_batch_size_per_gpu",
+    "teacher": "log_prob_micro_batch_size_per_gpu",
 }
 
 
-def layout_errors(config: PPOConfig | SFTConfig) -> list[str]:
+def layout_errors(config: PPOConfig | OfflineConfig) -> list[str]:
     """What is wrong whatever the model is."""
     lines: list[str] = []
     for role in model_roles(config):
@@ -47,7 +49,7 @@ def layout_errors(config: PPOConfig | SFTConfig) -> list[str]:
     return list(dict.fromkeys(lines))  # the roles of one model would repeat what is said of it
 
 
-def _split_apart(config: PPOConfig | SFTConfig) -> list[ModelRole]:
+def _split_apart(config: PPOConfig | OfflineConfig) -> list[ModelRole]:
     """The first role, and the others that do not split the same model in the same way: for those that do, the errors
     would be the same with other keys."""
     first, *others = model_roles(config)
@@ -59,7 +61,7 @@ def _split(role: ModelRole) -> tuple[Any, ...]:
     return role.section.strategy, sizes, role.model.path, role.model.override_config
 
 
-def _world_errors(role: ModelRole, config: PPOConfig | SFTConfig) -> list[str]:
+def _world_errors(role: ModelRole, config: PPOConfig | OfflineConfig) -> list[str]:
     layout, world = role.layout, world_size(config)
     trainer = (
         f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
@@ -103,7 +105,7 @@ def _padding_errors(role: ModelRole) -> list[str]:
     ]
 
 
-def _setting_errors(role: ModelRole, config: PPOConfig | SFTConfig) -> Iterator[str]:
+def _setting_errors(role: ModelRole, config: PPOConfig | OfflineConfig) -> Iterator[str]:
     """Settings the megatron strategy does not have."""
     key, sizes, model = role.key, role.section.megatron, role.model
     if sizes.sequence_parallel:
@@ -122,12 +124,12 @@ def _setting_errors(role: ModelRole, config: PPOConfig | SFTConfig) -> Iterator[
             f"'{role.model_key}.lora_rank' is {model.lora_rank}, but strategy=megatron trains all weights; set it to "
             f"0, {fsdp}"
         )
-    if role.name == "ref":
+    if role.name in ("ref", "teacher"):
         return
     if role.section.use_torch_compile:
         yield f"'{key}.use_torch_compile' is True, but strategy=megatron does not compile; set it to False, {fsdp}"
     optim, name = (
-        (config.optim, "optim") if isinstance(config, SFTConfig) else (role.section.optim, f"{key}.optim")
+        (config.optim, "optim") if isinstance(config, OfflineConfig) else (role.section.optim, f"{key}.optim")
     )
     if optim.moments != "float32":
         yield (
@@ -141,7 +143,7 @@ def _setting_errors(role: ModelRole, config: PPOConfig | SFTConfig) -> Iterator[
         )
 
 
-def model_layout_errors(config: PPOConfig | SFTConfig) -> list[str]:
+def model_layout_errors(config: PPOConfig | OfflineConfig) -> list[str]:
     """What does not fit the models of the config, as far as their config.json is here."""
     lines: list[str] = []
     for role in _split_apart(config):
@@ -222,7 +224,7 @@ def _indivisible(key: str, size: int, count: int, what: str, work: list[int] | N
     )
 
 
-def layout_rows(config: PPOConfig | SFTConfig) -> list[tuple[str, str, str]]:
+def layout_rows(config: PPOConfig | OfflineConfig) -> list[tuple[str, str, str]]:
     """The lines of the plan: how the ranks split each role's model."""
     lines = []
     for role in model_roles(config):
@@ -252,7 +254,7 @@ def _degrees(role: ModelRole) -> str:
     return f"megatron: TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, DP {layout.dp}{experts}"
 
 
-def idle_stage_warnings(config: PPOConfig | SFTConfig) -> list[str]:
+def idle_stage_warnings(config: PPOConfig | OfflineConfig) -> list[str]:
     """A line for each role with fewer micro-batches than pipeline stages."""
     lines = []
     for role in model_roles(config):
@@ -273,7 +275,7 @@ def idle_stage_warnings(config: PPOConfig | SFTConfig) -> list[str]:
     return lines
 
 
-def finer_layouts(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, int]]:
+def finer_layouts(config: PPOConfig | OfflineConfig) -> Iterator[tuple[str, int]]:
     """Parallel sizes, with twice their value, that the ranks and the models allow."""
     for role in model_roles(config):
         for name in (_TP, _PP, _CP) if role.section.strategy == "megatron" else (_ULYSSES,):

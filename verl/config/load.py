@@ -17,7 +17,16 @@ from verl.config.async_aliases import AsyncAliases, converted
 from verl.config.build import Builder, finalize
 from verl.config.checks import check
 from verl.config.keys import get, nearest, schema_keys, to_dict
-from verl.config.schema import AnyConfig, EvaluationConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.recipes import Recipe, recipe_for
+from verl.config.schema import (
+    AnyConfig,
+    DPOConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    PPOConfig,
+    RewardTrainingConfig,
+    SFTConfig,
+)
 from verl.config.sources import (
     del_path,
     dump_yaml,
@@ -34,9 +43,10 @@ from verl.errors import CommandAnswered, ConfigError
 
 log = logging.getLogger(__name__)
 
-Config = TypeVar("Config", PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig)
+Config = TypeVar("Config", bound=AnyConfig)
 _PLUGIN_KEYS = (
-    "trainer.plugins", "actor_rollout_ref.model.external_lib", "critic.model.external_lib", "model.external_lib",
+    "trainer.plugins", "actor_rollout_ref.model.external_lib", "critic.model.external_lib",
+    "implicit_reward.model.external_lib", "model.external_lib",
 )  # fmt: skip
 
 
@@ -111,6 +121,8 @@ _GENERATION_ALIASES: dict[str, str] = {
 _ALIASES: dict[type, dict[str, str]] = {
     PPOConfig: _PPO_ALIASES,
     SFTConfig: _SFT_ALIASES,
+    DPOConfig: _SFT_ALIASES,
+    RewardTrainingConfig: _SFT_ALIASES,
     GenerationConfig: _GENERATION_ALIASES,
     EvaluationConfig: _REWARD_ALIASES,
 }
@@ -122,7 +134,8 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
     if line.help:
         from verl.config.help import help_text
 
-        sys.stdout.write(help_text(kind, line.help_about))
+        recipe = _recipe_on(kind, line.overrides)
+        sys.stdout.write(help_text(kind, line.help_about, recipe))
         raise CommandAnswered(0)
     draft = _Draft(kind)
     draft.add(read_yaml(line.config_path, line.config_name))
@@ -141,6 +154,12 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
         sys.stdout.write(check_text(config) + "\n")
         raise CommandAnswered(0)
     return config
+
+
+def _recipe_on(kind: type, overrides: list[str]) -> Recipe | None:
+    """The recipe a command line names."""
+    found = parse_overrides(word for word in overrides if word.lstrip("+").startswith("recipe="))
+    return recipe_for(kind, found[-1].value) if found and found[-1].value is not None else None
 
 
 def load_ppo_config(argv: list[str]) -> PPOConfig:
@@ -167,11 +186,14 @@ def to_yaml(config: Any) -> str:
 
 
 class _Draft(Generic[Config]):
-    """The user's values so far, under our names. Sources come in order; a later one wins, whichever name it uses."""
+    """The user's values so far, under our names. Sources come in order; a later one wins, whichever name it uses.
+    The keys of a recipe stand below all of them."""
 
     def __init__(self, kind: type[Config]) -> None:
         self.kind: type[Config] = kind
         self.tree: dict[str, Any] = {}
+        self.recipe: Recipe | None = None
+        self.removed: list[str] = []
         self.as_typed: dict[str, Any] = {}
         self.typed: dict[str, str] = {}
         self.noticed: set[str] = set()
@@ -179,6 +201,11 @@ class _Draft(Generic[Config]):
 
     def add(self, tree: dict[str, Any]) -> None:
         merge(self.as_typed, tree)
+        found, name = take_path(tree, "recipe")
+        if found:
+            self.recipe = None if name is None else recipe_for(self.kind, name)
+        if "recipes" in tree:
+            raise ConfigError(f"unknown key 'recipes' (value {tree['recipes']!r}). Write recipe=NAME")
         if "async_training" in _ALIASES[self.kind]:
             self._notice(self.ahead.take(tree))
         typed, notices = _resolve_aliases(self.kind, tree)
@@ -193,6 +220,9 @@ class _Draft(Generic[Config]):
                 log.warning("%s", notice)
 
     def remove(self, name: str) -> None:
+        if name == "recipe":
+            self.recipe = None
+            return
         ours = our_name(self.kind, name)
         keys = schema_keys(self.kind)
         if not any(key == ours or key.startswith(f"{ours}.") or ours.startswith(f"{key}.") for key in keys):
@@ -200,16 +230,29 @@ class _Draft(Generic[Config]):
                 f"'~{name}' removes an unknown key. Nearest known key: '{nearest(self.kind, ours)[0]}'"
             )
         del_path(self.tree, ours)
+        self.removed.append(ours)
+
+    def _recipe_tree(self) -> dict[str, Any]:
+        """The recipe's values, less those the user removed."""
+        tree: dict[str, Any] = {}
+        merge(tree, self.recipe.tree if self.recipe else {})
+        for name in self.removed:
+            del_path(tree, name)
+        return tree
 
     def finish(self, checked: bool, quiet: bool = False) -> Config:
         """The config; warnings are logged unless `quiet`."""
-        tree = resolve(self.tree, (to_dict(self.kind()), self.as_typed))
+        tree: dict[str, Any] = self._recipe_tree()
+        of_recipe = {*_set_keys(self.kind, tree, "")} - {*_set_keys(self.kind, self.tree, "")}
+        merge(tree, self.tree)
+        tree = resolve(tree, (to_dict(self.kind()), self.as_typed))
         self._notice(self.ahead.finish(tree))
         builder = Builder(self.kind, self.typed)
         config: Config = builder.section(self.kind, tree)
         if builder.problems:
             raise ConfigError("\n".join(builder.problems))
         config.user_set = frozenset(_set_keys(self.kind, tree, ""))
+        config.recipe_set = frozenset(of_recipe)
         for notice in finalize(config):
             log.info("%s", notice)
         if checked:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from verl.config.parallelism import EXTERNAL_ENGINES, model_roles, pools, world_size
-from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
+from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import missing_package
 from verl.memory import free_host_bytes
 
@@ -49,7 +49,7 @@ def local_device(wanted: str, processes: int = 1) -> Device:
     return Device("cpu", "CPU", free_host_bytes() // processes, processes)
 
 
-def on_cpu(cfg: PPOConfig | SFTConfig | GenerationConfig) -> bool:
+def on_cpu(cfg: PPOConfig | OfflineConfig | GenerationConfig) -> bool:
     """Whether the config computes on CPUs here."""
     if cfg.trainer.device != "auto":
         return cfg.trainer.device == "cpu"
@@ -145,10 +145,12 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
-def machine_errors(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device | None = None) -> list[str]:
+def machine_errors(
+    cfg: PPOConfig | OfflineConfig | GenerationConfig, device: Device | None = None
+) -> list[str]:
     """Why this machine cannot run the processes of a config; empty where a cluster decides that."""
     wanted = pools(cfg)
-    launched = isinstance(cfg, SFTConfig) and started_by_torchrun()
+    launched = isinstance(cfg, OfflineConfig) and started_by_torchrun()
     if not launched and joins_cluster():
         return []
     several = [pool for pool in wanted if pool.nodes > 1]
@@ -175,7 +177,7 @@ def machine_errors(cfg: PPOConfig | SFTConfig | GenerationConfig, device: Device
     ]
 
 
-def missing_packages(config: PPOConfig | SFTConfig) -> list[str]:
+def missing_packages(config: PPOConfig | OfflineConfig) -> list[str]:
     """A line for each package that is needed and not installed: what needs it and how to install it."""
     return [
         str(missing_package(_PACKAGES.get(name, name), name, why))
@@ -191,7 +193,7 @@ def _installed(name: str) -> bool:
         return False
 
 
-def needed_packages(config: PPOConfig | SFTConfig) -> dict[str, str]:
+def needed_packages(config: PPOConfig | OfflineConfig) -> dict[str, str]:
     """The extras whose packages a run with this config imports, each with the setting that asks for it."""
     found = {
         name: f"trainer.logger={name}" for name in config.trainer.logger if name in ("wandb", "tensorboard")
@@ -199,7 +201,7 @@ def needed_packages(config: PPOConfig | SFTConfig) -> dict[str, str]:
     for role in reversed(model_roles(config)):
         if role.section.strategy == "megatron":
             found["megatron"] = f"{role.key}.strategy=megatron"
-    launched = isinstance(config, SFTConfig) and started_by_torchrun()
+    launched = isinstance(config, OfflineConfig) and started_by_torchrun()
     for pool in reversed(pools(config)):
         if (pool.key != "trainer" or world_size(config) > 1) and not launched:
             found["ray"] = pool.asked
@@ -210,6 +212,8 @@ def needed_packages(config: PPOConfig | SFTConfig) -> dict[str, str]:
         adapters = {"actor_rollout_ref.model": policy.model.lora_rank}
         if config.critic.enable:
             adapters["critic.model"] = config.critic.model.lora_rank
+        if config.algorithm.adv_estimator == "prime":
+            adapters["implicit_reward.model"] = config.implicit_reward.model.lora_rank
     else:
         adapters = {"model": config.model.lora_rank}
     for key, rank in adapters.items():

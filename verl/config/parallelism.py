@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from verl.config.known import POOL_ASYNC_MODES
-from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
+from verl.config.known import ONLINE_PAIR_LOSSES, POOL_ASYNC_MODES
+from verl.config.schema import GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
 
 EXTERNAL_ENGINES = ("vllm", "sglang")  # they hold a copy of the weights, which several GPUs can share
 ROLLOUT = "actor_rollout_ref.rollout"
 REWARD_MODEL = "reward.reward_model"
+TEACHER = "actor_rollout_ref.teacher"
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,16 @@ def bubble_share(pp: int, micro_batches: int) -> float:
     return (pp - 1) / (micro_batches + pp - 1)
 
 
-def world_size(config: PPOConfig | SFTConfig | GenerationConfig) -> int:
+def world_size(config: PPOConfig | OfflineConfig | GenerationConfig) -> int:
     """Processes that train."""
     return config.trainer.n_gpus_per_node * config.trainer.nnodes
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    """Whether a run compares the policy with a reference."""
+    actor = config.actor_rollout_ref.actor
+    paired = actor.policy_loss.loss_mode in ONLINE_PAIR_LOSSES
+    return actor.use_kl_loss or config.algorithm.use_kl_in_reward or paired
 
 
 class ModelRole(NamedTuple):
@@ -106,18 +114,36 @@ class ModelRole(NamedTuple):
         return self.key.rpartition(".")[2]
 
 
-def model_roles(config: PPOConfig | SFTConfig) -> list[ModelRole]:
+def model_roles(config: PPOConfig | OfflineConfig) -> list[ModelRole]:
     """Those a run has; the trained policy, or the fine-tuned model, is the first."""
-    if isinstance(config, SFTConfig):
+    if isinstance(config, OfflineConfig):
         sections: list[tuple[str, Any, str, Any]] = [("model", config.model, "model", config.model)]
     else:
         policy, critic, model = config.actor_rollout_ref, config.critic, "actor_rollout_ref.model"
         sections = [("actor_rollout_ref.actor", policy.actor, model, policy.model)]
-        if (policy.actor.use_kl_loss or config.algorithm.use_kl_in_reward) and policy.model.lora_rank == 0:
+        if needs_reference(config) and policy.model.lora_rank == 0:
             sections.append(("actor_rollout_ref.ref", policy.ref, model, policy.model))
+        if needs_teacher(config):
+            sections.append((TEACHER, policy.teacher, TEACHER, teacher_model(config)))
         if critic.enable:
             sections.append(("critic", critic, "critic.model", critic.model))
+        implicit = config.implicit_reward
+        if config.algorithm.adv_estimator == "prime":
+            sections.append(("implicit_reward", implicit, "implicit_reward.model", implicit.model))
     return [ModelRole(*each, layout_of(each[1], world_size(config))) for each in sections]
+
+
+def needs_teacher(config: PPOConfig) -> bool:
+    """Whether the policy is distilled from another model."""
+    return config.actor_rollout_ref.actor.policy_loss.loss_mode == "distillation"
+
+
+def teacher_model(config: PPOConfig) -> ModelConfig:
+    """The model section of the teacher: the policy's, but for the model itself."""
+    policy = config.actor_rollout_ref
+    return replace(
+        policy.model, path=policy.teacher.path, tokenizer_path=None, lora_rank=0, override_config={}
+    )
 
 
 def divisors(number: int) -> list[int]:
@@ -150,7 +176,7 @@ class Pool:
         return f"{self.key}.nnodes={self.nodes} {self.key}.n_gpus_per_node={self.per_node}"
 
 
-def pools(cfg: PPOConfig | SFTConfig | GenerationConfig) -> list[Pool]:
+def pools(cfg: PPOConfig | OfflineConfig | GenerationConfig) -> list[Pool]:
     """The pools of a run; the trainer's is always first."""
     trainer = cfg.trainer
     if isinstance(cfg, GenerationConfig):

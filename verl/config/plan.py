@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,21 +11,23 @@ from typing import Any
 from verl.config.async_checks import async_rows
 from verl.config.batch_math import BatchPlan, batch_plan, text_table
 from verl.config.batch_math import rows as batch_rows
-from verl.config.checks import unavailable, unused_keys
+from verl.config.checks import unavailable
 from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.keys import get, put
 from verl.config.layout_checks import finer_layouts, idle_stage_warnings, layout_rows, model_layout_errors
 from verl.config.machine import Device, local_device, machine_errors, missing_packages
 from verl.config.parallelism import ROLLOUT, model_roles, offload_section, world_size
-from verl.config.schema import AnyConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
 from verl.config.sizes import (
     Estimate,
     ModelSizes,
-    critic_sizes_of,
     estimate,
     gib,
+    other_sizes,
     read_sizes,
 )
+from verl.config.teacher_checks import teacher_model_errors
+from verl.config.unused_keys import unused_keys
 from verl.errors import ConfigError, ModelError
 
 USABLE = 0.9  # share of a device that is usable; fragmentation and the driver take the rest
@@ -44,7 +46,7 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
 
 
-def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
+def plan(config: PPOConfig | OfflineConfig, device: Device | None = None) -> Plan:
     """The plan of a config on this machine's device, or on another."""
     device = device or local_device(config.trainer.device, config.trainer.n_gpus_per_node)
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
@@ -63,29 +65,30 @@ def plan(config: PPOConfig | SFTConfig, device: Device | None = None) -> Plan:
         return result
     free = free_bytes(config.trainer.default_local_dir)
     if free is not None:
-        size = checkpoint_bytes(config, sizes, critic_sizes_of(config, sizes), device.kind)
+        size = checkpoint_bytes(config, sizes, other_sizes(config), device.kind)
         found = disk_verdict(config, size, free)
         result.warnings += [line for line in (found.error, found.warning) if line]
     return result
 
 
-def add_layout(result: Plan, config: PPOConfig | SFTConfig) -> None:
+def add_layout(result: Plan, config: PPOConfig | OfflineConfig) -> None:
     """How the ranks split each role's model, and warnings of what does not fit the model or leaves stages waiting."""
     result.warnings += model_layout_errors(config) + idle_stage_warnings(config)
     if world_size(config) > 1 or any(role.section.strategy == "megatron" for role in model_roles(config)):
         result.layout = layout_rows(config)
 
 
-def add_memory(result: Plan, config: PPOConfig | SFTConfig, sizes: ModelSizes) -> None:
+def add_memory(result: Plan, config: PPOConfig | OfflineConfig, sizes: ModelSizes) -> None:
     """Estimate the memory of each phase, and warn of those that do not fit."""
-    critic_sizes = critic_sizes_of(config, sizes)
-    if isinstance(config, PPOConfig) and config.critic.enable and critic_sizes is None:
-        result.warnings.append(f"the critic is not in the estimate: '{config.critic.model.path}' is not here")
-    result.memory = estimate(config, sizes, critic_sizes, result.device)
-    result.warnings += _too_large(config, result.memory, sizes, critic_sizes, result.device)
+    others = other_sizes(config)
+    for role in model_roles(config):
+        if others.get(role.name, sizes) is None:
+            result.warnings.append(f"the {role.name} is not in the estimate: '{role.model.path}' is not here")
+    result.memory = estimate(config, sizes, others, result.device)
+    result.warnings += _too_large(config, result.memory, sizes, others, result.device)
 
 
-def _missing(config: PPOConfig | SFTConfig, device: Device) -> list[str]:
+def _missing(config: PPOConfig | OfflineConfig, device: Device) -> list[str]:
     """GPUs, packages and files the config names and this machine lacks."""
     lines = machine_errors(config, device) + missing_packages(config)
     for key in ("data.train_files", "data.val_files"):
@@ -97,10 +100,10 @@ def _missing(config: PPOConfig | SFTConfig, device: Device) -> list[str]:
 
 
 def _too_large(
-    config: PPOConfig | SFTConfig,
+    config: PPOConfig | OfflineConfig,
     memory: Estimate,
     sizes: ModelSizes,
-    critic_sizes: ModelSizes | None,
+    others: Mapping[str, ModelSizes | None],
     device: Device,
 ) -> list[str]:
     """A line for each phase that does not fit, with the keys that would help and by how much."""
@@ -114,7 +117,7 @@ def _too_large(
         for name, value in _remedies(config, device.kind):
             changed = deepcopy(config)
             put(changed, name, value)
-            saved = phase.total - estimate(changed, sizes, critic_sizes, device).phases[number].total
+            saved = phase.total - estimate(changed, sizes, others, device).phases[number].total
             if saved > 0:
                 savings.append((saved, f"{name}={value} (-{gib(saved)})"))
         best = "; ".join(text for _, text in sorted(savings, reverse=True)[:4])
@@ -131,13 +134,15 @@ def _too_large(
     return lines
 
 
-def _remedies(config: PPOConfig | SFTConfig, kind: str) -> Iterator[tuple[str, Any]]:
+def _remedies(config: PPOConfig | OfflineConfig, kind: str) -> Iterator[tuple[str, Any]]:
     """Keys, with values, that can lower the memory of a phase and are not set so yet."""
     if isinstance(config, PPOConfig):
-        critic = ["critic"] if config.critic.enable else []
-        models = ["actor_rollout_ref.model", *(f"{role}.model" for role in critic)]
-        roles = ["actor_rollout_ref.actor", *critic, "actor_rollout_ref.ref"]
-        micros = [f"{role}.ppo_micro_batch_size_per_gpu" for role in ("actor_rollout_ref.actor", "critic")]
+        named = [role.key for role in model_roles(config)]
+        others = [name for name in ("critic", "implicit_reward") if name in named]
+        models = ["actor_rollout_ref.model", *(f"{role}.model" for role in others)]
+        frozen = [role.key for role in model_roles(config) if role.name in ("ref", "teacher")]
+        roles = ["actor_rollout_ref.actor", *others, *frozen]
+        micros = [f"{role}.ppo_micro_batch_size_per_gpu" for role in ("actor_rollout_ref.actor", *others)]
     else:
         models, roles, micros = ["model"], ["model"], ["data.micro_batch_size_per_gpu"]
     strategies = {role.model_key: role.section.strategy for role in reversed(model_roles(config))}
@@ -203,8 +208,10 @@ def _memory_rows(memory: Estimate) -> list[tuple[str, str, str]]:
 
 def check_text(config: AnyConfig) -> str:
     """The answer to `--check`; a layout that the model cannot have is an error."""
-    if isinstance(config, (PPOConfig, SFTConfig)):
+    if isinstance(config, (PPOConfig, OfflineConfig)):
         errors = model_layout_errors(config)
+        if isinstance(config, PPOConfig):
+            errors += teacher_model_errors(config)
         if errors:
             raise ConfigError("\n".join(errors))
         return render(plan(config))

@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.keys import section
-from verl.config.sections.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
+from verl.config.known import ONLINE_PAIR_LOSSES
+from verl.config.sections.actor import (
+    ActorConfig,
+    CriticConfig,
+    ImplicitRewardConfig,
+    PolicyLossConfig,
+    RefConfig,
+    TeacherConfig,
+)
 from verl.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
-from verl.config.sections.data import DataConfig, MixtureConfig, SFTDataConfig
+from verl.config.sections.data import DataConfig, MixtureConfig, OfflineDataConfig, SFTDataConfig
 from verl.config.sections.generation import (
     EvaluationDataConfig,
     EvaluationRewardConfig,
@@ -26,13 +34,28 @@ from verl.config.sections.model import (
     SFTModelConfig,
     SFTOptimConfig,
 )
+from verl.config.sections.preference import (
+    PreferenceAlgorithmConfig,
+    PreferenceDataConfig,
+    RewardAlgorithmConfig,
+    RewardDataConfig,
+)
 from verl.config.sections.reward import RewardConfig, RewardFunctionConfig, WeightedRewardConfig
 from verl.config.sections.rollout import RolloutConfig
-from verl.config.sections.trainer import BaseTrainerConfig, PlacementConfig, RayKwargsConfig, TrainerConfig
+from verl.config.sections.trainer import (
+    BaseTrainerConfig,
+    OfflineTrainerConfig,
+    PlacementConfig,
+    RayKwargsConfig,
+    TrainerConfig,
+)
+
+_PAIRED = f".actor.policy_loss.loss_mode={'|'.join(ONLINE_PAIR_LOSSES)}"
 
 
 def _user_set() -> Any:
-    """`user_set` of every root: the full names of the keys the user set; not a key itself."""
+    """`user_set` of every root: the full names of the keys the user or a recipe set, and `recipe_set`: those of them
+    that only the recipe set. Not keys themselves."""
     return field(default=frozenset(), repr=False, compare=False, metadata={"internal": True})
 
 
@@ -46,7 +69,15 @@ class ActorRolloutRefConfig:
     ref: RefConfig = section(
         RefConfig,
         "the frozen reference policy",
-        used_if=(".actor.use_kl_loss or algorithm.use_kl_in_reward", "!.model.lora_rank"),
+        used_if=(
+            f".actor.use_kl_loss or algorithm.use_kl_in_reward or {_PAIRED}",
+            "!.model.lora_rank",
+        ),
+    )
+    teacher: TeacherConfig = section(
+        TeacherConfig,
+        "the frozen model the policy is distilled from",
+        used_if=".actor.policy_loss.loss_mode=distillation",
     )
 
 
@@ -57,24 +88,59 @@ class PPOConfig:
     data: DataConfig = section(DataConfig, "prompts")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "the policy")
     critic: CriticConfig = section(CriticConfig, "the value model", used_if="critic.enable")
+    implicit_reward: ImplicitRewardConfig = section(
+        ImplicitRewardConfig, "token rewards learned from outcomes", used_if="algorithm.adv_estimator=prime"
+    )
     reward: RewardConfig = section(RewardConfig, "what a response is worth")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
     user_set: frozenset[str] = _user_set()
+    recipe_set: frozenset[str] = _user_set()
 
 
 @dataclass
-class SFTConfig:
-    """Supervised fine-tuning (`verl.trainer.sft_trainer`)."""
+class OfflineConfig:
+    """What training on given answers has in common; no command of its own."""
 
-    data: SFTDataConfig = section(SFTDataConfig, "rows")
+    data: OfflineDataConfig = section(OfflineDataConfig, "rows")
     model: SFTModelConfig = section(SFTModelConfig, "the model")
     optim: SFTOptimConfig = section(SFTOptimConfig, "optimiser and schedule")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
-    trainer: BaseTrainerConfig = section(BaseTrainerConfig, "the run")
+    trainer: OfflineTrainerConfig = section(OfflineTrainerConfig, "the run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
     user_set: frozenset[str] = _user_set()
+    recipe_set: frozenset[str] = _user_set()
+
+
+@dataclass
+class SFTConfig(OfflineConfig):
+    """Supervised fine-tuning (`verl.trainer.sft_trainer`)."""
+
+    data: SFTDataConfig = section(SFTDataConfig, "rows")
+
+
+@dataclass
+class PreferenceConfig(OfflineConfig):
+    """What training on pairs of answers has in common; no command of its own."""
+
+    data: PreferenceDataConfig = section(PreferenceDataConfig, "pairs of answers")
+
+
+@dataclass
+class DPOConfig(PreferenceConfig):
+    """Preference training (`verl.trainer.dpo_trainer`)."""
+
+    algorithm: PreferenceAlgorithmConfig = section(PreferenceAlgorithmConfig, "the preference loss")
+    optim: SFTOptimConfig = section(SFTOptimConfig, "optimiser and schedule", lr=1e-6)
+
+
+@dataclass
+class RewardTrainingConfig(PreferenceConfig):
+    """A reward model from preferences (`verl.trainer.reward_trainer`)."""
+
+    data: RewardDataConfig = section(RewardDataConfig, "pairs of answers")
+    algorithm: RewardAlgorithmConfig = section(RewardAlgorithmConfig, "the Bradley-Terry loss")
 
 
 @dataclass
@@ -87,6 +153,7 @@ class GenerationConfig:
     trainer: PlacementConfig = section(PlacementConfig, "where it runs")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
     user_set: frozenset[str] = _user_set()
+    recipe_set: frozenset[str] = _user_set()
 
 
 @dataclass
@@ -97,6 +164,7 @@ class EvaluationConfig:
     reward: EvaluationRewardConfig = section(EvaluationRewardConfig, "what a response is worth")
     trainer: EvaluationTrainerConfig = section(EvaluationTrainerConfig, "modules of your own")
     user_set: frozenset[str] = _user_set()
+    recipe_set: frozenset[str] = _user_set()
 
 
-AnyConfig = PPOConfig | SFTConfig | GenerationConfig | EvaluationConfig
+AnyConfig = PPOConfig | OfflineConfig | GenerationConfig | EvaluationConfig

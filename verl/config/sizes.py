@@ -8,7 +8,7 @@ stored: the output matrix is applied in chunks, which are counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from verl.config.parallelism import (
     rollout_pool,
     world_size,
 )
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import OfflineConfig, PPOConfig
 from verl.errors import ModelError
 
 _LOGITS_CHUNK = {"cuda": 640 << 20, "cpu": 32 << 20}  # forward and backward hold up to two
@@ -142,14 +142,14 @@ def read_sizes(
         ) from None
 
 
-def critic_sizes_of(config: PPOConfig | SFTConfig, sizes: ModelSizes) -> ModelSizes | None:
-    """The sizes of the critic's model; None where there is no critic, or its model is not here."""
-    if not isinstance(config, PPOConfig) or not config.critic.enable:
-        return None
-    model = config.critic.model
-    if model.path == config.actor_rollout_ref.model.path:
-        return sizes
-    return read_sizes(model.path, model.override_config)
+def other_sizes(config: PPOConfig | OfflineConfig) -> dict[str, ModelSizes | None]:
+    """Of the models that are not the one first trained, by role; None for a model that is not here."""
+    first, *others = model_roles(config)
+    return {
+        role.name: read_sizes(role.model.path, role.model.override_config)
+        for role in others
+        if role.model.path != first.model.path
+    }
 
 
 def gib(size: int) -> str:
@@ -179,11 +179,12 @@ class RoleMemory:
     params_offloaded: bool = False  # while the role does not work
     optimiser_offloaded: bool = False
     sequence_ranks: int = 1  # that split the tokens of a micro-batch
+    always: int = 0  # of the weights, on the device even while they are offloaded
 
     @property
     def idle(self) -> int:
         """On the device while another role works."""
-        weights = 0 if self.params_offloaded else self.weights
+        weights = self.always if self.params_offloaded else self.weights
         return weights + (0 if self.optimiser_offloaded else self.optimiser)
 
 
@@ -231,7 +232,7 @@ def activation_bytes(
 
 
 def _trained(
-    role: ModelRole, sizes: ModelSizes, optim: Any, config: PPOConfig | SFTConfig, kind: str
+    role: ModelRole, sizes: ModelSizes, optim: Any, config: PPOConfig | OfflineConfig, kind: str
 ) -> RoleMemory:
     """A model with its optimiser."""
     model, section, layout = role.model, role.section, role.layout
@@ -281,42 +282,52 @@ def _trained(
     )
 
 
-def _frozen(role: ModelRole, sizes: ModelSizes, config: PPOConfig | SFTConfig, kind: str) -> RoleMemory:
+def _frozen(role: ModelRole, sizes: ModelSizes, config: PPOConfig | OfflineConfig, kind: str) -> RoleMemory:
     if role.section.strategy == "megatron":
         held = sum(sizes.stage_weights(role.layout, value_head=False))
     else:
         held = sizes.parameters // _shards(role.section, config)
     offloaded = kind == "cuda" and offload_section(role.section)[1].param_offload
-    weights = held * element_bytes(role.model.dtype, kind)
-    return RoleMemory(role.name, sizes.parameters, 0, weights, params_offloaded=offloaded)
+    element = element_bytes(role.model.dtype, kind)
+    copied = 0
+    if role.name == "teacher" and role.section.top_k is None and (offloaded or held < sizes.parameters):
+        copied = (sizes.head or sizes.embedding) * element  # each rank of the student has the output matrix
+    return RoleMemory(
+        role.name, sizes.parameters, 0, held * element + copied, params_offloaded=offloaded, always=copied
+    )
 
 
-def _shards(section: Any, config: PPOConfig | SFTConfig) -> int:
+def _shards(section: Any, config: PPOConfig | OfflineConfig) -> int:
     """Ranks that share one copy of a role's weights."""
     return world_size(config) if section.fsdp_config.fsdp_size == -1 else section.fsdp_config.fsdp_size
 
 
 def roles(
-    config: PPOConfig | SFTConfig, sizes: ModelSizes, critic_sizes: ModelSizes | None, kind: str
+    config: PPOConfig | OfflineConfig, sizes: ModelSizes, others: Mapping[str, ModelSizes | None], kind: str
 ) -> list[RoleMemory]:
-    """The models of a run; the trained one comes first."""
+    """The models of a run; the trained one comes first. `others`: sizes of the roles with another model."""
     found = []
     for role in model_roles(config):
-        optim = config.optim if isinstance(config, SFTConfig) else getattr(role.section, "optim", None)
-        own = critic_sizes if role.name == "critic" else sizes
+        optim = config.optim if isinstance(config, OfflineConfig) else getattr(role.section, "optim", None)
+        own = others.get(role.name, sizes)
         if own is None:
             continue
         found.append(
             _frozen(role, own, config, kind) if optim is None else _trained(role, own, optim, config, kind)
         )
+        if role.name == "implicit_reward" and role.model.lora_rank == 0:
+            found.append(replace(_frozen(role, own, config, kind), role="implicit_reward's start"))
     return found
 
 
 def estimate(
-    config: PPOConfig | SFTConfig, sizes: ModelSizes, critic_sizes: ModelSizes | None, device: Device
+    config: PPOConfig | OfflineConfig,
+    sizes: ModelSizes,
+    others: Mapping[str, ModelSizes | None],
+    device: Device,
 ) -> Estimate:
     """Roles and phases of a config on a device."""
-    found, batches = roles(config, sizes, critic_sizes, device.kind), batch_plan(config)
+    found, batches = roles(config, sizes, others, device.kind), batch_plan(config)
     updates = [
         _update(
             role,
@@ -326,9 +337,9 @@ def estimate(
         for role in found
         if role.trained
     ]
-    if isinstance(config, SFTConfig):
+    if isinstance(config, OfflineConfig):
         return Estimate(found, updates)
-    actor, others = found[0], found[1:]
+    actor, idle = found[0], found[1:]
     rollout, pool, size = config.actor_rollout_ref.rollout, rollout_pool(config), engine_size(config)
     engines = (rollout.nnodes * rollout.n_gpus_per_node if pool else world_size(config)) // size
     running = min(-(-batches.sequences // engines), rollout.max_num_seqs)
@@ -349,7 +360,7 @@ def estimate(
     if not pool:
         parts["weights"] += actor.weights if copied and not actor.params_offloaded else 0
         parts["optimiser"] = 0 if actor.optimiser_offloaded else actor.optimiser
-        parts["other roles"] = sum(other.idle for other in others)
+        parts["other roles"] = sum(other.idle for other in idle)
     return Estimate(
         found,
         [Phase("generate", parts), *updates],

@@ -20,7 +20,16 @@ from verl.errors import ConfigError
 from verl.json_input import MAX_BYTES, MAX_DEPTH, check_nesting, open_regular
 
 # Names in a `defaults:` list that mean the schema's defaults, which are always there.
-BUILT_IN = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "generation", "evaluation", "_self_")
+BUILT_IN = (
+    "ppo_trainer",
+    "ppo_megatron_trainer",
+    "sft_trainer",
+    "dpo_trainer",
+    "reward_trainer",
+    "generation",
+    "evaluation",
+    "_self_",
+)
 # Keys whose one text value is a comma list; anywhere else commas would ask for several runs.
 COMMA_KEYS = (".rollout_rs", ".rollout_rs_threshold")
 _UNDERSCORED = re.compile(r"^[0-9.]+_[0-9_.]*$")

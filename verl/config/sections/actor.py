@@ -1,4 +1,4 @@
-"""The policy, the reference policy and the critic: losses, batches and the engine that trains each."""
+"""The policy, the reference policy, the critic and the implicit reward model: losses, batches and engines."""
 
 # ruff: noqa: RUF009 - `key` and `section` return dataclasses.field
 
@@ -18,6 +18,7 @@ from verl.config.sections.model import (
     TrainEngineConfig,
 )
 
+_PAIRED = "|".join(known.ONLINE_PAIR_LOSSES)
 _CLIPS = f".policy_loss.loss_mode={'|'.join(known.CLIPPING_LOSSES)}"
 
 
@@ -35,7 +36,29 @@ class PolicyLossConfig:
     ppo_kl_coef: float = key(1.0, "weight of that term", ge=0, used_if=".loss_mode=kl_cov")
     tau_pos: float = key(1.0, "gate temperature for positive advantages", gt=0, used_if=".loss_mode=sapo")
     tau_neg: float = key(1.05, "gate temperature for the others", gt=0, used_if=".loss_mode=sapo")
-    beta: float = key(0.1, "weight of the quadratic term", gt=0, used_if=".loss_mode=dro")
+    beta: float = key(
+        0.1,
+        "dro: weight of the quadratic term; online_dpo, spin: of the log-ratio to the reference",
+        gt=0,
+        used_if=f".loss_mode=dro|{_PAIRED}",
+    )
+    pair_loss: str = key(
+        "dpo", "loss of a pair", known=known.REFERENCE_PAIR_LOSSES, used_if=f".loss_mode={_PAIRED}"
+    )
+    label_smoothing: float = key(
+        0.0,
+        "share of pairs in the wrong order",
+        ge=0,
+        lt=0.5,
+        used_if=(f".loss_mode={_PAIRED}", ".pair_loss=dpo|robust"),
+    )
+    pairs: str = key(
+        "best_worst",
+        "which responses to a prompt are compared",
+        known=known.PAIRINGS,
+        used_if=".loss_mode=online_dpo",
+    )
+    sppo_eta: float = key(1.0, "by how much a win moves the log-ratio", gt=0, used_if=".loss_mode=sppo")
     seed: int = key(1, "seed of the choice", follows="trainer.seed", used_if=".loss_mode=clip_cov")
 
 
@@ -75,7 +98,7 @@ class ActorConfig(TrainEngineConfig):
         "token-mean",
         "how token losses become one number",
         known=known.LOSS_AGG_MODES,
-        used_if=".policy_loss.loss_mode!=gspo|sapo or .entropy_coeff or .use_kl_loss",
+        used_if=f".policy_loss.loss_mode!=gspo|sapo|{_PAIRED} or .entropy_coeff or .use_kl_loss",
     )
     loss_scale_factor: int | None = key(
         None,
@@ -134,6 +157,19 @@ class RefConfig(LogProbConfig, ShardingConfig):
 
 
 @dataclass
+class TeacherConfig(RefConfig):
+    """The frozen teacher of distillation; whatever is not said here is as in `actor_rollout_ref.model`."""
+
+    path: str = key("", "its Hugging Face folder or id; it has the student's tokens", path=True)
+    kl: str = key(
+        "reverse", "reverse: KL(student || teacher); forward: the other way round", known=known.TEACHER_KL
+    )
+    top_k: int | None = key(
+        None, "compare its most probable tokens, all others as one; default: every token", ge=1
+    )
+
+
+@dataclass
 class CriticConfig(TrainEngineConfig):
     """The value model; used by the estimators that need one (gae)."""
 
@@ -156,6 +192,30 @@ class CriticConfig(TrainEngineConfig):
     grad_clip: float = shared(ActorConfig, "grad_clip")
     cliprange_value: float = key(0.5, "how far a value may move before its loss is clipped", ge=0)
     loss_agg_mode: str = shared(ActorConfig, "loss_agg_mode", used_if=())
+    ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
+    megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")
+
+
+@dataclass
+class ImplicitRewardConfig(LogProbConfig, TrainEngineConfig):
+    """The implicit reward model of prime: a language model whose log-ratio to its start is the reward of each token,
+    trained on the outcomes of the policy's responses."""
+
+    strategy: str = _as_actor("strategy")
+    model: ModelConfig = section(
+        ModelConfig, "the model, with the policy's tokens; default path: the actor's"
+    )
+    optim: OptimConfig = section(OptimConfig, "optimiser and schedule")
+    beta: float = key(0.05, "the reward of a token is beta times its log-ratio", gt=0)
+    update: str = key("before", "train on a batch before or after scoring it", known=known.REWARD_UPDATES)
+    threshold: float = key(0.5, "a response with a score above it is a right one")
+    ppo_mini_batch_size: int = _as_actor("ppo_mini_batch_size")
+    ppo_micro_batch_size_per_gpu: int | None = shared(ActorConfig, "ppo_micro_batch_size_per_gpu")
+    use_dynamic_bsz: bool = _as_actor("use_dynamic_bsz")
+    ppo_max_token_len_per_gpu: int | None = _as_actor("ppo_max_token_len_per_gpu")
+    ppo_epochs: int = shared(ActorConfig, "ppo_epochs")
+    grad_clip: float = key(10.0, "largest gradient norm; 0: no clipping", ge=0)
     ulysses_sequence_parallel_size: int = _as_actor("ulysses_sequence_parallel_size")
     megatron: FollowingMegatronConfig = section(FollowingMegatronConfig, _MEGATRON[0], used_if=_MEGATRON[1])
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what checkpoints hold")

@@ -22,13 +22,26 @@ class KLControlConfig:
 
 @dataclass
 class FilterGroupsConfig:
-    """Dynamic sampling: drop prompts whose responses all score the same, and draw others (DAPO)."""
+    """Dynamic sampling: drop prompts whose responses all score the same (DAPO), or whose mean score is out of bounds
+    (PRIME), and draw others."""
 
     enable: bool = key(False, "drop such groups and refill the batch")
     metric: str = key(
         "seq_reward", "what must differ in a group", known=known.FILTER_METRICS, used_if=".enable"
     )
+    accuracy_lower_bound: float | None = key(None, "least mean of metric in a group", used_if=".enable")
+    accuracy_upper_bound: float | None = key(None, "largest mean of metric in a group", used_if=".enable")
     max_num_gen_batches: int = key(0, "generation rounds per step; 0: no limit", ge=0, used_if=".enable")
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        lower, upper = self.accuracy_lower_bound, self.accuracy_upper_bound
+        if lower is None or upper is None or lower < upper:
+            return []
+        return [
+            f"'{name}.accuracy_lower_bound' is {lower:g}; it must be below {name}.accuracy_upper_bound={upper:g}, e.g. "
+            "0.2 and 0.8"
+        ]
 
 
 @dataclass
@@ -89,6 +102,22 @@ class PFPPOConfig:
 
 
 @dataclass
+class PRIMEConfig:
+    """How the estimator prime weighs the outcome against the rewards of an implicit reward model."""
+
+    outcome_coef: float = key(5.0, "weight of the outcome", ge=0)
+    process_coef: float = key(5.0, "weight of the token rewards", ge=0)
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        if self.outcome_coef or self.process_coef:
+            return []
+        return [
+            f"'{name}.outcome_coef' and '{name}.process_coef' are both 0: nothing is left to learn from; 5 is usual"
+        ]
+
+
+@dataclass
 class AlgorithmConfig:
     """From scores to advantages."""
 
@@ -112,6 +141,7 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "dynamic sampling")
     filter_overlong_responses: bool = key(False, "mask responses cut at the longest length out of the loss")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "rollout correction")
+    prime: PRIMEConfig = section(PRIMEConfig, "weights of prime", used_if=".adv_estimator=prime")
     use_pf_ppo: bool = key(False, "resample responses by score before the update (PF-PPO)")
     pf_ppo: PFPPOConfig = section(PFPPOConfig, "PF-PPO's weights", used_if=".use_pf_ppo")
 

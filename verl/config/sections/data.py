@@ -80,7 +80,12 @@ class DataConfig(_RowsConfig, PromptsConfig):
     """Prompts for reinforcement learning."""
 
     train_files: list[str] = shared(_RowsConfig, "train_files", used_if="!.mixture")
-    response_key: str = shared(_RowsConfig, "response_key", "no effect: responses are generated", "@never")
+    response_key: str = shared(
+        _RowsConfig,
+        "response_key",
+        "column that holds the data's answer (spin)",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=spin",
+    )
     seed: int = shared(_RowsConfig, "seed", used_if=".shuffle or .mixture")
     train_batch_size: int = key(1024, "prompts per training step; default: at most the data", ge=1)
     return_raw_input_ids: bool = key(False, "no effect: prompts are always kept", used_if="@never")
@@ -97,10 +102,9 @@ class DataConfig(_RowsConfig, PromptsConfig):
 
 
 @dataclass
-class SFTDataConfig(_RowsConfig):
-    """Prompt and response pairs, or conversations, for supervised fine-tuning."""
+class OfflineDataConfig(_RowsConfig):
+    """Rows with answers."""
 
-    messages_key: str = key("messages", "column that holds a conversation; used where the rows have it")
     train_batch_size: int = key(64, "rows per optimiser step; default: at most the data", ge=1)
     micro_batch_size_per_gpu: int | None = key(
         None, "rows per pass; default: measured", ge=1, used_if="!.use_dynamic_bsz"
@@ -111,6 +115,15 @@ class SFTDataConfig(_RowsConfig):
     )
     max_length: int = key(1024, "longest row (prompt and response), in tokens", ge=2)
     truncation: str = key("error", "what to do with longer rows", known=known.TRUNCATIONS)
+    dataloader_num_workers: int = key(1, "threads that make batches ahead; 0: the main thread", ge=0)
+
+
+@dataclass
+class SFTDataConfig(OfflineDataConfig):
+    """Prompt and response pairs, or conversations, for supervised fine-tuning."""
+
+    messages_key: str = key("messages", "column that holds a conversation; used where the rows have it")
+    tools_key: str = key("tools", "column that holds the tools the model may call, as JSON schemas")
 
 
 def file_errors(name: str, output_path: str | None, max_samples: int) -> list[str]:

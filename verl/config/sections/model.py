@@ -138,8 +138,15 @@ class TrainEngineConfig(ShardingConfig):
     """The engine that trains a model."""
 
     use_torch_compile: bool = key(False, "compile the model; falls back with a notice where that fails")
+    use_cuda_graphs: bool = key(
+        False, "capture passes over few tokens; keeps their memory", used_if=("@gpu", ".strategy!=megatron")
+    )
 
 
 @dataclass
 class SFTModelConfig(TrainEngineConfig, ModelConfig):
     """The model of supervised fine-tuning, with the engine that trains it."""
+
+    use_cuda_graphs: bool = key(
+        True, "capture passes over few tokens; keeps their memory", used_if=("@gpu", ".strategy!=megatron")
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import known
-from verl.config.keys import key, section
+from verl.config.keys import key, section, shared
 
 
 @dataclass
@@ -79,6 +79,26 @@ class BaseTrainerConfig(PlacementConfig):
 
 
 @dataclass
+class OfflineTrainerConfig(BaseTrainerConfig):
+    """A run that trains on given answers."""
+
+    keep_best: str | None = shared(
+        BaseTrainerConfig,
+        "keep_best",
+        "metric whose best checkpoint is kept; default: val/loss where checkpoints are validated",
+    )
+    keep_best_mode: str = shared(
+        BaseTrainerConfig, "keep_best_mode", "which is better; default: min of losses and perplexities"
+    )
+    early_stop_patience: int | None = key(
+        None,
+        "end after so many validations in a row without a better keep_best, and save whenever it is better; without "
+        "save_freq only the best and the newest are kept",
+        ge=1,
+    )
+
+
+@dataclass
 class AsyncTrainingConfig:
     """Generating ahead of training, from weights that may be some steps old."""
 
@@ -113,6 +133,9 @@ class TrainerConfig(BaseTrainerConfig):
     val_before_train: bool = key(True, "validate once before the first step", used_if="data.val_files")
     val_only: bool = key(False, "validate and stop")
     critic_warmup: int = key(0, "first steps in which only the critic learns", ge=0)
+    ref_update_freq: int = key(
+        -1, "steps after which the reference becomes the current policy; -1: never", ge=-1
+    )
     balance_batch: bool = key(True, "give every rank about the same work", used_if="@ranks")
     max_critic_ckpt_to_keep: int | None = key(
         None, "number of newest checkpoints to keep; default: all", ge=1, used_if="critic.enable"

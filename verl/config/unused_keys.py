@@ -1,0 +1,175 @@
+"""Warnings about a config that can run: keys the user set that have no effect, and settings that rarely help.
+
+A key declares with `used_if` what must hold for it to have an effect: one condition, or several that must all hold.
+A condition is `a or b` of these terms, where a leading dot means the key's own section and two the one around it:
+`name` (is set and not False or 0), `!name`, `name=x|y`, `name!=x|y`, `@term` (one of `TERMS`).
+A key that has the value it would have anyway is never reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from verl.config import known
+from verl.config.async_checks import async_advice
+from verl.config.build import finalize
+from verl.config.group_loss_checks import group_loss_advice
+from verl.config.keys import Key, get, put, schema_keys
+from verl.config.machine import cpu_has_bf16, on_cpu
+from verl.config.parallelism import (
+    EXTERNAL_ENGINES,
+    pools,
+    rollout_pool,
+)
+from verl.config.schema import (
+    AnyConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    PPOConfig,
+)
+
+
+def unused_keys(config: AnyConfig) -> list[str]:
+    """One line for each key the user set that does nothing, and for each setting that rarely does what was meant."""
+    lines = []
+    for name in sorted(config.user_set - config.recipe_set):
+        key, value = schema_keys(type(config))[name], get(config, name)
+        if value == key.default:
+            continue
+        why = next((why for condition in key.used_if if (why := _unmet(config, key, condition))), "")
+        if why and not _has_value_anyway(config, name):
+            lines.append(
+                f"'{name}'={f'{value:g}' if isinstance(value, float) else value} has no effect: {why}"
+            )
+    return [*lines, *_slow_dtypes(config), *_advice(config)]
+
+
+def _unmet(config: AnyConfig, key: Key, condition: str) -> str:
+    """Why a condition does not hold; empty where it does."""
+    reasons = []
+    for term in condition.split(" or "):
+        why = _unmet_term(config, key, term)
+        if not why:
+            return ""
+        reasons.append(why)
+    return " and ".join(reasons)
+
+
+def _unmet_term(config: AnyConfig, key: Key, term: str) -> str:
+    if term == "@never":
+        return key.doc.removeprefix("no effect: ")
+    if term.startswith("@"):
+        holds, why = TERMS[term]
+        return "" if holds(config, key) else why
+    parsed = re.fullmatch(r"(!?)([\w.]+)(?:(!?=)(.*))?", term)
+    assert parsed is not None, f"{key.name} declares used_if={term!r}"
+    negated, name, sign, values = parsed.groups()
+    value = get(config, name)
+    if sign is None:
+        shown = (
+            "not set" if value in (None, "", [], {}) else "set" if isinstance(value, (list, dict)) else value
+        )
+        return f"{name} is {shown}" if bool(value) == bool(negated) else ""
+    metadata = schema_keys(type(config))[name].metadata
+    if metadata["plugin"] and isinstance(value, str) and value not in metadata["known"]:
+        return ""  # what a user's own loss, estimator or engine reads is not known
+    found = any(str(each) in values.split("|") for each in (value if isinstance(value, list) else [value]))
+    if sign == "=":
+        return "" if found else f"it needs {name}={values.replace('|', ' or ')}"
+    return f"{name} is {value}" if found else ""
+
+
+def _has_value_anyway(config: AnyConfig, name: str) -> bool:
+    """Whether the key would have its value without being set, because it follows another."""
+    without = deepcopy(config)
+    without.user_set = config.user_set - {name}
+    put(without, name, schema_keys(type(config))[name].default)
+    finalize(without)
+    return bool(get(without, name) == get(config, name))
+
+
+def _on_gpu(config: AnyConfig, key: Key) -> bool:
+    return isinstance(config, EvaluationConfig) or not on_cpu(config)
+
+
+def _processes(config: AnyConfig, key: Key) -> int:
+    """Processes of the run on Ray: ranks, rollout engines and reward models."""
+    return 1 if isinstance(config, EvaluationConfig) else sum(pool.processes for pool in pools(config))
+
+
+def _has_workers(config: AnyConfig, key: Key) -> bool:
+    """Whether there are processes that could die: on Ray, a rollout server, or the workers of one."""
+    if _processes(config, key) > 1 or not isinstance(config, (PPOConfig, GenerationConfig)):
+        return _processes(config, key) > 1
+    rollout = config.actor_rollout_ref.rollout if isinstance(config, PPOConfig) else config.rollout
+    return rollout.name in EXTERNAL_ENGINES and (
+        rollout.mode == "server" or rollout.tensor_model_parallel_size > 1
+    )
+
+
+def _has_16bit_weights(config: AnyConfig, key: Key) -> bool:
+    role = key.name.partition(".optim.")[0].removesuffix(".actor")
+    dtype = get(config, "model.dtype" if key.name.startswith("optim.") else f"{role}.model.dtype")
+    return _on_gpu(config, key) if dtype == "auto" else dtype != "float32"
+
+
+TERMS: dict[str, tuple[Callable[[Any, Key], bool], str]] = {
+    "@gpu": (_on_gpu, "the run is on CPUs"),
+    "@ranks": (lambda c, key: c.trainer.n_gpus_per_node * c.trainer.nnodes > 1, "there is one process"),
+    "@ray": (lambda c, key: _processes(c, key) > 1, "one process runs without Ray"),
+    "@workers": (_has_workers, "there are no other processes"),
+    "@shared_gpus": (lambda c, key: not rollout_pool(c), "rollout has its own GPUs"),
+    "@16bit": (_has_16bit_weights, "the weights are float32"),
+}
+
+
+def _slow_dtypes(config: AnyConfig) -> list[str]:
+    """A line for each key that asks a CPU without bf16 instructions for bf16."""
+    keys = [
+        key.name
+        for key in schema_keys(type(config)).values()
+        if key.metadata["known"] in (known.MODEL_DTYPES, known.ROLLOUT_DTYPES)
+        and key.name in config.user_set
+        and get(config, key.name) == "bfloat16"
+    ]
+    if not keys or isinstance(config, EvaluationConfig) or cpu_has_bf16() or not on_cpu(config):
+        return []
+    return [
+        f"'{key}'=bfloat16 is slow: this CPU has no bf16 instructions. Set {key}=float32, or leave it out"
+        for key in keys
+    ]
+
+
+def _advice(config: AnyConfig) -> list[str]:
+    """Settings that work but rarely do what was meant."""
+    if isinstance(config, GenerationConfig) and config.rollout.n > 1 and config.rollout.temperature == 0:
+        return [
+            f"'rollout.n'={config.rollout.n} greedy responses are all the same; raise rollout.temperature"
+        ]
+    if not isinstance(config, PPOConfig):
+        return []
+    lines = async_advice(config) + group_loss_advice(config)
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    val, name = rollout.val_kwargs, "actor_rollout_ref.rollout"
+    if val.n > 1 and not val.do_sample and config.data.val_files:
+        lines.append(
+            f"'{name}.val_kwargs.n'={val.n} greedy responses are all the same; set {name}.val_kwargs.do_sample=True"
+        )
+    if rollout.temperature > 1.5:
+        lines.append(f"'{name}.temperature'={rollout.temperature:g}: responses tend to degenerate above 1.5")
+    if config.actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward:
+        lines.append(
+            "the KL counts twice: actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward"
+        )
+    if config.critic.enable and algorithm.adv_estimator in set(known.ESTIMATORS) - {*known.CRITIC_ESTIMATORS}:
+        lines.append(
+            f"'critic.enable'=True: algorithm.adv_estimator={algorithm.adv_estimator} uses no critic"
+        )
+    if algorithm.adv_estimator == "turn_rloo" and not rollout.multi_turn.enable:
+        lines.append(
+            f"'algorithm.adv_estimator'=turn_rloo is the same as rloo without {name}.multi_turn.enable=True"
+        )
+    return lines
