@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agents.chat_tokenizers import chat_tokenizer
 from verl.data import inspect
+from verl.data.tool_messages import PROBE_TOOL
 from verl.errors import DataError
 
 
@@ -67,6 +70,20 @@ def test_fine_tuning_rows(run: Callable, model: str, tmp_path: Path, write_jsonl
     )
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}
     assert "preference pairs" in run(write_jsonl(tmp_path / "f.jsonl", [pair]), "--model", model)[1]
+
+
+def test_what_is_learned_is_shown(run: Callable, tmp_path: Path, write_jsonl: Callable) -> None:
+    chat_tokenizer("qwen3").save_pretrained(tmp_path / "qwen3")
+    call = {"function": {"name": "lookup", "arguments": {"word": "x"}}}
+    answer = {"role": "assistant", "content": "<think>\nWhy.\n</think>\n\nFive."}
+    calls = {"role": "assistant", "tool_calls": [call]}
+    row = {"messages": [*user("a"), answer, *user("b"), calls], "functions": json.dumps([PROBE_TOOL])}
+    file = write_jsonl(tmp_path / "c.jsonl", [row])
+    status, text = run(file, "--model", str(tmp_path / "qwen3"), "--tools_key", "functions")
+    assert status == 0 and "1 conversations become 2 rows" in text
+    seen, learned = text.split("of it, learned from:\n")
+    assert '  | {"type": "function"' in seen and "tools" not in learned
+    assert learned == "  > <think>\n  | Why.\n  | </think>\n  | \n  | Five.<|im_end|>\n"
 
 
 def test_refused_rows_are_listed_and_counted(

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
+from verl.config.schema import RewardDataConfig
+from verl.data.chat import conversation_ids
 from verl.data.files import Rows
 from verl.data.loader import Loader
-from verl.data.preference_dataset import PreferenceDataset, preference_collate
+from verl.data.preference_dataset import PreferenceDataset
 from verl.errors import DataError
 
 
-def build(tokenizer: Any, *rows: dict[str, Any], **changes: Any) -> PreferenceDataset:
-    return PreferenceDataset(Rows.from_list(rows), tokenizer, **changes)
+def build(tokenizer: Any, *rows: dict[str, Any], use: Any = "pairs", **changes: Any) -> PreferenceDataset:
+    config = RewardDataConfig(**{"shuffle": False, **changes})
+    return PreferenceDataset(config, Rows.from_list(rows), tokenizer, use=use)
 
 
 def learned(tokenizer: Any, side: Any) -> tuple[str, str]:
@@ -45,19 +49,19 @@ HEADER = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
 )
 def test_every_form_gives_the_same_pair(tokenizer: Any, row: dict) -> None:
     item = build(tokenizer, row)[0]
-    assert learned(tokenizer, item.chosen) == (HEADER + "good<|im_end|>", "good<|im_end|>")
-    assert learned(tokenizer, item.rejected) == (HEADER + "bad<|im_end|>", "bad<|im_end|>")
+    assert learned(tokenizer, item.rows[0]) == (HEADER + "good<|im_end|>", "good<|im_end|>")
+    assert learned(tokenizer, item.rows[1]) == (HEADER + "bad<|im_end|>", "bad<|im_end|>")
 
 
 def test_only_what_differs_is_learned_from(tokenizer: Any) -> None:
     shared = [user("q"), answer("first"), user("more")]
     item = build(tokenizer, {"chosen": [*shared, answer("good")], "rejected": [*shared, answer("bad")]})[0]
-    assert learned(tokenizer, item.chosen)[1] == "good<|im_end|>"
+    assert learned(tokenizer, item.rows[0])[1] == "good<|im_end|>"
     longer = build(
         tokenizer,
         {"prompt": shared, "chosen": [answer("a"), user("b"), answer("c")], "rejected": "bad"},
     )[0]
-    assert learned(tokenizer, longer.chosen)[1] == "a<|im_end|>c<|im_end|>"
+    assert learned(tokenizer, longer.rows[0])[1] == "a<|im_end|>c<|im_end|>"
 
 
 def test_collated_pairs_stay_together(tokenizer: Any) -> None:
@@ -68,8 +72,9 @@ def test_collated_pairs_stay_together(tokenizer: Any) -> None:
         {"prompt": "s", "chosen": "z", "rejected": "w"},
     )
     assert len(dataset) == 2
-    batch = preference_collate([dataset[0], dataset[1]], pad_id=0)
-    assert batch.non_tensor_batch["chosen"].tolist() == [True, False, True, False]
+    batch = dataset.batch([0, 1], ["a", "b"])
+    assert batch.meta_info["rows_together"] == 2
+    assert batch.batch["chosen"].tolist() == [True, False, True, False]
     assert batch.non_tensor_batch["index"].tolist() == [0, 0, 2, 2]
     assert batch.batch["input_ids"].shape == (4, 5)
     assert batch.batch["response_mask"].tolist() == [
@@ -90,7 +95,7 @@ def test_long_pairs(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
         build(tokenizer, row, max_length=8)
     with caplog.at_level(logging.WARNING):
         item = build(tokenizer, row, max_length=6, truncation="left")[0]
-    assert learned(tokenizer, item.chosen)[0] == "34567<|im_end|>" and "1 of 1 pairs are cut" in caplog.text
+    assert learned(tokenizer, item.rows[0])[0] == "34567<|im_end|>" and "1 of 1 pairs are cut" in caplog.text
     with pytest.raises(DataError, match="no usable pair"):
         build(tokenizer, row, max_length=4, truncation="right")
 
@@ -109,9 +114,45 @@ def test_long_pairs(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
             {"prompt": "p", "chosen": [answer("x"), user("y"), answer("z")], "rejected": "r"},
             "must be messages too",
         ),
-        ({"prompt": "p", "chosen": "c", "rejected": "c"}, "no usable pair"),
+        ({"prompt": "p", "chosen": "c", "rejected": "c"}, "all 1 pairs have two equal answers"),
     ],
 )
 def test_rows_that_cannot_be_used(tokenizer: Any, row: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         build(tokenizer, row)
+
+
+def test_the_third_row_of_kto_is_this_prompt_with_the_answer_of_the_next_pair(tokenizer: Any) -> None:
+    rows = [{"prompt": p, "chosen": f"{p}+", "rejected": f"{p}-"} for p in ("aa", "b", "cc")]
+    dataset = build(tokenizer, *rows, use="kto")
+    assert [learned(tokenizer, item.rows[2]) for item in dataset.items] == [
+        ("aab+<|im_end|>", "b+<|im_end|>"),
+        ("bcc+<|im_end|>", "cc+<|im_end|>"),
+        ("ccaa+<|im_end|>", "aa+<|im_end|>"),
+    ]
+    assert dataset.batch([0, 2], ["x", "y"]).meta_info["rows_together"] == 3
+    with pytest.raises(DataError, match="algorithm.loss=kto needs at least 2 pairs"):
+        build(tokenizer, rows[0], use="kto")
+
+
+def test_rows_of_a_reward_model_are_read_as_it_reads_them_later(tokenizer: Any) -> None:
+    rows = [
+        {"prompt": "q", "chosen": "good", "rejected": "bad", "margin": 2},
+        {"prompt": [user("q")], "chosen": [answer("good")], "rejected": "bad", "margin": 0.5},
+    ]
+    dataset = build(tokenizer, *rows, use="reward")
+    wanted = conversation_ids(tokenizer, [user("q"), answer("good")])
+    for item in dataset.items:
+        ids, mask = item.rows[0]
+        assert ids.tolist()[:-1] == wanted
+        assert mask.tolist() == [0] * len(wanted) + [1]
+    batch = dataset.batch([0, 1], ["x", "y"])
+    assert batch.batch["margin"].tolist() == [2.0, 2.0, 0.5, 0.5]
+    with pytest.raises(DataError, match=r"'margin' \(data.margin_key\) of row 0 .* is 'much'"):
+        build(tokenizer, {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, use="reward")
+
+
+def test_known_reference_log_probs_come_with_the_rows(tokenizer: Any) -> None:
+    dataset = build(tokenizer, *({"prompt": "p", "chosen": c, "rejected": "no"} for c in "abc"))
+    dataset.reference = np.arange(6.0).reshape(3, 2)
+    assert dataset.batch([2, 0], ["x", "y"]).batch["ref_log_prob"].tolist() == [4.0, 5.0, 0.0, 1.0]

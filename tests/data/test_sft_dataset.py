@@ -87,15 +87,26 @@ def test_system_prompt_in_conversations(tokenizer: Any) -> None:
     assert split(tokenizer, item)[1] == "yo<|im_end|>"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(new_tokenizer: Callable) -> None:
+def test_a_template_that_rewrites_earlier_turns_gives_several_rows(
+    new_tokenizer: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
     forgetting = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content if loop.last or m.role == 'user' else '...' }}"
         "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = new_tokenizer(template=forgetting)
     assert split(tokenizer, build(tokenizer, {"messages": chat("uhi", "ayo")})[0])[1] == "yo"
-    with pytest.raises(DataError, match="one row per answer"):
-        build(tokenizer, {"messages": chat("uhi", "ayo", "uhm", "aho")})
+    with caplog.at_level(logging.INFO):
+        items = build(
+            tokenizer, {"messages": chat("uhi", "ayo", "uhm", "aho")}, {"messages": chat("uhi", "ayo")}
+        )
+    assert [split(tokenizer, item) for item in items] == [
+        ("[user]hi[assistant]yo", "yo"),
+        ("[user]hi[assistant]...[user]hm[assistant]ho", "ho"),
+        ("[user]hi[assistant]yo", "yo"),
+    ]
+    assert [items.row_number(position) for position in range(3)] == [0, 0, 1]
+    assert "1 of 2 conversations are 2 rows" in caplog.text
 
 
 @pytest.mark.parametrize(

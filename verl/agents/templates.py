@@ -6,14 +6,13 @@ around a turn and its thinking, which stays as the model drew it. Other template
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 
 from verl.agents.base import Message, Schema
-from verl.data.chat import PROBE_TOOL, ChatFormat
+from verl.data.chat import ChatFormat
+from verl.data.tool_messages import PROBE_TOOL, answer_text, join_answers, short_call_id
 from verl.errors import ConfigError, DataError
 
 _PLACEHOLDER = "PlaceholderOfTheTurn"
@@ -43,9 +42,7 @@ class ChatTurns:
         """Whether the template takes a tool's answer only after a message with `tool_calls`."""
         self._hashed_ids = False
         """Whether call ids must be nine letters or digits."""
-        self._atomic = set(chat.tokenizer.all_special_ids) | set(chat.tokenizer.added_tokens_decoder)
-        self._atomic.discard(chat.tokenizer.unk_token_id)
-        """Tokens that text is cut at before it is encoded. The unknown one stands for any text."""
+        self._atomic = chat.atomic_ids()
         self._checked: set[tuple[str, ...]] = set()
         try:
             self._end = self._find_end([_question(1)])
@@ -97,10 +94,9 @@ class ChatTurns:
         """The answer of a tool as a message of this template."""
         text = _encodable(text)
         if not self.tool_role:
-            content = f"<tool_response>\n{text}\n</tool_response>"
-            return {"role": "user", "content": content, "tool_call_id": call_id}
-        if self._hashed_ids and not re.fullmatch("[a-zA-Z0-9]{9}", call_id):
-            call_id = hashlib.sha256(call_id.encode()).hexdigest()[:9]
+            return {"role": "user", "content": answer_text(text), "tool_call_id": call_id}
+        if self._hashed_ids:
+            call_id = short_call_id(call_id)
         return {"role": "tool", "name": name, "tool_call_id": call_id, "content": text}
 
     def truncate(self, text: str, limit: int, side: str) -> str:
@@ -138,19 +134,8 @@ class ChatTurns:
     ) -> str:
         tools = self._schemas if tools is None else tools
         where = "a conversation of several turns"
-        text = self.chat.render(self._joined(messages), generate=generate, where=where, tools=tools)
+        text = self.chat.render(join_answers(messages), generate=generate, where=where, tools=tools)
         return _encodable(text)
-
-    def _joined(self, messages: Sequence[Message]) -> list[Message]:
-        """Tools that answer as the user do so in one message: many templates refuse two of one role in a row."""
-        joined: list[Message] = []
-        for message in messages:
-            last = joined[-1] if joined else {}
-            if message["role"] == last.get("role") == "user" and "tool_call_id" in last:
-                joined[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
-            else:
-                joined.append(message)
-        return joined
 
     def _turn(self, content: str, answers: Sequence[Message]) -> Message:
         """A model turn with these answers; `content` is part of what the template writes for it."""
@@ -205,24 +190,8 @@ class ChatTurns:
 
     def _writes_tools(self, call_id: str) -> bool:
         """Whether the template has a role for tools, in a conversation of several turns."""
-
-        def text_of(role: str) -> str:
-            answer = {"role": role, "name": "lookup", "tool_call_id": call_id, "content": "found"}
-            turn = self._turn("said", [{**answer, "role": "tool"}])
-            return self._render([_question(0), turn, answer, turn, answer])
-
-        text = text_of("tool")
-        if text.count("found") != 2:
-            return False
-        with suppress(DataError):
-            other = text_of("stranger")
-            if text == other.replace("stranger", "tool"):
-                # It writes any role by its name. The tokenizer may know this one.
-                return self._special_tokens(text) > self._special_tokens(other)
-        return True
-
-    def _special_tokens(self, text: str) -> int:
-        return sum(token in self._atomic for token in self.chat.encode([text])[0])
+        answer = {"role": "tool", "name": "lookup", "tool_call_id": call_id, "content": ""}
+        return self.chat.writes_tool_role(self._turn("said", [answer]), call_id, self._schemas)
 
     # -- the proof
 

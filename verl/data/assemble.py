@@ -49,12 +49,12 @@ def _padded(
     rows: Sequence[Sequence[Any] | np.ndarray], fill: float, dtype: torch.dtype, width: int, left: bool
 ) -> torch.Tensor:
     width = max([width, *(len(row) for row in rows)])
-    out = torch.full((len(rows), width), fill, dtype=dtype)
+    out = np.full((len(rows), width), fill, dtype=torch.empty(0, dtype=dtype).numpy().dtype)
     for number, row in enumerate(rows):
         if len(row):
             columns = slice(width - len(row), width) if left else slice(0, len(row))
-            out[number, columns] = torch.as_tensor(row, dtype=dtype)
-    return out
+            out[number, columns] = row
+    return torch.from_numpy(out)
 
 
 def _response_masks(responses: Sequence[FinishedSample]) -> list[list[int]]:
@@ -237,6 +237,40 @@ def _cut_rows(tensor: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.T
     for row, (start, end) in enumerate(spans):
         out[row, : end - start] = tensor[row, start:end]
     return out
+
+
+def add_answers(batch: DataProto, n: int, pad_token_id: int) -> DataProto:
+    """Rollouts of `n` rows per prompt with one more row behind them: the data's answer (column `answer_ids`), with no
+    reward. New tensor: `from_data` [B], its flag. Columns, and the age of the weights, are those of the prompt's first
+    response with a score: one without has a group of its own."""
+    if "answer_ids" not in batch.non_tensor_batch:
+        raise DataError("The prompts carry no 'answer_ids' column: their data was read without answers.")
+    rows = np.arange(len(batch)).reshape(-1, n)
+    failed = np.array([error is not None for error in batch.non_tensor_batch["reward_error"]]).reshape(-1, n)
+    first = batch[rows[np.arange(len(rows)), failed.argmin(1)]]
+    columns = first.non_tensor_batch
+    samples = [
+        _TurnSample(ids, "stop", version)
+        for ids, version in zip(columns["answer_ids"], columns["policy_version"], strict=True)
+    ]
+    answers = assemble_rollouts(DataProto({}, columns), samples, pad_token_id)
+    T = answers.batch["responses"].shape[1]
+    for name, tensor in first.batch.items():
+        if name not in answers.batch:
+            wide = tensor.dim() > 1
+            answers.batch[name] = tensor.new_zeros(len(tensor), T, *tensor.shape[2:]) if wide else tensor
+    parts = [DataProto(dict(part.batch), part.non_tensor_batch) for part in (batch, answers)]
+    for part in parts:
+        part.batch["from_data"] = torch.full((len(part),), part is parts[1])
+    order = np.concatenate([rows, len(batch) + np.arange(len(rows))[:, None]], axis=1).flatten()
+    joined = concat_rollouts(parts, pad_token_id)[order]
+    joined.meta_info = dict(batch.meta_info)
+    return joined
+
+
+def sampled_rows(batch: DataProto) -> DataProto:
+    """The batch without the rows of `add_answers`."""
+    return batch[~batch.batch["from_data"]] if "from_data" in batch.batch else batch
 
 
 def response_lengths(batch: DataProto) -> np.ndarray:

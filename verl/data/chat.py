@@ -6,10 +6,10 @@ prompt is already templated; only a missing beginning-of-sequence token is added
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.data.tool_messages import PROBE_TOOL, Messages, Tools, probe_call, tools_text
 from verl.errors import ConfigError, DataError, ModelError
 from verl.json_input import parse_json
 
@@ -25,12 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Messages = list[dict[str, Any]]
-Tools = Sequence[Mapping[str, Any]]
-"""OpenAI function schemas."""
-
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenizer_config.json")
 _JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content)"')
+_QUESTION = {"role": "user", "content": "a"}
 _OURS = frozenset({"tokenize", "add_generation_prompt", "continue_final_message", "tools", "chat_template"})
 _OPTIONS = (
     "Options: data.chat_template=FILE (a Jinja template), a prompt column of already templated strings, "
@@ -172,33 +170,6 @@ def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(texts)
 
 
-def tools_text(tools: Tools) -> str:
-    """The tools for a template that has no place for them, and how to call one (format hermes)."""
-    schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
-    return (
-        "You can call functions. They are listed between <tools> and </tools>, one JSON object per line:\n"
-        f"<tools>\n{schemas}\n</tools>\n\n"
-        "To call one, write a JSON object with its name and its arguments between <tool_call> and </tool_call>:\n"
-        '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call>\n'
-        "The result comes back between <tool_response> and </tool_response>."
-    )
-
-
-PROBE_TOOL: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Find a word.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "The word."}},
-            "required": ["word"],
-        },
-    },
-}
-"""A tool to try a template with."""
-
-
 @dataclass
 class ChatFormat:
     """How prompts become text and ids: a tokenizer and the settings of the data section."""
@@ -233,18 +204,59 @@ class ChatFormat:
     @cached_property
     def ignores_tools(self) -> bool:
         """Whether the template has no place for tools: it writes the same with and without one."""
-        question = [{"role": "user", "content": "a"}]
         try:
-            return self._apply(question, True, [PROBE_TOOL]) == self._apply(question, True, None)
+            return self._apply([_QUESTION], True, [PROBE_TOOL]) == self._apply([_QUESTION], True, None)
         except Exception:  # refused with the row's name where it is rendered
             return False
 
     @cached_property
+    def writes_calls(self) -> bool:
+        """Whether the template writes `tool_calls`."""
+        try:
+            return "inquired" in self._apply([_QUESTION, probe_call("inquired")], False, [PROBE_TOOL])
+        except Exception:  # refused with the row's name where it is rendered
+            return True
+
+    @cached_property
+    def takes_tool_role(self) -> bool:
+        """Whether tools answer in a role of their own, where calls are text."""
+        try:
+            return self.writes_tool_role({"role": "assistant", "content": "said"}, "call00001", [])
+        except DataError:
+            return False
+
+    def writes_tool_role(self, turn: Mapping[str, Any], call_id: str, tools: Tools) -> bool:
+        """Whether the template has a role for tools that answer the message `turn`; DataError where it refuses."""
+
+        def text_of(role: str) -> str:
+            answer = {"role": role, "name": "lookup", "tool_call_id": call_id, "content": "found"}
+            return self.render([_QUESTION, turn, answer, turn, answer], generate=True, tools=tools)
+
+        text = text_of("tool")
+        if text.count("found") != 2:
+            return False
+        with suppress(DataError):
+            other = text_of("stranger")
+            if text == other.replace("stranger", "tool"):
+                # It writes any role by its name. The tokenizer may know this one.
+                return self._special_tokens(text) > self._special_tokens(other)
+        return True
+
+    def _special_tokens(self, text: str) -> int:
+        atomic = self.atomic_ids()
+        return sum(token in atomic for token in self.encode([text])[0])
+
+    def atomic_ids(self) -> frozenset[int]:
+        """Tokens that text is cut at before it is encoded. The unknown one stands for any text."""
+        found = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        return frozenset(found - {self.tokenizer.unk_token_id})
+
+    @cached_property
     def _takes_system(self) -> bool:
         """Whether the template shows a system message."""
-        messages = [{"role": "system", "content": "instructed"}, {"role": "user", "content": "a"}]
         try:
-            return "instructed" in self._apply(messages, True, None)
+            system = {"role": "system", "content": "instructed"}
+            return "instructed" in self._apply([system, _QUESTION], True, None)
         except Exception:  # the template's own refusal
             return False
 
@@ -268,9 +280,10 @@ class ChatFormat:
         generate: bool,
         where: str = "a row",
         tools: Tools | None = None,
+        prefill: bool = True,
     ) -> str:
-        """The template's text. With `generate` it ends where the policy starts: after the header of its turn, or
-        inside a last message that is the assistant's own (a prefilled beginning)."""
+        """The template's text. With `generate` it ends where the policy starts: after the header of its turn, or, with
+        `prefill`, inside a last message that is the assistant's own (a prefilled beginning)."""
         tools = self.tools if tools is None else tools
         if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
@@ -284,14 +297,20 @@ class ChatFormat:
         if tools and self.ignores_tools:
             messages, tools = self._with_tools_text(messages, tools), None
         try:
-            return self._apply(messages, generate, tools)
+            return self._apply(messages, generate, tools, prefill)
         except (
             Exception
         ) as error:  # templates raise jinja2 errors, and any Python error from their expressions
             raise DataError(f"The chat template refuses {where}: {error}") from error
 
-    def _apply(self, messages: Sequence[Mapping[str, Any]], generate: bool, tools: Tools | None) -> str:
-        prefilled = generate and messages[-1]["role"] == "assistant"
+    def _apply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generate: bool,
+        tools: Tools | None,
+        prefill: bool = True,
+    ) -> str:
+        prefilled = prefill and generate and messages[-1]["role"] == "assistant"
         text = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] if tools else None,
@@ -309,13 +328,13 @@ class ChatFormat:
         messages = as_messages(prompt)
         if messages is None and isinstance(prompt, str):
             if tools or (tools is None and self.tools):
-                self._warn_once(
+                self.warn_once(
                     "tools",
                     "the tools are not added to prompts that are strings: they are templated already, and must "
                     "describe the tools themselves",
                 )
             if self.system_prompt is not None:
-                self._warn_once(
+                self.warn_once(
                     "system prompt",
                     "data.system_prompt has no effect on prompts that are strings: they are templated already",
                 )
@@ -326,13 +345,13 @@ class ChatFormat:
                 f"{str(prompt)[:200]!r}.{_other_conversation(prompt)}"
             )
         if messages[-1]["role"] == "assistant":
-            self._warn_once(
+            self.warn_once(
                 "prefill",
                 f"the prompt of {where} ends with the assistant's message: the policy continues it",
             )
         return messages, self.render(messages, generate=True, where=where, tools=tools)
 
-    def _warn_once(self, subject: str, text: str) -> None:
+    def warn_once(self, subject: str, text: str) -> None:
         if subject not in self._warned:
             self._warned.add(subject)
             logger.warning(text)
@@ -358,6 +377,16 @@ class ChatFormat:
             (raw, text, self.with_bos(ids) if isinstance(raw, str) or self.raw_prompts else ids)
             for (raw, text), ids in zip(rendered, encoded, strict=True)
         ]
+
+
+def conversation_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """A finished conversation as a reward model reads it, in training and when it scores."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+    ids = tokenizer("\n\n".join(str(message["content"]) for message in messages))["input_ids"]
+    return ids
 
 
 def truncate(ids: list[int], limit: int, mode: str) -> list[int]:

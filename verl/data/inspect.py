@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,15 @@ from verl.data.chat import ChatFormat, as_messages, load_tokenizer, plain_text
 from verl.data.columns import likely_column
 from verl.data.files import Rows, read_rows
 from verl.data.rl_dataset import truth_of
-from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer
+from verl.data.segments import (
+    Segment,
+    conversation_rows,
+    conversation_segments,
+    encode_segments,
+    pair_segments,
+    single_answer,
+)
+from verl.data.tool_messages import as_tools
 from verl.errors import DataError, VerlError
 
 _KINDS = {
@@ -28,7 +37,7 @@ _KINDS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", help="files, folders or a dataset id")
     parser.add_argument("--model", help="model folder or id whose tokenizer and chat template to use")
-    for name in ("prompt", "response", "messages"):
+    for name in ("prompt", "response", "messages", "tools"):
         parser.add_argument(f"--{name}_key", default=name, help=f"data.{name}_key (default: {name})")
     parser.add_argument("--system_prompt", help="data.system_prompt")
     parser.add_argument("--chat_template", help="data.chat_template: a template file")
@@ -39,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when the trainer would take every row, 1 when it would refuse some."""
     rows = read_rows(args.files, key="FILE")
-    keys = {"prompt": args.prompt_key, "response": args.response_key, "messages": args.messages_key}
+    keys = {name: getattr(args, f"{name}_key") for name in ("prompt", "response", "messages", "tools")}
     kind = kind_of(rows.column_names, keys)
     lines = [f"{name}: {count} rows" for name, _, count in rows.files()]
     lines += ["", f"{len(rows)} rows, columns:", *_column_lines(rows), ""]
@@ -97,23 +106,33 @@ def _measure(
     total, learned = lengths.values()
     errors: list[str] = []
     first = ""
+    answers: list[str] = []
+    split: list[int] = []
     for number, row in enumerate(rows):
         where = rows.origin(number)
         try:
-            segments = _segments(row, chat, kind, keys, where)
+            cut = _rows_of(row, chat, kind, keys, where)
             if kind == "rl":
-                ids = chat.encode([segments[0].text])[0]
-                total.append(len(chat.with_bos(ids) if segments[0].takes_bos else ids))
+                prompt = cut[0][0]
+                ids = chat.encode([prompt.text])[0]
+                total.append(len(chat.with_bos(ids) if prompt.takes_bos else ids))
             else:
-                ((ids, mask),) = encode_segments(chat, [segments], [where])
-                total.append(len(ids))
-                learned.append(sum(mask))
+                encoded = encode_segments(chat, cut, [where] * len(cut))
+                total += [len(ids) for ids, _ in encoded]
+                learned += [sum(mask) for _, mask in encoded]
+                answers = answers or _learned_texts(chat, *encoded[0])
         except VerlError as error:
             errors.append(str(error))
             continue
-        first = first or "".join(segment.text for segment in segments)
+        split += [len(cut)] if len(cut) > 1 else []
+        first = first or "".join(segment.text for segment in cut[0])
     lines = [f"refused: {len(errors)} of {len(rows)} rows, for example:"] if errors else []
     lines += [f"  {reason}" for reason in errors[:3]]
+    if split:
+        lines.append(
+            f"{len(split)} conversations become {sum(split)} rows: the chat template writes earlier messages "
+            "differently once later ones follow"
+        )
     for name, values in lengths.items():
         if values:
             median, p95 = np.percentile(values, [50, 95]).astype(int).tolist()
@@ -123,26 +142,42 @@ def _measure(
         over = sum(length > limit for length in total)
         lines.append(f"longer than {limit}: {over} of {len(total)} rows ({over / len(total):.1%})")
     lines += ["", "first row, as the policy sees it:", *(f"  | {line}" for line in first[:1500].splitlines())]
+    if answers:
+        lines += ["", "of it, learned from:"]
+        lines += [f"  {'>' if not at else '|'} {line}" for text in answers for at, line in _numbered(text)]
     return lines, not errors
 
 
-def _segments(
+def _numbered(text: str) -> Iterator[tuple[int, str]]:
+    return enumerate(text[:1500].splitlines())
+
+
+def _learned_texts(chat: ChatFormat, ids: Sequence[int], mask: Sequence[int]) -> list[str]:
+    """The text of each run of ids that is learned from."""
+    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return [str(chat.tokenizer.decode([token for token, _ in run])) for marked, run in runs if marked]
+
+
+def _rows_of(
     row: Mapping[str, Any], chat: ChatFormat, kind: str, keys: Mapping[str, str], where: str
-) -> list[Segment]:
+) -> list[list[Segment]]:
+    tools = as_tools(row.get(keys["tools"]), where) if kind in ("chat", "pair") else []
     prompt = row.get(keys["prompt"])
     if kind == "chat" or (kind == "preference" and prompt is None):
         column = keys["messages"] if kind == "chat" else "chosen"
         messages = as_messages(row.get(column))
         if messages is None:
             raise DataError(f"'{column}' of {where} is not a list of messages.")
-        return conversation_segments(messages, chat, where)
+        if kind == "chat":
+            return conversation_rows(messages, chat, where, tools=tools)
+        return [conversation_segments(messages, chat, where)]
     if kind == "rl":
         raw, text = chat.prompt_text(prompt, where)
         if not text:
             raise DataError(f"The prompt of {where} is empty.")
-        return [Segment(text, learned=False, takes_bos=isinstance(raw, str))]
+        return [[Segment(text, learned=False, takes_bos=isinstance(raw, str))]]
     answer_key = keys["response"] if kind == "pair" else "chosen"
     answer = single_answer(row.get(answer_key))
     if not isinstance(answer, str):
         raise DataError(f"'{answer_key}' of {where} must be text, got {type(answer).__name__}.")
-    return pair_segments(chat, prompt, answer, where)
+    return [pair_segments(chat, prompt, answer, where, tools)]

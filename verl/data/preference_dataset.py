@@ -1,20 +1,27 @@
-"""Preference pairs for reward models and direct preference training: a prompt with a chosen and a rejected answer.
+"""Pairs of a chosen and a rejected answer to one prompt, for preference training and reward models.
 
-Both answers follow the same prompt ids. A pair is rows 2i (chosen) and 2i+1 (rejected) of a batch. Pairs with equal
-answers are dropped and counted.
+A pair is consecutive rows of a batch: chosen, rejected and, for kto, the chosen answer of another pair to this prompt.
+Pairs with equal answers are dropped and counted. All pairs are encoded at start, so that one that cannot be used is
+found before a model is loaded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from verl.data.chat import ChatFormat, Messages, as_messages
+import numpy as np
+import torch
+
+from verl.config.sections.preference import PreferenceAlgorithmConfig
+from verl.data.chat import ChatFormat, Messages, as_messages, conversation_ids, read_template
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
+from verl.data.loader import EpochOrder, Loader
 from verl.data.proto import DataProto
+from verl.data.rl_dataset import choose_rows
 from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer
 from verl.data.sft_dataset import Encoded, fit_encoded, pad_encoded
 from verl.errors import DataError
@@ -22,27 +29,28 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.config.schema import PreferenceConfig, PreferenceDataConfig
+
 logger = logging.getLogger(__name__)
+
+Use = Literal["pairs", "kto", "reward"]
+"""What the rows are for: log-probs of the answers; with a third row for kto's KL; the reward of each conversation."""
+
+
+def use_of(config: PreferenceConfig) -> Use:
+    algorithm = getattr(config, "algorithm", None)
+    if isinstance(algorithm, PreferenceAlgorithmConfig):
+        return "kto" if algorithm.loss == "kto" else "pairs"
+    return "reward"
 
 
 @dataclass(frozen=True)
 class PreferenceItem:
-    """Ids and learned-from marks of both answers, each with the prompt in front."""
+    """The rows of one pair, each with the prompt in front: chosen, rejected, for kto a third one."""
 
-    chosen: Encoded
-    rejected: Encoded
+    rows: tuple[Encoded, ...]
     index: int
-
-
-def preference_collate(items: Sequence[PreferenceItem], pad_id: int) -> DataProto:
-    """One batch of `pad_encoded` [2B, L], with the columns `chosen` and `index`."""
-    return DataProto.from_dict(
-        tensors=pad_encoded([side for item in items for side in (item.chosen, item.rejected)], pad_id),
-        non_tensors={
-            "chosen": [True, False] * len(items),
-            "index": [item.index for item in items for _ in range(2)],
-        },
-    )
+    margin: float = 0.0
 
 
 class PreferenceDataset:
@@ -51,73 +59,120 @@ class PreferenceDataset:
 
     def __init__(
         self,
+        config: PreferenceDataConfig,
         files: Files | Rows,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        max_length: int = 1024,
-        truncation: str = "error",
-        prompt_key: str = "prompt",
-        chosen_key: str = "chosen",
-        rejected_key: str = "rejected",
-        template_kwargs: Mapping[str, Any] | None = None,
-        system_prompt: str | None = None,
-        files_key: str = "data.train_files",
+        training: bool = True,
+        use: Use = "pairs",
     ) -> None:
+        if config.chat_template:
+            tokenizer.chat_template = read_template(config.chat_template)
+        self.config = config
         self.tokenizer = tokenizer
-        self.files_key = files_key
-        self._chat = ChatFormat(tokenizer, template_kwargs or {}, system_prompt=system_prompt)
-        self._keys = (prompt_key, chosen_key, rejected_key)
-        self._limit, self._truncation = max_length, truncation
-        self.rows = files if isinstance(files, Rows) else read_rows(files, key=files_key)
-        require_column(self.rows, chosen_key, "data.chosen_key", "response", files_key)
-        require_column(self.rows, rejected_key, "data.rejected_key", "response", files_key)
-        self.items = self._encode_all()
+        self.use = use
+        self.files_key = "data.train_files" if training else "data.val_files"
+        self.reference: np.ndarray | None = None
+        """[pairs, rows of each]: the reference's log-probs of the answers, once they are known."""
+        self._chat = ChatFormat(
+            tokenizer, config.apply_chat_template_kwargs, system_prompt=config.system_prompt
+        )
+        self._keys = (config.prompt_key, config.chosen_key, config.rejected_key)
+        split = "train" if training else "test"
+        self.rows = files if isinstance(files, Rows) else read_rows(files, key=self.files_key, split=split)
+        require_column(self.rows, config.chosen_key, "data.chosen_key", "response", self.files_key)
+        require_column(self.rows, config.rejected_key, "data.rejected_key", "response", self.files_key)
+        limit = config.train_max_samples if training else config.val_max_samples
+        self.items = self._encode_all(choose_rows(len(self.rows), limit, config.shuffle, config.seed))
+        if use == "kto":
+            self._add_other_answers()
 
-    def _encode_all(self) -> list[PreferenceItem]:
+    def _encode_all(self, chosen_rows: np.ndarray) -> list[PreferenceItem]:
         items: list[PreferenceItem] = []
+        config, total = self.config, len(chosen_rows)
         same = cut = lost = longest = 0
-        for start in range(0, len(self.rows), 512):
-            numbers = range(start, min(start + 512, len(self.rows)))
+        for start in range(0, total, 512):
+            numbers = [int(number) for number in chosen_rows[start : start + 512]]
             names = [self.rows.origin(number) for number in numbers]
             pairs = [self._pair(self.rows[number], name) for number, name in zip(numbers, names, strict=True)]
-            segments = [side for pair in pairs for side in pair]
-            encoded = encode_segments(self._chat, segments, [name for name in names for _ in range(2)])
+            encoded = self._encode([side for pair in pairs for side in pair], names)
             for number, chosen, rejected in zip(numbers, encoded[::2], encoded[1::2], strict=True):
                 if chosen == rejected:
                     same += 1
                     continue
                 length = max(len(chosen[0]), len(rejected[0]))
-                if length > self._limit:
+                if length > config.max_length:
                     cut += 1
                     longest = max(longest, length)
-                    if self._truncation == "error":
+                    if config.truncation == "error":
                         continue
-                sides = [fit_encoded(*side, self._limit, self._truncation) for side in (chosen, rejected)]
+                sides = tuple(
+                    fit_encoded(*side, config.max_length, config.truncation) for side in (chosen, rejected)
+                )
                 if any(not side[1].any() for side in sides):
                     lost += 1
                     continue
-                items.append(PreferenceItem(sides[0], sides[1], number))
-        self._report(len(items), same, cut, lost, longest)
+                items.append(PreferenceItem(sides, number, self._margin(number)))
+        self._report(total, len(items), same, cut, lost, longest)
         return items
 
-    def _report(self, kept: int, same: int, cut: int, lost: int, longest: int) -> None:
-        if cut and self._truncation == "error":
+    def _encode(self, sides: list[Any], names: list[str]) -> list[tuple[list[int], list[int]]]:
+        if self.use != "reward":
+            return encode_segments(self._chat, sides, [name for name in names for _ in range(2)])
+        # A value is computed before each token that is learned from: one more token asks for that of the last one.
+        rows = [conversation_ids(self.tokenizer, messages) for messages in sides]
+        end: Any = self.tokenizer.pad_token_id
+        return [([*ids, end], [0] * len(ids) + [int(bool(ids))]) for ids in rows]
+
+    def _margin(self, number: int) -> float:
+        name = getattr(self.config, "margin_key", None)
+        if self.use != "reward" or name not in self.rows.column_names:
+            return 0.0
+        value = self.rows[number].get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
             raise DataError(
-                f"{self.files_key}: {cut} of {len(self.rows)} pairs are longer than data.max_length={self._limit} "
+                f"{self.files_key}: '{name}' (data.margin_key) of {self.rows.origin(number)} is {value!r}; it must be "
+                "a finite number."
+            )
+        return float(value)
+
+    def _add_other_answers(self) -> None:
+        """kto's third row: this prompt with the chosen answer of the next pair."""
+        items = self.items
+        if len(items) < 2:
+            raise DataError(
+                f"{self.files_key}: algorithm.loss=kto needs at least 2 pairs, and there is {len(items)}."
+            )
+        self.items = [
+            PreferenceItem(
+                (*item.rows, _answered_by(item.rows[0], other.rows[0], self.config.max_length)), item.index
+            )
+            for item, other in zip(items, [*items[1:], items[0]], strict=True)
+        ]
+
+    def _report(self, total: int, kept: int, same: int, cut: int, lost: int, longest: int) -> None:
+        limit, truncation = self.config.max_length, self.config.truncation
+        if cut and truncation == "error":
+            raise DataError(
+                f"{self.files_key}: {cut} of {total} pairs are longer than data.max_length={limit} "
                 f"tokens; the longest has {longest}. Set data.max_length={longest}, or data.truncation=left, right "
                 "or middle."
             )
+        if same == total:
+            raise DataError(
+                f"{self.files_key}: all {total} pairs have two equal answers ('{self._keys[1]}' and '{self._keys[2]}')."
+            )
         for count, meaning in (
-            (same, "have two equal answers and are dropped"),
-            (cut, f"are cut to data.max_length={self._limit} tokens (data.truncation={self._truncation})"),
-            (lost, "keep nothing of an answer when cut and are dropped"),
+            (same, "have two equal answers and are left out"),
+            (cut, f"are cut to data.max_length={limit} tokens (data.truncation={truncation})"),
+            (lost, "keep nothing of an answer when cut and are left out"),
         ):
             if count:
-                logger.warning("%s: %d of %d pairs %s", self.files_key, count, len(self.rows), meaning)
+                logger.warning("%s: %d of %d pairs %s", self.files_key, count, total, meaning)
         if not kept:
-            raise DataError(f"{self.files_key}: no usable pair in {len(self.rows)} rows.")
+            raise DataError(f"{self.files_key}: no usable pair in {total} rows.")
 
-    def _pair(self, row: Mapping[str, Any], where: str) -> tuple[list[Segment], list[Segment]]:
+    def _pair(self, row: Mapping[str, Any], where: str) -> tuple[Any, Any]:
         prompt_key, chosen_key, rejected_key = self._keys
         prompt = row.get(prompt_key)
         answers = [row.get(chosen_key), row.get(rejected_key)]
@@ -129,8 +184,11 @@ class PreferenceDataset:
         ]
         return sides[0], sides[1]
 
-    def _side(self, prompt: Any, answer: Any, key: str, where: str) -> list[Segment]:
+    def _side(self, prompt: Any, answer: Any, key: str, where: str) -> list[Segment] | Messages:
+        """Its segments; for a reward model its messages."""
         answer = single_answer(answer)
+        if isinstance(answer, str) and self.use == "reward":
+            answer, prompt = [{"role": "assistant", "content": answer}], _as_user(prompt)
         if isinstance(answer, str):
             return pair_segments(self._chat, prompt, answer, where)
         following, before = as_messages(answer), as_messages(prompt)
@@ -140,6 +198,8 @@ class PreferenceDataset:
             raise DataError(
                 f"{self.files_key}: '{key}' of {where} is several messages, so '{self._keys[0]}' must be messages too."
             )
+        if self.use == "reward":
+            return [*before, *following]
         return conversation_segments([*before, *following], self._chat, where, learn_from=len(before))
 
     def __len__(self) -> int:
@@ -152,9 +212,56 @@ class PreferenceDataset:
         return self.items[position].index
 
     def batch(self, positions: Sequence[int], uids: Sequence[str]) -> DataProto:
+        """`pad_encoded` of the pairs' rows, `chosen` [B], where known `ref_log_prob` [B], for reward models `margin`;
+        `rows_together` rows make a pair."""
+        items = [self.items[position] for position in positions]
+        each = len(items[0].rows)
         pad: Any = self.tokenizer.pad_token_id
-        batch = preference_collate([self.items[position] for position in positions], pad)
-        return batch.union(DataProto.from_dict(non_tensors={"uid": [uid for uid in uids for _ in range(2)]}))
+        tensors = pad_encoded([row for item in items for row in item.rows], pad)
+        tensors["chosen"] = torch.tensor([True, False, True][:each]).repeat(len(items))
+        if self.reference is not None:
+            tensors["ref_log_prob"] = torch.from_numpy(self.reference[np.asarray(positions)].reshape(-1))
+        if self.use == "reward":
+            tensors["margin"] = torch.tensor([item.margin for item in items for _ in item.rows])
+        columns: dict[str, list[Any]] = {
+            "index": [item.index for item in items for _ in item.rows],
+            "uid": [uid for uid in uids for _ in range(each)],
+        }
+        return DataProto.from_dict(tensors=tensors, non_tensors=columns, meta_info={"rows_together": each})
+
+
+def preference_loader(
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    training: bool = True,
+    use: Use = "pairs",
+    fit: Callable[[int], None] | None = None,
+) -> Loader | None:
+    """The loader of the data section's training or validation pairs; None without val_files.
+
+    `fit` is called with the pairs per epoch before the size of a batch is read from `config`."""
+    files = config.train_files if training else config.val_files
+    if not files and not training:
+        return None
+    dataset = PreferenceDataset(config, files, tokenizer, training=training, use=use)
+    order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
+    if fit is not None:
+        fit(len(order))
+    workers = config.dataloader_num_workers
+    return Loader(dataset, config.train_batch_size, order=order, drop_last=training, num_workers=workers)
+
+
+def _as_user(prompt: Any) -> Any:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _answered_by(mine: Encoded, other: Encoded, limit: int) -> Encoded:
+    """The prompt of one row with the answer of another, cut at `limit` from the right."""
+    start, answer = int(mine[1].argmax()), int(other[1].argmax())
+    ids = np.concatenate([mine[0][:start], other[0][answer:]])[:limit]
+    mask = np.concatenate([np.zeros(start, mine[1].dtype), other[1][answer:]])[:limit]
+    return ids, mask
 
 
 def _shared_beginning(answers: Sequence[Any], where: str, prompt_key: str) -> tuple[Messages, list[Any]]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.data.answers import AnswerColumn
 from verl.data.chat import ChatFormat, Tools, read_template, truncate
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
@@ -82,9 +83,11 @@ class RLDataset:
         training: bool = True,
         tools: Tools | ToolsOfRow | None = None,
         files_key: str | None = None,
+        answers: bool = False,
     ) -> None:
         """`tools`: the schemas shown to the policy by the chat template, for runs with tools; `files_key`: what
-        messages call the files, where it is not data.train_files or data.val_files."""
+        messages call the files, where it is not data.train_files or data.val_files; `answers`: items have `answer_ids`,
+        the ids of the answer in column `data.response_key`."""
         self._tools_of = tools if callable(tools) else None
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
@@ -103,9 +106,12 @@ class RLDataset:
             else read_rows(files, key=self.files_key, split="train" if training else "test")
         )
         require_column(self.rows, config.prompt_key, "data.prompt_key", "prompt", self.files_key)
+        self._answers = AnswerColumn(config, self.rows, self._chat, self.files_key) if answers else None
         limit = config.train_max_samples if training else config.val_max_samples
         chosen = choose_rows(len(self.rows), limit, config.shuffle, config.seed)
         self.kept = self._fitting(chosen)
+        if self._answers is not None:
+            self._answers.check(self.kept.tolist())
         self.parts: list[tuple[str, int, int]] = []
         """Name, first and last row of each part of a mixture; batches then have a column `mixture`."""
 
@@ -157,7 +163,11 @@ class RLDataset:
         prompts = [row.get(self.config.prompt_key) for row in rows]
         tools = [self._tools_of(row) for row in rows] if self._tools_of else None
         encoded = self._chat.encode_prompts(prompts, [self.rows.origin(number) for number in numbers], tools)
-        return [self._item(n, row, *prompt) for n, row, prompt in zip(numbers, rows, encoded, strict=True)]
+        items = [self._item(n, row, *prompt) for n, row, prompt in zip(numbers, rows, encoded, strict=True)]
+        if self._answers is not None:
+            for item, ids in zip(items, self._answers.ids(numbers), strict=True):
+                item["answer_ids"] = ids
+        return items
 
     def _item(self, number: int, row: dict[str, Any], raw: Any, text: str, ids: list[int]) -> dict[str, Any]:
         limit = self.config.max_prompt_length
@@ -231,15 +241,17 @@ def training_loader(
     *,
     tools: Tools | ToolsOfRow | None = None,
     fit: Callable[[int], None] | None = None,
+    answers: bool = False,
 ) -> Loader:
     """The training prompts of the data section: files or mixture, shuffled or easiest first, resumable.
 
-    `fit` is called with the rows per epoch before the size of a batch is read from `config`."""
+    `fit` is called with the rows per epoch before the size of a batch is read from `config`; `answers` as in
+    `RLDataset`."""
     if config.dataloader_num_workers:
         # Calls with padding change a tokenizer while they last; the threads use a copy that nothing else calls.
         tokenizer = copy.deepcopy(tokenizer)
     mixture, rows = _mixture_rows(config)
-    dataset = RLDataset(config, rows or config.train_files, tokenizer, tools=tools)
+    dataset = RLDataset(config, rows or config.train_files, tokenizer, tools=tools, answers=answers)
     dataset.parts = [(name, first, end) for name, _, first, end in mixture]
     difficulty = dataset.difficulty(config.curriculum_key) if config.curriculum_key else None
     parts = [

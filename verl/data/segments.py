@@ -6,11 +6,12 @@ would see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.data.chat import ChatFormat, Messages
+from verl.data.chat import ChatFormat
+from verl.data.tool_messages import Messages, Tools, calls_as_text, read_calls, with_short_ids
 from verl.errors import DataError
 
 
@@ -26,64 +27,134 @@ class Segment:
     """The end-of-sequence token is appended, unless it is there."""
 
 
-def pair_segments(chat: ChatFormat, prompt: Any, response: str, where: str) -> list[Segment]:
+def pair_segments(
+    chat: ChatFormat, prompt: Any, response: str, where: str, tools: Tools | None = None
+) -> list[Segment]:
     """A prompt (string or messages) and the response to it; the end of the response is learned too."""
-    raw, text = chat.prompt_text(prompt, where)
+    raw, text = chat.prompt_text(prompt, where, tools)
     return [
         Segment(text, learned=False, takes_bos=isinstance(raw, str)),
         Segment(response, learned=True, ends=True),
     ]
 
 
-def conversation_segments(
-    messages: Messages, chat: ChatFormat, where: str, learn_from: int = 0
-) -> list[Segment]:
-    """The conversation's text up to its last answer, cut where the assistant starts and stops writing.
+def conversation_rows(
+    messages: Messages, chat: ChatFormat, where: str, *, learn_from: int = 0, tools: Tools = ()
+) -> list[list[Segment]]:
+    """The conversation up to its last answer as rows, cut where the assistant starts and stops writing.
 
-    Answers before message `learn_from` are context. The template is applied to every beginning of the
-    conversation; a beginning must stay as it is when more messages follow, else the model would learn from a
-    context it never sees."""
-    rendered = chat.render(messages, generate=False, where=where)
-    segments: list[Segment] = []
-    done = 0
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < learn_from:
-            continue
+    The context of an answer is the template's text of the messages before it: what the model would see. While a context
+    begins with the answer before it, both are in one row. Where the template writes earlier messages differently (Qwen
+    3 drops their thinking once a question follows), a new row begins, and all before its answer is context. So every
+    answer is learned once. Answers before message `learn_from` are context."""
+    known = sum(message["role"] == "assistant" for message in messages[:learn_from])
+    messages = _for_template(read_calls(messages, where), chat, where, tools)
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"][known:]
+    rows: list[list[Segment]] = []
+    text = ""
+    for number in answers:
         if number == 0:
             raise DataError(
-                f"The conversation of {where} starts with the assistant: nothing prompts that answer."
+                f"The conversation of {where} starts with the assistant: nothing prompts that answer. Put a message of "
+                "the user or the system in front of it, or leave it out."
             )
-        before = chat.render(messages[:number], generate=True, where=where)
-        after = chat.render(messages[: number + 1], generate=False, where=where)
-        if not (
-            rendered.startswith(before) and rendered.startswith(after) and done <= len(before) < len(after)
-        ):
-            raise DataError(
-                f"The chat template renders the beginning of the conversation of {where} differently once message "
-                f"{number} or a later one follows. Split it into one row per answer, or use a template that keeps "
-                "earlier turns as they are (data.chat_template=FILE)."
-            )
-        segments.append(Segment(rendered[done : len(before)], learned=False))
-        segments.append(Segment(rendered[len(before) : len(after)], learned=True))
-        done = len(after)
-    if not segments:
+        before, answer = _context_and_answer(
+            messages[: number + 1], chat, f"{where}, message {number}", tools
+        )
+        if not rows or not before.startswith(text):
+            rows.append([])
+            text = ""
+        rows[-1] += [Segment(before[len(text) :], learned=False), Segment(answer, learned=True)]
+        text = before + answer
+    if not rows:
         raise DataError(f"The conversation of {where} has no message of the assistant to learn from.")
-    return segments
+    return rows
+
+
+def conversation_segments(
+    messages: Messages, chat: ChatFormat, where: str, learn_from: int = 0, tools: Tools = ()
+) -> list[Segment]:
+    """A conversation that must fit in one row."""
+    rows = conversation_rows(messages, chat, where, learn_from=learn_from, tools=tools)
+    if len(rows) > 1:
+        raise DataError(
+            f"The chat template renders the beginning of the conversation of {where} differently once later messages "
+            "follow. Split it into one row per answer, or use a template that keeps earlier turns as they are "
+            "(data.chat_template=FILE)."
+        )
+    return rows[0]
+
+
+def _for_template(messages: Messages, chat: ChatFormat, where: str, tools: Tools) -> Messages:
+    """Calls and answers of tools as the template takes them."""
+    if all("tool_calls" not in message and message["role"] != "tool" for message in messages):
+        return messages
+    if not chat.writes_calls:
+        return calls_as_text(messages, tool_role=chat.takes_tool_role)
+    try:
+        chat.render(messages, generate=False, where=where, tools=tools)
+    except DataError:
+        changed = with_short_ids(messages)
+        try:
+            chat.render(changed, generate=False, where=where, tools=tools)
+        except DataError:
+            return messages  # refused for the reason it was refused for
+        return changed
+    return messages
+
+
+def _context_and_answer(messages: Messages, chat: ChatFormat, where: str, tools: Tools) -> tuple[str, str]:
+    """What the model sees before the last message, and what it writes."""
+    *earlier, last = messages
+    before = chat.render(earlier, generate=True, where=where, tools=tools, prefill=False)
+    whole = chat.render(messages, generate=False, where=where, tools=tools)
+    answer = whole.removeprefix(before) if whole.startswith(before) else None
+    if answer is None:
+        # The template left something out of the context when the answer came: Mistral's writes the system message
+        # only while the question is last. What is left begins where both differ.
+        header = before.removeprefix(chat.render(earlier, generate=False, where=where, tools=tools))
+        same = next(at for at in range(len(before)) if before[at : at + 1] != whole[at : at + 1])
+        kept = next((at for at in range(same + 1, len(before)) if whole.startswith(before[at:], same)), None)
+        if kept is not None and len(before) - kept > len(header):
+            rest = whole[same + len(before) - kept :]
+            answer = rest if _written(last, rest) else None
+    if not answer:
+        raise DataError(
+            f"The chat template does not write the answer of {where} after the text that prompts it, which ends with "
+            f"{before[-60:]!r}. Use another one (data.chat_template=FILE)."
+        )
+    if not _written(last, answer):
+        kind = "the content of messages with tool_calls" if last.get("tool_calls") else "part of the answers"
+        chat.warn_once(
+            kind, f"the chat template leaves out {kind}, for example of {where}: it is not learned"
+        )
+    return before, answer
+
+
+def _written(message: Mapping[str, Any], text: str) -> bool:
+    """Whether the template's text has the content of a message; templates trim it, and rewrite the thinking."""
+    content = message["content"]
+    return not isinstance(content, str) or content.rpartition("</think>")[2].strip() in text
 
 
 def encode_segments(
     chat: ChatFormat, rows: Sequence[Sequence[Segment]], where: Sequence[str]
 ) -> list[tuple[list[int], list[int]]]:
     """The ids of each row, and 1 for each id that is learned from."""
+    atomic = chat.atomic_ids()
     encoded = iter(chat.encode([segment.text for segments in rows for segment in segments]))
     return [
-        _join(chat, segments, [next(encoded) for _ in segments], name)
+        _join(chat, atomic, segments, [next(encoded) for _ in segments], name)
         for segments, name in zip(rows, where, strict=True)
     ]
 
 
 def _join(
-    chat: ChatFormat, segments: Sequence[Segment], encoded: Sequence[list[int]], where: str
+    chat: ChatFormat,
+    atomic: Container[int],
+    segments: Sequence[Segment],
+    encoded: Sequence[list[int]],
+    where: str,
 ) -> tuple[list[int], list[int]]:
     eos: Any = chat.tokenizer.eos_token_id
     ids: list[int] = []
@@ -94,9 +165,8 @@ def _join(
         if segment.ends and eos is not None and part[-1:] != [eos]:
             part = [*part, eos]
         learned = len(part) if segment.learned else 0
-        if segment.learned and not segment.ends and eos in part:
-            # What a template writes after the end of a turn (a newline, mostly) is never generated.
-            learned = len(part) - part[::-1].index(eos)
+        if segment.learned and not segment.ends:
+            learned = _end_of_turn(chat, atomic, part)
         ids += part
         mask += [1] * learned + [0] * (len(part) - learned)
     if mask:
@@ -104,6 +174,13 @@ def _join(
     if not any(mask):
         raise DataError(f"{where} has no token to learn from.")
     return ids, mask
+
+
+def _end_of_turn(chat: ChatFormat, atomic: Container[int], ids: list[int]) -> int:
+    """How many ids of a turn the model writes. What a template puts after its last special token (a newline, mostly) is
+    never generated."""
+    end = next((at for at in range(len(ids), 0, -1) if ids[at - 1] in atomic), 0)
+    return end if end and not str(chat.tokenizer.decode(ids[end:])).strip() else len(ids)
 
 
 def single_answer(value: Any) -> Any:

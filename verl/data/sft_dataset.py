@@ -21,7 +21,8 @@ from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import choose_rows
-from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer
+from verl.data.segments import Segment, conversation_rows, encode_segments, pair_segments, single_answer
+from verl.data.tool_messages import as_tools
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class SFTDataset:
     def _find_columns(self) -> bool:
         """Whether the rows are conversations; refuses rows that are neither these nor prompt and response."""
         config = self.config
+        if config.tools_key not in ("tools", "none"):
+            require_column(self.rows, config.tools_key, "data.tools_key", "tools", self.files_key)
         if config.messages_key in self.rows.column_names:
             require_column(self.rows, config.messages_key, "data.messages_key", "prompt", self.files_key)
             if config.response_key in self.rows.column_names:
@@ -113,14 +116,16 @@ class SFTDataset:
     def _encode_all(self, chosen: np.ndarray) -> list[SFTItem]:
         items: list[SFTItem] = []
         too_long: list[tuple[int, int]] = []
+        split: list[int] = []
         nothing_left = 0
         for start in range(0, len(chosen), 512):
             numbers = [int(number) for number in chosen[start : start + 512]]
-            names = [self.rows.origin(number) for number in numbers]
-            rows = [
-                self._segments(self.rows[number], name) for number, name in zip(numbers, names, strict=True)
-            ]
-            for number, (ids, mask) in zip(numbers, encode_segments(self._chat, rows, names), strict=True):
+            cut = [(n, self._rows_of(self.rows[n], self.rows.origin(n))) for n in numbers]
+            split += [len(rows) for _, rows in cut if len(rows) > 1]
+            sources = [number for number, rows in cut for _ in rows]
+            names = [self.rows.origin(number) for number in sources]
+            encoded_rows = encode_segments(self._chat, [row for _, rows in cut for row in rows], names)
+            for number, (ids, mask) in zip(sources, encoded_rows, strict=True):
                 if len(ids) > self.config.max_length:
                     too_long.append((len(ids), number))
                     if self.config.truncation == "error":
@@ -130,8 +135,21 @@ class SFTDataset:
                     items.append(SFTItem(*encoded, number))
                 else:
                     nothing_left += 1
-        self._report_long(too_long, nothing_left, len(chosen), len(items))
+        self._report_split(split, len(chosen))
+        self._report_long(too_long, nothing_left, len(chosen) - len(split) + sum(split), len(items))
         return items
+
+    def _report_split(self, split: list[int], total: int) -> None:
+        """`split`: the rows that each conversation with more than one became."""
+        if split:
+            logger.info(
+                "%s: %d of %d conversations are %d rows: the chat template writes earlier messages differently once "
+                "later ones follow (Qwen 3 drops their thinking), so each answer whose context changes has its own row",
+                self.files_key,
+                len(split),
+                total,
+                sum(split),
+            )
 
     def _report_long(self, too_long: list[tuple[int, int]], nothing_left: int, total: int, left: int) -> None:
         if not too_long:
@@ -151,7 +169,8 @@ class SFTDataset:
         if nothing_left:
             logger.warning("%d rows are dropped: nothing of their response remained", nothing_left)
 
-    def _segments(self, row: Mapping[str, Any], where: str) -> list[Segment]:
+    def _rows_of(self, row: Mapping[str, Any], where: str) -> list[list[Segment]]:
+        tools = as_tools(row.get(self.config.tools_key), f"{self.files_key}: {where}")
         if self._conversations:
             messages = as_messages(row.get(self.config.messages_key))
             if messages is None:
@@ -159,14 +178,14 @@ class SFTDataset:
                     f"{self.files_key}: '{self.config.messages_key}' of {where} is not a list of messages with "
                     f"'role' and 'content': {str(row.get(self.config.messages_key))[:200]!r}."
                 )
-            return conversation_segments(messages, self._chat, where)
+            return conversation_rows(messages, self._chat, where, tools=tools)
         response = single_answer(row.get(self.config.response_key))
         if not isinstance(response, str):
             raise DataError(
                 f"{self.files_key}: '{self.config.response_key}' of {where} must be a string, "
                 f"got {type(response).__name__}."
             )
-        return pair_segments(self._chat, row.get(self.config.prompt_key), response, where)
+        return [pair_segments(self._chat, row.get(self.config.prompt_key), response, where, tools)]
 
     def __len__(self) -> int:
         return len(self.items)

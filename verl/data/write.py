@@ -26,7 +26,10 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 with open(draft.name, "w", encoding="utf-8") as lines:
                     lines.writelines(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
             else:
-                pyarrow.parquet.write_table(pa.Table.from_pylist([dict(row) for row in rows]), draft.name)
+                # pyarrow would take the columns of the first row.
+                names = dict.fromkeys(name for row in rows for name in row)
+                full = [{name: row.get(name) for name in names} for row in rows]
+                pyarrow.parquet.write_table(pa.Table.from_pylist(full), draft.name)
             os.chmod(draft.name, 0o644)
             os.replace(draft.name, path)
         except BaseException:

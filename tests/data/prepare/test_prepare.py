@@ -170,6 +170,14 @@ def test_other_conversations() -> None:
         sft_chat({"x": 1}, 0, "train")
 
 
+def test_tools_of_some_conversations(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    source = jsonl(tmp_path / "train.jsonl", {"messages": HI}, {"messages": HI, "tools": [tool]})
+    assert run("sft_chat", "--from", source, "--to", str(tmp_path / "out")) == 0
+    (file,) = (tmp_path / "out").glob("*.parquet")
+    assert [row["tools"] and json.loads(row["tools"]) for row in read_rows(file)] == [None, [tool]]
+
+
 BAD = [{"role": "assistant", "content": "no"}]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,11 +78,15 @@ def convert(row: Mapping[str, Any], index: int, split: str) -> Row | None:
         messages = messages[:-1]  # nothing answers what comes last
     if len(messages) < 2 or messages[0]["role"] == "assistant":
         return None
-    return {"messages": messages}
+    tools = row.get("tools")
+    if not tools:
+        return {"messages": messages}
+    # As text: a table would give every schema the fields of all others.
+    return {"messages": messages, "tools": tools if isinstance(tools, str) else json.dumps(list(tools))}
 
 
 RECIPE = Recipe(
     "sft_chat",
-    "conversations (ShareGPT, Alpaca, messages, question and answer) to a column `messages`",
+    "conversations (ShareGPT, Alpaca, messages, question and answer) to a column `messages`, with their `tools`",
     convert,
 )
