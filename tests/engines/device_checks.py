@@ -72,7 +72,9 @@ def make_model() -> Any:
     return Qwen2ForCausalLM(config).to(DTYPE)
 
 
-def make_engine(model: Any, sharded: bool = False, **options: Any) -> Any:
+def make_engine(
+    model: Any, sharded: bool = False, graphs: bool = False, dtype: torch.dtype = DTYPE, **options: Any
+) -> Any:
     """The actor's engine; `sharded` forces FSDP2 over one rank where there is only one."""
     from verl.config.schema import ActorConfig, ModelConfig
     from verl.engines.build import assemble
@@ -80,9 +82,9 @@ def make_engine(model: Any, sharded: bool = False, **options: Any) -> Any:
     from verl.engines.settings import read_settings
     from verl.engines.sharding import Ranks
 
-    role = ActorConfig(ppo_micro_batch_size_per_gpu=4)
+    role = ActorConfig(ppo_micro_batch_size_per_gpu=4, use_cuda_graphs=graphs)
     role.optim.lr = 1e-3
-    config = ModelConfig(dtype=str(DTYPE).removeprefix("torch."), **options)
+    config = ModelConfig(dtype=str(dtype).removeprefix("torch."), **options)
     settings = read_settings("actor", config, role, device=DEVICE)
     ranks = Ranks(DEVICE)
     if sharded and ranks.mesh is None:
@@ -131,6 +133,38 @@ def free_bytes() -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
+
+
+def ragged_batch(lengths: list[int], seed: int) -> Any:
+    """Rows of these lengths, padded on the right; the second half of each is learned from."""
+    from verl.data.proto import DataProto
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (len(lengths), max(lengths)), generator=generator)
+    at, length = torch.arange(max(lengths))[None], torch.tensor(lengths)[:, None]
+    masks = {
+        "attention_mask": (at < length).long(),
+        "response_mask": ((at >= length // 2) & (at < length)).long(),
+    }
+    return DataProto.from_dict(tensors={"input_ids": ids, **masks})
+
+
+def gradients(engine: Any, batch: Any) -> dict[str, torch.Tensor]:
+    """Of the mean log-probability."""
+
+    def loss(output: Any, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return -output.log_probs.sum() / micro.meta_info["batch_num_tokens"], {}
+
+    engine.forward_backward(batch, loss)
+    found = {name: gradient.float().clone() for name, gradient in engine._optimizer.named_gradients().items()}
+    engine._optimizer.zero_grad()
+    return found
+
+
+def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference over the norm, of the worst parameter."""
+    require(found.keys() == right.keys(), f"gradients of other parameters: {found.keys() ^ right.keys()}")
+    return max(float((found[name] - right[name]).norm() / right[name].norm()) for name in right)
 
 
 def make_rollout(source: Any, **limits: Any) -> Any:
@@ -216,6 +250,40 @@ def two_steps(engine: Any, **limits: Any) -> str:
 
 
 # -- checks ---------------------------------------------------------------------------------------------------------
+
+
+@check
+def common_beginnings_are_computed_once() -> str:
+    """Log-probs and gradients of pairs that share their prompt, against separate rows; on a GPU by the varlen kernel
+    with more keys than queries."""
+    from verl.data.proto import DataProto
+
+    generator = torch.Generator().manual_seed(0)
+    prompt, longest, pairs = 96, 64, 6
+    ids = torch.randint(3, VOCAB, (2 * pairs, prompt + longest), generator=generator)
+    ids[1::2, :prompt] = ids[::2, :prompt]
+    lengths = torch.randint(20, longest, (2 * pairs,), generator=generator)
+    wanted = (torch.arange(longest)[None] < lengths[:, None]).long()
+    attended = torch.cat([torch.ones(2 * pairs, prompt, dtype=torch.long), wanted], 1)
+    tensors = {"input_ids": ids, "attention_mask": attended, "response_mask": wanted}
+    model, found = make_model(), []
+
+    def loss(out: Any, micro: DataProto) -> Any:
+        return -out.log_probs.sum() / micro.meta_info["batch_num_tokens"], {}
+
+    for together in (1, 2):
+        engine = make_engine(copy.deepcopy(model))
+        batch = DataProto.from_dict(tensors=dict(tensors), meta_info={"rows_together": together})
+        log_probs = engine.log_probs(batch)["log_probs"]
+        engine.forward_backward(batch, loss)
+        gradients = engine._optimizer.named_gradients()
+        found.append((log_probs, torch.cat([g.double().flatten().cpu() for g in gradients.values()])))
+    (apart, apart_gradient), (shared, shared_gradient) = found
+    gap = float((apart - shared).abs().max())
+    cosine = float(torch.nn.functional.cosine_similarity(apart_gradient, shared_gradient, dim=0))
+    require(gap < (0.1 if torch.bfloat16 == DTYPE else 1e-4), f"log-probs differ by {gap}")
+    require(cosine > 0.999, f"the gradients point to different directions: cosine {cosine}")
+    return f"log-probs within {gap:.4f}, cosine of the gradients {cosine:.6f}"
 
 
 @check
@@ -396,6 +464,33 @@ def staged(collective: Callable[..., Any]) -> Callable[..., Any]:
         output.copy_(there / dist.get_world_size(kwargs.get("group")) if average else there)
 
     return call
+
+
+@check
+def captured_passes_have_the_gradients_of_launched_ones() -> str:
+    """Over several micro-batches of several sizes, also after a step has changed the weights."""
+    lengths = [300, 5, 77, 128, 640, 33, 40, 90, 200, 200, 200, 200, 16, 9, 1000, 2]
+    models = [make_model() for _ in range(3)]
+    exact = make_engine(models[0].float(), dtype=torch.float32)
+    plain, captured = make_engine(models[1]), make_engine(models[2], graphs=True)
+    lines = []
+    for seed, rows in enumerate((lengths, lengths[:5], lengths)):
+        batch = ragged_batch(rows, seed)
+        right, usual = gradients(exact, batch), gradients(plain, batch)
+        found, again = gradients(captured, batch), gradients(captured, batch)
+        noise, off, repeat = distance(usual, right), distance(found, right), distance(again, found)
+        lines.append(f"{off:.2e} from float32 (launched {noise:.2e}), repeated {repeat:.1e}")
+        require(off < 1.2 * noise + 1e-3 and repeat < noise + 1e-3, lines[-1])
+        for engine in (exact, plain, captured):
+            train(engine)
+        for source, target in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            target.data.copy_(source)  # from the same weights again
+        for source, target in zip(models[0].parameters(), models[2].parameters(), strict=True):
+            target.data.copy_(source)
+    if DEVICE.type == "cuda":
+        graphs = captured._runner.graphs
+        require(graphs is not None and len(graphs._passes) > 2, "nothing was captured")
+    return "; ".join(lines)
 
 
 def main() -> int:

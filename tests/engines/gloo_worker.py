@@ -20,6 +20,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 import conftest
 
+from verl.models.distillation import Teacher
+
 STEPS = 3
 PATIENCE = timedelta(seconds=600)
 ROLE = {"ppo_micro_batch_size_per_gpu": 2, "optim.lr": 0.01, "grad_clip": 0.5}
@@ -46,6 +48,37 @@ def train(engine: Any, rank: int, world: int, critic: bool = False) -> dict[str,
 def base(rank: int, world: int, folder: Path) -> dict[str, Any]:
     engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=ROLE)
     return train(engine, rank, world)
+
+
+def distilled(rank: int, world: int, folder: Path, top_k: int | None = None) -> dict[str, Any]:
+    """Student and teacher are sharded; every rank has the teacher's output matrix."""
+    engine = conftest.make_engine(model=conftest.make_model(tie_word_embeddings=True), role=ROLE)
+    role = {"log_prob_micro_batch_size_per_gpu": 2}
+    frozen = conftest.make_model("gemma2", seed=5, tie_word_embeddings=True)
+    matrix = frozen.lm_head.weight.detach().clone()
+    teacher = conftest.make_engine("ref", model=frozen, role=role)
+    head = teacher.output_head() if top_k is None else None
+    if head is not None:
+        assert torch.equal(head.weight, matrix)
+    batch = share(conftest.make_batch(holes=True), rank, world)
+    found = teacher.teacher_outputs(batch, vocabulary=conftest.VOCAB, top_k=top_k)
+    batch.batch.update(found)
+
+    def loss(output: Any, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        info = micro.meta_info
+        total = (output.kl * micro.batch["response_mask"]).sum()
+        return total / info["batch_num_tokens"] * info["dp_size"], {}
+
+    norms = []
+    for _ in range(STEPS):
+        engine.forward_backward(batch, loss, teacher=Teacher(True, conftest.VOCAB, head))
+        norms.append(engine.optimizer_step()["grad_norm"])
+    before = found["teacher_hidden" if top_k is None else "teacher_log_probs"]
+    return {"before": before, "norms": norms, "weights": dict(engine.weights().named_tensors())}
+
+
+def distilled_top(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return distilled(rank, world, folder, top_k=5)
 
 
 def kept_whole_and_recomputed(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -310,6 +343,8 @@ SCENARIOS = {
         hybrid,
         critic,
         lora,
+        distilled,
+        distilled_top,
         generate_and_resume,
         half_precision,
         small_moments,

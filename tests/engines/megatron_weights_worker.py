@@ -27,7 +27,7 @@ from verl.engines.megatron.model import StageModel
 from verl.engines.megatron.places import Place, places
 from verl.engines.megatron.state import as_dtensor, elsewhere, replicated
 from verl.engines.megatron.weights import GatheredWeights, StageTensors
-from verl.models import meta_init
+from verl.models import meta_init, safetensors_files
 from verl.models.weight_source import renamed
 
 CPU = torch.device("cpu")
@@ -65,18 +65,18 @@ class Recorded:
 
 @contextmanager
 def recorded_reads() -> Iterator[dict[str, int]]:
-    opened, taken = meta_init._opened, {}
+    opened, taken = safetensors_files._opened, {}
 
     @contextmanager
     def recording(file: Path) -> Iterator[Any]:
         with opened(file) as handle:
             yield Recorded(handle, taken)
 
-    meta_init._opened = recording
+    safetensors_files._opened = recording
     try:
         yield taken
     finally:
-        meta_init._opened = opened
+        safetensors_files._opened = opened
 
 
 def open_stage(path: Path, layout: Layout, critic: bool = False) -> tuple[Any, StageModel, list[Place]]:

@@ -15,6 +15,8 @@ ALL = [
     "hybrid",
     "critic",
     "lora",
+    "distilled",
+    "distilled_top",
     "generate_and_resume",
     "half_precision",
     "small_moments",

@@ -1,4 +1,4 @@
-"""Fused norms and MLPs: same numbers, same gradients, only for modules we know."""
+"""Fused norms, MLPs and rotary positions: same numbers, same gradients, only for modules we know."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from conftest import tiny_model
 from verl.models.fused_layers import fuse, unfuse
-from verl.models.kernels.layers import gated, gated_joined, rms_norm
+from verl.models.kernels.layers import gated, gated_joined, rms_norm, two_products
 
 cpu = torch.device("cpu")
 torch.manual_seed(0)
@@ -34,27 +34,44 @@ def compare(ours, plain, inputs):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 compare(rms_norm(x, w, 1e-3), w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3), (x, w))
+left, right = torch.randn(12, 12, requires_grad=True), torch.randn(12, 12, requires_grad=True)
+plain = torch.nn.functional.silu(x @ left.t()) * (x @ right.t())
+compare(gated(*two_products(x, left, right)), plain, (x, left, right))
 compare(gated(x, y), torch.nn.functional.silu(x) * y, (x, y))
 both = torch.cat([x, y], dim=-1).detach().requires_grad_()
 first, second = both.chunk(2, dim=-1)
 compare(gated_joined(both), torch.nn.functional.silu(first) * second, (both,))
 
-from verl.models.kernels.adamw import adamw_step
-param = torch.randn(5, 600).bfloat16()
-master = param.float()
-first, second = torch.zeros_like(master), torch.zeros_like(master)
-reference = torch.nn.Parameter(master.clone())
-plain = torch.optim.AdamW([reference], lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
+from verl.models.kernels.adamw import AdamWUpdate, AddAll
+params = [torch.randn(5, 600).bfloat16(), torch.randn(7).bfloat16(), torch.randn(2048).bfloat16()]
+masters = [param.float() for param in params]
+firsts, seconds = ([torch.zeros_like(master) for master in masters] for _ in range(2))
+references = [torch.nn.Parameter(master.clone()) for master in masters]
+groups = [{"params": references[:1], "weight_decay": 0.3}, {"params": references[1:], "weight_decay": 0.0}]
+plain = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.95), eps=1e-6)
 for updates in range(1, 4):
-    gradient = torch.randn(5, 600)
-    adamw_step(param, master, first, second, gradient, updates=updates, lr=0.1, betas=(0.8, 0.95), eps=1e-6,
-               weight_decay=0.3, factor=0.5)
-    reference.grad = gradient * 0.5
+    gradients = [torch.randn_like(master) for master in masters]
+    update = AdamWUpdate(params, masters, firsts, seconds, gradients, [True, False, False])
+    update.launch(updates=updates, lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, factor=0.5)
+    for reference, gradient in zip(references, gradients):
+        reference.grad = gradient * 0.5
     plain.step()
-torch.testing.assert_close(master, reference.detach(), rtol=1e-5, atol=1e-5)
-torch.testing.assert_close(param.float(), master, rtol=2**-7, atol=0)  # the interpreter cuts bits off
+for param, master, reference in zip(params, masters, references):
+    torch.testing.assert_close(master, reference.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(param.float(), master, rtol=2**-7, atol=0)  # the interpreter cuts bits off
 
-for architecture, expected in (("llama", 7), ("qwen3", 11), ("gemma", 0)):
+sums = [torch.randn_like(master) for master in masters]
+right = [total + param.float() for total, param in zip(sums, params)]
+before = [total.clone() for total in sums]
+add = AddAll(sums, torch.bfloat16)
+add.launch(params)
+assert all(torch.equal(total, old) for total, old in zip(sums, before)), "its table is written after the capture"
+add.write_table()
+add.launch(params)
+for total, expected in zip(sums, right):
+    torch.testing.assert_close(total, expected, rtol=0, atol=0)
+
+for architecture, expected in (("llama", 9), ("qwen3", 13), ("gemma", 2)):
     extra = {"head_dim": 8} if architecture != "llama" else {}
     plain = tiny_model(architecture, **extra)
     ours = copy.deepcopy(plain)

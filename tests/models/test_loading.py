@@ -107,6 +107,39 @@ def test_a_head_of_several_labels_is_refused(folder):
         load_value_model(str(folder), **CPU)
 
 
+def test_a_reward_model_has_no_bias_and_keeps_a_saved_weight(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    file = folder / "model.safetensors"
+    head = {"score.weight": torch.ones(1, 16), "score.bias": torch.ones(1)}
+    save_file({**load_file(file), **head}, file, metadata={"format": "pt"})
+    model = load_value_model(str(folder), reward=True, **CPU)
+    assert torch.equal(model.score.weight, torch.ones(1, 16)) and model.score.bias is None
+    model.save_config(tmp_path / "config")
+    saved = AutoConfig.from_pretrained(tmp_path / "config")
+    assert saved.num_labels == 1
+    named = AutoModelForSequenceClassification.from_config(saved)
+    assert named.state_dict().keys() == model.state_dict().keys()
+    assert type(named).__name__ in saved.architectures
+
+
+def test_a_reward_model_that_transformers_could_not_open_is_refused(tiny, tmp_path):
+    tiny("granite").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no GraniteForSequenceClassification"):
+        load_value_model(str(tmp_path), reward=True, **CPU)
+
+
+def test_a_reward_model_whose_head_is_not_found_is_not_given_a_new_one(folder):
+    import json
+
+    file = folder / "config.json"
+    document = json.loads(file.read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    file.write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=r"LlamaForSequenceClassification, but its head .*safetensors"):
+        load_value_model(str(folder), reward=True, **CPU)
+
+
 @pytest.mark.parametrize(("lost", "load"), [
     ("model.layers.1.mlp.up_proj.weight", load_causal_lm),
     ("model.layers.1.mlp.up_proj.weight", load_value_model),

@@ -183,13 +183,13 @@ def test_kernels_that_round_worse_than_the_models_own_are_refused(tiny, monkeypa
 
     model = tiny(num_hidden_layers=3).bfloat16()
     assert fault(model) is None
-    plain = attention._dense_attention
+    plain = attention.dense_attention
 
     def worse(q, *args):
         out = plain(q, *args)
         return out if q.dtype == torch.float32 else torch.zeros_like(out)
 
-    monkeypatch.setattr(attention, "_dense_attention", worse)
+    monkeypatch.setattr(attention, "dense_attention", worse)
     assert "in half precision packed answers are off" in fault(model)
 
 

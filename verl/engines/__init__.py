@@ -32,7 +32,7 @@ def known_strategies() -> list[str]:
 
 
 def build_engine(
-    kind: Literal["actor", "ref", "critic"],
+    kind: Literal["actor", "ref", "critic", "reward"],
     model_cfg: Any,
     role_cfg: Any,
     *,

@@ -105,8 +105,8 @@ def _buckets(masters: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 class OnePassAdamW:
-    """One kernel launch per parameter reads the gradient in its own precision, updates master and moments and writes
-    the parameter: neither float32 gradients nor a pass for rounding is needed. Parameters are not sharded."""
+    """One kernel launch for all parameters reads gradients in their own precision, updates masters and moments and
+    writes the parameters: neither float32 gradients nor a pass for rounding is needed. Parameters are not sharded."""
 
     def __init__(
         self,
@@ -119,52 +119,74 @@ class OnePassAdamW:
     ) -> None:
         self.params, self.masters = params, masters
         self.weight_decay, self.betas, self.eps = weight_decay, betas, eps
-        self._state: dict[str, dict[str, torch.Tensor]] = {}
+        self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._updates: dict[str, int] = dict.fromkeys(masters, 0)
+        self._prepared: tuple[Mapping[str, torch.Tensor], list[tuple[int, Any]]] | None = None
+
+    def prepare(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Send the addresses of a step to the device, which `step` with the same gradients then uses."""
+        from verl.models.kernels.adamw import AdamWUpdate
+
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for name, gradient in gradients.items():
+            kind = (self._updates[name] + 1, gradient.dtype, self.params[name].dtype)
+            alike.setdefault(kind, []).append(name)
+        self._prepared = (gradients, [])
+        for (updates, *_), names in alike.items():
+            firsts, seconds = zip(*(self._moments_of(name) for name in names), strict=True)
+            update = AdamWUpdate(
+                [self.params[name] for name in names],
+                [self.masters[name] for name in names],
+                firsts,
+                seconds,
+                [gradients[name].contiguous() for name in names],
+                [self.masters[name].ndim >= 2 for name in names],
+            )
+            self._prepared[1].append((updates, update))
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, torch.Tensor], lr: float, factor: float) -> None:
-        from verl.models.kernels.adamw import adamw_step
-
-        for name, gradient in gradients.items():
-            master, state = self.masters[name], self.state(name)
-            state["step"] += 1
-            adamw_step(
-                self.params[name].data,
-                master,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                gradient.contiguous(),
-                updates=int(state["step"]),
+        if self._prepared is None or self._prepared[0] is not gradients:
+            self.prepare(gradients)
+        assert self._prepared is not None
+        for updates, update in self._prepared[1]:
+            update.launch(
+                updates=updates,
                 lr=lr,
                 betas=self.betas,
                 eps=self.eps,
-                weight_decay=self.weight_decay if master.ndim >= 2 else 0.0,
+                weight_decay=self.weight_decay,
                 factor=factor,
             )
+        self._prepared = None
+        for name in gradients:
+            self._updates[name] += 1
+
+    def _moments_of(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocated when first asked for."""
+        if name not in self._moments:
+            master = self.masters[name]
+            self._moments[name] = (torch.zeros_like(master), torch.zeros_like(master))
+        return self._moments[name]
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Allocated when first asked for; the step count is on the host."""
-        if name not in self._state:
-            master = self.masters[name]
-            self._state[name] = {
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-                "step": torch.zeros(()),
-            }
-        return self._state[name]
+        first, second = self._moments_of(name)
+        return {"exp_avg": first, "exp_avg_sq": second, "step": torch.tensor(float(self._updates[name]))}
 
     def has_state(self, name: str) -> bool:
-        return name in self._state
+        return name in self._moments
 
     @torch.no_grad()
     def load(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        for key, value in self.state(name).items():
-            value.copy_(state[key])
+        for own, key in zip(self._moments_of(name), ("exp_avg", "exp_avg_sq"), strict=True):
+            own.copy_(state[key])
+        self._updates[name] = int(state["step"])
+        self._prepared = None
 
     def move(self, device: torch.device) -> None:
-        for state in self._state.values():
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = state[key].to(device)
+        for name, (first, second) in self._moments.items():
+            self._moments[name] = (first.to(device), second.to(device))
+        self._prepared = None
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,9 @@ right padding allowed), and `response_mask` [B, T] (1 = token to learn from). Th
 `input_ids` are the response; T may equal L (supervised fine-tuning), then the first column's mask is 0,
 because nothing predicts it. Outputs are [B, T], aligned with `response_mask` and zero where it is 0.
 
+`meta_info["rows_together"]` (default 1): so many consecutive rows, e.g. of a preference pair, stay in one micro-batch;
+where sequences are packed, the tokens they all begin with are computed once.
+
 Outputs and gradients do not depend on how the batch is split into micro-batches, packed or spread over ranks. A loss
 function must therefore normalise by the counts of the whole mini-batch, which it reads from `micro_batch.meta_info`:
 `batch_num_tokens` (policy tokens, all ranks), `global_batch_size` (sequences, all ranks) and `dp_size`.
@@ -19,11 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from verl.config.parallelism import Layout
+from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from verl.data.proto import DataProto
+    from verl.models.distillation import Teacher
+    from verl.models.introspection import OutputHead
     from verl.models.weight_source import WeightSource
     from verl.observe.metrics import Metric
 
@@ -35,6 +41,7 @@ class ModelOutput:
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
 
 
 LossFn = Callable[["ModelOutput", "DataProto"], "tuple[torch.Tensor, dict[str, Metric]]"]
@@ -76,7 +83,7 @@ class TrainState(TypedDict):
     optimizer: dict[str, Any]
     """By kind (`exp_avg`, `exp_avg_sq`, `step`), then by parameter name; empty without an optimiser."""
     scheduler: dict[str, int]
-    extra: dict[str, float]
+    extra: dict[str, Any]
 
 
 class TrainEngine(ABC):
@@ -104,18 +111,41 @@ class TrainEngine(ABC):
     def values(self, batch: DataProto) -> torch.Tensor:
         """Without gradient: the value head's output before each response token, [B, T] on the CPU."""
 
-    @abstractmethod
-    def forward_backward(
-        self, batch: DataProto, loss_fn: LossFn, *, temperature: float = 1.0, with_entropy: bool = False
-    ) -> dict[str, Metric]:
-        """Add the gradients of one mini-batch; the metrics of its micro-batches are joined (`reduce_metrics`)."""
+    def teacher_outputs(
+        self, batch: DataProto, *, vocabulary: int, top_k: int | None = None, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Without gradient, on the CPU: what a student's `forward_backward` needs of this model as its teacher, for
+        each response token: hidden states, or the `top_k` most probable of the first `vocabulary` tokens."""
+        raise ConfigError(f"{type(self).__name__} cannot be a teacher; set strategy=fsdp")
+
+    def output_head(self) -> OutputHead:
+        """The whole output matrix, on this rank's device. Collective."""
+        raise ConfigError(f"{type(self).__name__} cannot be a teacher; set strategy=fsdp")
 
     @abstractmethod
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip, check that gradients are finite, step, advance the schedule, clear gradients.
+    def forward_backward(
+        self,
+        batch: DataProto,
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        teacher: Teacher | None = None,
+    ) -> dict[str, Metric]:
+        """Add the gradients of one mini-batch; the metrics of its micro-batches are joined (`reduce_metrics`). With a
+        `teacher`, whose `teacher_outputs` are in the batch, the loss gets `kl`."""
+
+    @abstractmethod
+    def optimizer_step(self, lr: float | None = None) -> dict[str, float]:
+        """Clip, check that gradients are finite, step, advance the schedule, clear gradients. `lr`: for this step,
+        instead of the schedule's.
 
         Returns `grad_norm`, `lr` (the one used) and `skipped` (1.0 when the gradient was not finite and the
         weights were left as they were)."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Drop the gradients that were added since the last step."""
 
     @abstractmethod
     def weights(self) -> WeightSource:
@@ -127,7 +157,13 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
-        """[B, T] under the weights before LoRA adapters (adapters off). An error without adapters."""
+        """[B, T] under the weights before LoRA adapters (adapters off), or with the adapters of the last
+        `refresh_reference`. An error without adapters."""
+
+    @abstractmethod
+    def refresh_reference(self) -> None:
+        """Keep a copy of the LoRA adapters as they are now, which `reference_log_probs` uses from here on and which
+        checkpoints hold. An error without adapters."""
 
     @abstractmethod
     def state(self) -> TrainState:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.engines import budget
+from verl.engines.backbone_graphs import BackboneGraphs
 from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.microbatch_runner import MicroBatchRunner
@@ -28,11 +29,13 @@ from verl.errors import ConfigError, ModelError
 from verl.models.attention import register_attention, use_verl_attention
 from verl.models.fused_layers import fuse
 from verl.models.introspection import decoder_layers, token_weights
+from verl.models.kernels import triton_fault
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
-from verl.models.meta_init import CannotStream, ParameterIndex, open_causal_lm, open_value_model
+from verl.models.meta_init import ParameterIndex, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
 from verl.models.packing import attach
+from verl.models.safetensors_files import CannotStream
 from verl.models.ulysses import SIZE_KEY, SequenceGroup, check_heads
 from verl.models.value_model import ValueModel
 
@@ -145,18 +148,25 @@ def assemble(
             trained, schedule=schedule, external=external, **settings.optimizer_options()
         )
         runner.moments_on_host = role.fsdp_config.optimizer_offload
+        same_dtype = all(param.dtype == settings.dtype for _, param in trained)
+        if on_gpu and mesh is None and runner.packed and same_dtype and _captures(settings, ranks.device):
+            runner.graphs = BackboneGraphs(
+                module, runner.optimizer, ranks.device, layer_weights / len(layers)
+            )
     return FSDPEngine(module, settings, ranks, runner, sharded=mesh is not None, gathered_copy=gathered_copy)
 
 
 def _load(settings: EngineSettings, ranks: Ranks) -> tuple[nn.Module, ParameterIndex | None]:
     """The model of `model.path`: loaded with one rank; with several, on the meta device with an index of its files."""
-    model_cfg, critic = settings.model, settings.kind == "critic"
+    model_cfg, scalar = settings.model, settings.scalar
     options = settings.load_options()
-    load = load_value_model if critic else load_causal_lm
+    if scalar:
+        options["reward"] = settings.kind == "reward"
+    load = load_value_model if scalar else load_causal_lm
     if ranks.world_size == 1:
         return load(model_cfg.path, device=ranks.device, **options), None
     try:
-        return (open_value_model if critic else open_causal_lm)(model_cfg.path, **options)
+        return (open_value_model if scalar else open_causal_lm)(model_cfg.path, **options)
     except CannotStream as reason:
         log.warning(
             "%s: every rank loads all of %r into host memory before sharding: %s",
@@ -172,8 +182,8 @@ def _prepared(settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
     """A user's model as the engine needs it."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    if settings.kind == "critic" and not isinstance(model, ValueModel):
-        model = ValueModel(getattr(model, "base_model", model))
+    if settings.scalar and not isinstance(model, ValueModel):
+        model = ValueModel(getattr(model, "base_model", model), reward=settings.kind == "reward")
     disable_dropout(model)
     if settings.model.dtype != "auto":
         cast_parameters(model, settings.dtype)
@@ -206,6 +216,21 @@ def _mesh(settings: EngineSettings, ranks: Ranks) -> DeviceMesh | None:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh("cuda", (1,), mesh_dim_names=("shard",))
+
+
+def _captures(settings: EngineSettings, device: torch.device) -> bool:
+    """Whether small passes become CUDA graphs. What recomputes or moves activations or compiles layers does not, nor
+    weights that leave the device between steps: their graphs would keep the memory that is to be free then."""
+    model, role = settings.model, settings.role
+    return bool(
+        role.use_cuda_graphs
+        and settings.dtype in (torch.bfloat16, torch.float16)
+        and not model.enable_gradient_checkpointing
+        and not model.enable_activation_offload
+        and not role.use_torch_compile
+        and not role.fsdp_config.param_offload
+        and triton_fault(device) is None
+    )
 
 
 def _check_model(

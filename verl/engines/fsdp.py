@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch import nn
 
 from verl.data.proto import DataProto
+from verl.engines.adamw import local
+from verl.engines.base import TrainState
 from verl.engines.microbatch_runner import MicroBatchRunner
 from verl.engines.offload import ModelMemory
 from verl.engines.runner_engine import RunnerEngine, engine_info
@@ -21,6 +25,9 @@ from verl.engines.settings import EngineSettings
 from verl.engines.sharding import Ranks, unsharded
 from verl.engines.weights import FSDPWeights, GatheredCopy, save_config, save_folder
 from verl.errors import ConfigError
+from verl.models.distillation import teacher_forward
+from verl.models.fused_linear import HeadOptions
+from verl.models.introspection import OutputHead, output_head
 from verl.models.lora import adapters_off, has_lora, save_adapter
 from verl.models.weight_source import merged_tensors
 
@@ -43,15 +50,74 @@ class FSDPEngine(RunnerEngine):
         self._sharded = sharded
         self._gathered_copy = gathered_copy
         self._memory = ModelMemory(model, ranks.device, sharded)
+        self._reference: dict[str, torch.Tensor] | None = None
 
     def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
+        self._need_adapters("the actor is not its own reference policy")
+        reference = adapters_off(self._model) if self._reference is None else self._swapped(self._reference)
+        with reference:
+            return self.log_probs(batch, temperature=temperature)["log_probs"]
+
+    def refresh_reference(self) -> None:
+        self._need_adapters("there is nothing to copy")
+        self._onload("model")
+        self._reference = self._copied_adapters()
+
+    def _need_adapters(self, why: str) -> None:
         if not has_lora(self._model):
             raise ConfigError(
-                "without adapters the actor is not its own reference policy; set model.lora_rank, or build an engine "
-                "of kind 'ref'"
+                f"without adapters {why}; set model.lora_rank, or build an engine of kind 'ref'"
             )
-        with adapters_off(self._model):
-            return self.log_probs(batch, temperature=temperature)["log_probs"]
+
+    def _copied_adapters(self) -> dict[str, torch.Tensor]:
+        return {name: param.detach().clone() for name, param in self._trained().params.items()}
+
+    @contextmanager
+    def _swapped(self, adapters: dict[str, torch.Tensor]) -> Iterator[None]:
+        """The model with other adapters while the context lasts; masters and moments are not touched."""
+        self._onload("model")
+        own = self._copied_adapters()
+        self._put(adapters)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, adapters: dict[str, torch.Tensor]) -> None:
+        for name, param in self._trained().params.items():
+            local(param.detach()).copy_(local(adapters[name]))
+
+    def teacher_outputs(
+        self, batch: DataProto, *, vocabulary: int, top_k: int | None = None, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        self._need(policy=True)
+        options = HeadOptions(temperature=temperature)
+        self._onload("model")
+        with self._ranks.watching():
+            return self._runner.forward(
+                batch, options, partial(teacher_forward, vocabulary=vocabulary, top_k=top_k, options=options)
+            )
+
+    @torch.no_grad()
+    def output_head(self) -> OutputHead:
+        self._onload("model")
+        # Gathered memory is freed, and idle parameters may be moved: then it has to be a copy.
+        moved = self._sharded or self._settings.role.fsdp_config.param_offload
+
+        def copied(model: Any) -> dict[str, torch.Tensor]:
+            head = output_head(model)
+            found = {"weight": head.weight, "bias": head.bias}
+            return {
+                name: x.detach().clone() if moved else x.detach()
+                for name, x in found.items()
+                if x is not None
+            }
+
+        with self._ranks.watching():
+            found = self._model.verl_forward(None, None, check=copied)
+            self._runner.reshard()
+        return replace(output_head(self._model), weight=found["weight"], bias=found.get("bias"))
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -97,6 +163,19 @@ class FSDPEngine(RunnerEngine):
                 seen.add(id(value))
                 saved[name] = masters.get(name, value)
         return saved
+
+    def state(self) -> TrainState:
+        state = super().state()
+        if self._reference is not None:
+            state["extra"]["reference"] = dict(self._reference)
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: TrainState) -> None:
+        super().load_state(state)
+        if self._reference is not None and "reference" in state["extra"]:
+            for name, value in self._reference.items():
+                value.copy_(state["extra"]["reference"][name])
 
     def _move_model(self, to_host: bool) -> None:
         if to_host:

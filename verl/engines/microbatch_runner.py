@@ -15,7 +15,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -27,61 +27,44 @@ from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
 from verl.engines.collective_replay import CollectiveReplay
 from verl.engines.offload import ActivationOffload
+from verl.engines.out_of_memory import OOMReport
 from verl.engines.settings import MicroBatchSize
 from verl.engines.sharding import Ranks, reshard
 from verl.errors import TrainingHalted
+from verl.models.distillation import TEACHER_TENSORS, Teacher, student_forward
 from verl.models.float32 import FAULTS, float32_arithmetic
 from verl.models.fused_linear import FEWEST_COLUMNS, HeadOptions, slice_bytes
-from verl.models.packing import Pack, check_batch, pack, packed_forward, pad, part_of, sequence_lengths
+from verl.models.packing import (
+    Pack,
+    check_batch,
+    pack,
+    pack_shared,
+    packed_forward,
+    pad,
+    part_of,
+    sequence_lengths,
+    token_counts,
+)
 from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
 
 if TYPE_CHECKING:
+    from verl.engines.backbone_graphs import BackboneGraphs
     from verl.engines.optim import MasterAdamW
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PassKind = Literal["train", "forward"]
+OutputsOf = Callable[..., dict[str, torch.Tensor]]
+"""(model, pack) -> outputs of the targets, [M, ...] each."""
 INPUTS = ("input_ids", "attention_mask", "response_mask")
 _FLOAT32_COLUMNS = 16 * FEWEST_COLUMNS
 """Rows of the output matrix that are widened to float32 at once."""
 PROBE_OPTIONS = HeadOptions(with_entropy=True, columns=FEWEST_COLUMNS)
 """The slice of logits held at once grows with the tokens up to a bound that a probe does not reach: it is kept narrow
 and counted in `_measure_tokens`, or its growth would be taken for a cost of every token."""
-_KEYS = (
-    "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, or set "
-    "model.enable_gradient_checkpointing=true, model.enable_activation_offload=true or "
-    "fsdp_config.offload_policy=true"
-)
-
-
-@dataclass(frozen=True)
-class OOMReport:
-    """A micro-batch that did not fit into device memory; `cause` is known on the failing rank only."""
-
-    tokens: int
-    sequences: int
-    cause: str = ""
-
-    def split_notice(self, label: str, rank: int) -> str:
-        return (
-            f"{label}: a micro-batch of {self.tokens} tokens ({self.sequences} sequences) on rank {rank} did not fit "
-            f"into device memory; it is split, results stay the same, but the failed attempt costs time: {_KEYS}"
-        )
-
-    def too_long(self, label: str, rank: int) -> str:
-        return (
-            f"{label}: a single sequence of {self.tokens} tokens on rank {rank} does not fit into device memory; "
-            f"{_KEYS}, or lower data.max_response_length. {self.cause}"
-        ).rstrip()
-
-    def unrecoverable(self, label: str, reason: str) -> str:
-        return (
-            f"{label}: a micro-batch of {self.tokens} tokens does not fit into device memory, and {reason}; {_KEYS}. "
-            f"{self.cause}"
-        )
 
 
 class MicroBatchRunner:
@@ -112,6 +95,7 @@ class MicroBatchRunner:
         self.moments_on_host = False
         self.replay = replay
         self.activation_offload: ActivationOffload | None = None
+        self.graphs: BackboneGraphs | None = None
         self.halts_on_oom = sequence is not None
         """Whether other ranks work on the same sequences: a rank out of memory cannot complete the pass for them."""
         self._model, self._ranks, self.device = model, ranks, ranks.device
@@ -129,7 +113,19 @@ class MicroBatchRunner:
         return batch
 
     def pack(self, batch: DataProto) -> Pack:
-        return self._pack(*(batch.batch[name] for name in INPUTS))
+        rows = [batch.batch[name] for name in INPUTS]
+        if self._shares(batch):
+            return pack_shared(rows[0], rows[1], rows[2], self.device, _together(batch))
+        return self._pack(*rows)
+
+    def _shares(self, batch: DataProto) -> bool:
+        """Whether the common beginning of rows that stay together is computed once."""
+        return self.packed and self.sequence is None and _together(batch) > 1
+
+    def token_counts(self, batch: DataProto) -> list[int]:
+        """The tokens each row adds to a micro-batch."""
+        ids, attended = batch.batch["input_ids"], batch.batch["attention_mask"]
+        return token_counts(ids, attended, _together(batch) if self._shares(batch) else 1)
 
     def _pack(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor
@@ -144,8 +140,10 @@ class MicroBatchRunner:
         one = torch.zeros(1, 1, dtype=torch.long)
         return self._pack(one, torch.ones_like(one), one)
 
-    def _split(self, rows: list[int], lengths: list[int], kind: PassKind) -> list[list[int]]:
-        """`rows` in micro-batches, each row in one of them.
+    def _split(
+        self, rows: list[int], lengths: list[int], kind: PassKind, together: int = 1
+    ) -> list[list[int]]:
+        """`rows` in micro-batches, each row in one of them, `together` consecutive ones in the same.
 
         As many on every rank, because every pass over sharded parameters is collective: a rank with fewer rows runs
         empty micro-batches at the end."""
@@ -153,18 +151,21 @@ class MicroBatchRunner:
         if size.max_sequences is None and size.max_tokens is None:
             size = replace(size, max_tokens=self._ranks.smallest(self._measure_tokens(kind)))
             self.sizes[kind] = size
-        own = [lengths[row] for row in rows]
+        units = [rows[at : at + together] for at in range(0, len(rows), together)]
+        own = [sum(lengths[row] for row in unit) for unit in units]
         batches = self._group(own, size, 1)
         count = self._ranks.largest(len(batches))
         if count > len(batches):
             batches = self._group(own, size, count)
         batches += [[] for _ in range(count - len(batches))]
-        return [[rows[at] for at in batch] for batch in batches]
+        return [[row for at in batch for row in units[at]] for batch in batches]
 
     def _group(self, lengths: Sequence[int], size: MicroBatchSize, min_count: int) -> list[list[int]]:
         if not lengths:
             return []
         if size.max_tokens is not None:
+            if min_count <= 1 and sum(lengths) <= size.max_tokens:
+                return [list(range(len(lengths)))]
             return token_budget_batches(lengths, size.max_tokens, min_count, hidden_size=self._hidden_size)
         rows = size.max_sequences or len(lengths)
         return [list(range(at, min(at + rows, len(lengths)))) for at in range(0, len(lengths), rows)]
@@ -177,24 +178,26 @@ class MicroBatchRunner:
     # -- without gradient ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, batch: DataProto, options: HeadOptions | None) -> dict[str, torch.Tensor]:
-        """[B, T] each, on the host."""
+    def forward(
+        self, batch: DataProto, options: HeadOptions | None, outputs_of: OutputsOf | None = None
+    ) -> dict[str, torch.Tensor]:
+        """[B, T, ...] each, on the host; `outputs_of(model, pack)` instead of `packed_forward`."""
         batch = self.checked(batch).select(batch_keys=list(INPUTS), non_tensor_keys=[])
         self._model.eval()
         outputs: dict[str, torch.Tensor] = {}
-        lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
+        lengths = self.token_counts(batch)
         pending = list(range(len(batch)))
         while True:
             oom: OOMReport | None = None
             missing: list[int] = []
-            for rows in self._split(pending, lengths, "forward"):
+            for rows in self._split(pending, lengths, "forward", _together(batch)):
                 if oom:
                     missing += rows
                     if self._ranks.world_size == 1:
                         continue
                     rows = []  # after the failed pass gathered parameters hold zeros (`replay_remaining`)
                 _, report = self.run_or_oom(
-                    partial(self._forward_rows, batch, options, outputs), rows, lengths
+                    partial(self._forward_rows, batch, options, outputs_of, outputs), rows, lengths
                 )
                 if report:
                     missing += rows
@@ -207,15 +210,31 @@ class MicroBatchRunner:
                 self._shrink(oom, "forward")
 
     def _forward_rows(
-        self, batch: DataProto, options: HeadOptions | None, outputs: dict[str, torch.Tensor], rows: list[int]
+        self,
+        batch: DataProto,
+        options: HeadOptions | None,
+        outputs_of: OutputsOf | None,
+        outputs: dict[str, torch.Tensor],
+        rows: list[int],
     ) -> None:
         packed = self.pack(batch[rows]) if rows else self.dummy_batch()
         width = batch.batch["response_mask"].shape[1]
-        for name, values in self._model.verl_forward(packed, options).items():
+        for name, values in self._outputs(packed, options, outputs_of).items():
+            # One number per token stays on the device till the end; more would fill it.
+            device, more = self.device if values.ndim == 1 else torch.device("cpu"), values.shape[1:]
             if name not in outputs:
-                outputs[name] = torch.zeros(len(batch), width, device=self.device)
+                dtype = values.dtype if more else None
+                outputs[name] = torch.zeros(len(batch), width, *more, dtype=dtype, device=device)
             if rows:
-                outputs[name][torch.tensor(rows, device=self.device)] = packed.unpack(values)
+                outputs[name][torch.tensor(rows, device=device)] = packed.unpack(values).to(device)
+
+    def _outputs(
+        self, packed: Pack, options: HeadOptions | None, outputs_of: OutputsOf | None
+    ) -> dict[str, torch.Tensor]:
+        if outputs_of is None:
+            return self._model.verl_forward(packed, options)  # type: ignore[no-any-return]
+        check = partial(outputs_of, pack=packed)
+        return self._model.verl_forward(None, None, check=check)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def float32_log_probs(self, batch: DataProto, temperature: float) -> torch.Tensor | None:
@@ -252,19 +271,20 @@ class MicroBatchRunner:
     # -- with gradient ------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, batch: DataProto, loss_fn: LossFn, options: HeadOptions
+        self, batch: DataProto, loss_fn: LossFn, options: HeadOptions, teacher: Teacher | None = None
     ) -> list[dict[str, Metric]]:
         """Add the gradients of a checked batch; metrics by micro-batch."""
         optimizer = self.optimizer
         assert optimizer is not None
-        self._model.train()
+        if not self._model.training:
+            self._model.train()
         gradients = optimizer.gradient_snapshot()
-        lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
-        act = partial(self._train_rows, batch, loss_fn, options, optimizer.loss_scale)
+        lengths = self.token_counts(batch)
+        act = partial(self._train_rows, batch, loss_fn, options, optimizer.loss_scale, teacher)
         while True:
             metrics: list[dict[str, Metric]] = []
             oom: OOMReport | None = None
-            for rows in self._split(list(range(len(batch))), lengths, "train"):
+            for rows in self._split(list(range(len(batch))), lengths, "train", _together(batch)):
                 if oom and self._ranks.world_size == 1:
                     break
                 # After a failure gradients are dropped below: empty micro-batches only keep the other ranks going.
@@ -281,17 +301,34 @@ class MicroBatchRunner:
                 self._shrink(oom, "train")
 
     def _train_rows(
-        self, batch: DataProto, loss_fn: LossFn, options: HeadOptions, loss_scale: float, rows: list[int]
+        self,
+        batch: DataProto,
+        loss_fn: LossFn,
+        options: HeadOptions,
+        loss_scale: float,
+        teacher: Teacher | None,
+        rows: list[int],
     ) -> dict[str, Metric]:
         if not rows:
             with self._saved_activations():
                 outputs = self._model.verl_forward(self.dummy_batch(), options)
             sum_of(outputs).backward()
             return {}
-        micro = batch[rows]
+        micro = batch if len(rows) == len(batch) else batch[rows]
         packed = self.pack(micro)
+        outputs_of = None
+        if teacher is not None:
+            given = {
+                name: packed.targets_of(micro.batch[name]) for name in TEACHER_TENSORS if name in micro.batch
+            }
+            outputs_of = partial(student_forward, options=options, teacher=teacher, given=given)
+            micro = micro.select(batch_keys=[name for name in micro.batch if name not in TEACHER_TENSORS])
+        # Sent before the pass is enqueued, since a copy waits for what was enqueued before it.
+        micro = micro.to(self.device)
+        if self.graphs is not None:
+            packed.hidden = self.graphs.hidden(packed)
         with self._saved_activations():
-            outputs = self._model.verl_forward(packed, options)
+            outputs = self._outputs(packed, options, outputs_of)
             outputs = {name: packed.unpack(values) for name, values in outputs.items()}
         loss, metrics = self._loss(outputs, micro, loss_fn, loss_scale)
         loss.backward()
@@ -300,7 +337,7 @@ class MicroBatchRunner:
     def _loss(
         self, outputs: dict[str, torch.Tensor], micro: DataProto, loss_fn: LossFn, loss_scale: float
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        output = ModelOutput(outputs.get("log_probs"), outputs.get("entropy"), outputs.get("values"))
+        output = ModelOutput(*(outputs.get(name) for name in ("log_probs", "entropy", "values", "kl")))
         loss, metrics = loss_fn(output, micro.to(self.device))
         return (loss if loss_scale == 1.0 else loss * loss_scale), metrics
 
@@ -434,6 +471,11 @@ class MicroBatchRunner:
         finally:
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
+
+
+def _together(batch: DataProto) -> int:
+    """How many consecutive rows stay in one micro-batch (`verl.engines.base`)."""
+    return int(batch.meta_info.get("rows_together", 1))
 
 
 def _over_ranks(size: MicroBatchSize, parts: int) -> MicroBatchSize:

@@ -9,7 +9,7 @@ trade some of this for memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,8 @@ class MasterAdamW:
         self.params: dict[str, nn.Parameter] = dict(named_parameters)
         self.masters: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
+        self._fixed_sums: dict[str, torch.Tensor] = {}
+        self._prepared: tuple[dict[str, torch.Tensor], torch.Tensor] | None = None
         self._hooks: list[RemovableHandle] = []
         self._good_steps = 0
         in_place = stochastic_rounding or external is not None
@@ -230,21 +232,68 @@ class MasterAdamW:
                 self._sums.pop(name, None)
                 self.params[name].grad = None
 
+    def fixed_sums(self) -> dict[str, torch.Tensor]:
+        """Float32 sums of gradients at addresses that stay the same, for passes captured as CUDA graphs."""
+        if not self._fixed_sums:
+            sizes = [param.numel() for param in self.params.values()]
+            flat = torch.zeros(sum(sizes), device=next(iter(self.params.values())).device)
+            parts = zip(self.params.items(), flat.split(sizes), strict=True)
+            self._fixed_sums = {name: part.view(param.shape) for (name, param), part in parts}
+        return self._fixed_sums
+
+    @torch.no_grad()
+    def begin_fixed_sums(self, names: Sequence[str]) -> None:
+        """Before a captured pass adds gradients of these parameters: what was added since the last step is in their
+        fixed sums afterwards."""
+        new = [name for name in names if name not in self._sums]
+        if new:
+            torch._foreach_zero_([self._fixed_sums[name] for name in new])
+        for name in names:
+            fixed, total = self._fixed_sums[name], self._sums.get(name)
+            if total is not None and total is not fixed:
+                fixed.copy_(total)
+            self._sums[name] = fixed
+
     def zero_grad(self) -> None:
         self._sums.clear()
+        self._prepared = None
         for name, param in self.params.items():
             param.grad = None
             self.masters[name].grad = None
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def step(self) -> dict[str, float]:
-        """Clip, check, update, clear gradients. The one wait for the device is reading the norm."""
-        lr = self.rule.lr if isinstance(self.rule, ExternalOptimizer) else self.schedule.at(self.step_count)
-        norm = float(self.gradient_norm())
+    def prepare_step(self) -> None:
+        """Enqueue what a step with the gradients so far needs before it knows their norm."""
+        if isinstance(self.rule, OnePassAdamW):
+            gradients = self.named_gradients()
+            self._prepared = (gradients, self.gradient_norm())
+            self.rule.prepare(gradients)
+
+    def _gradients_and_norm(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Those prepared, unless there are others since."""
+        gradients = self.named_gradients()
+        if self._prepared is not None:
+            known, norm = self._prepared
+            if known.keys() == gradients.keys() and all(known[name] is g for name, g in gradients.items()):
+                return known, norm
+        return gradients, self.gradient_norm()
+
+    def step(self, lr: float | None = None) -> dict[str, float]:
+        """Clip, check, update, clear gradients. The one wait for the device is reading the norm. `lr`: instead of the
+        schedule's; a user's optimiser has its own."""
+        if isinstance(self.rule, ExternalOptimizer):
+            if lr is not None:
+                raise ConfigError(
+                    f"lr={lr:g} was given for one step, but the optimizer is your own: set the rate in its param_groups"
+                )
+            lr = self.rule.lr
+        elif lr is None:
+            lr = self.schedule.at(self.step_count)
+        gradients, found = self._gradients_and_norm()
+        norm = float(found)
         finite = math.isfinite(norm)
         if finite:
-            gradients = self.named_gradients()
             factor = 1.0 / self.loss_scale
             if self.grad_clip > 0 and norm > self.grad_clip:
                 factor *= self.grad_clip / (norm + 1e-6)

@@ -22,6 +22,7 @@ from verl.engines.optim import MasterAdamW
 from verl.engines.settings import EngineSettings
 from verl.engines.sharding import Ranks
 from verl.errors import ConfigError, ModelError
+from verl.models.distillation import Teacher
 from verl.models.fused_linear import HeadOptions
 from verl.models.introspection import token_weights
 from verl.models.value_model import ValueModel
@@ -85,25 +86,37 @@ class RunnerEngine(TrainEngine):
             return self._runner.forward(batch, None)["values"]
 
     def forward_backward(
-        self, batch: DataProto, loss_fn: LossFn, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        batch: DataProto,
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        teacher: Teacher | None = None,
     ) -> dict[str, Metric]:
-        self._trained()
+        optimizer = self._trained()
         self._onload("model")
         batch = self._runner.checked(batch)
         options = HeadOptions(temperature=temperature, with_entropy=with_entropy)
         with self._ranks.watching():
             batch.meta_info = self._with_counts(batch)
             self._guard.remember(batch)
-            return reduce_metrics(self._runner.forward_backward(batch, loss_fn, options))
+            metrics = self._runner.forward_backward(batch, loss_fn, options, teacher)
+            if "optimizer" not in self._offloaded:
+                optimizer.prepare_step()  # before the host waits for the metrics
+            return reduce_metrics(metrics)
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, lr: float | None = None) -> dict[str, float]:
         optimizer = self._trained()
         self._onload("model", "optimizer")
         step, scale = optimizer.step_count, optimizer.loss_scale
         with self._ranks.watching():
-            result = optimizer.step()
+            result = optimizer.step(lr)
         self._guard.after_step(result["skipped"] > 0, step, expected=optimizer.loss_scale < scale)
         return result
+
+    def zero_grad(self) -> None:
+        self._trained().zero_grad()
 
     def _with_counts(self, batch: DataProto) -> dict[str, Any]:
         """The denominators of the whole mini-batch over all ranks, unless the caller set them."""
@@ -117,8 +130,8 @@ class RunnerEngine(TrainEngine):
         return {**counts, **known}
 
     def _need(self, policy: bool) -> None:
-        if (self._settings.kind != "critic") != policy:
-            kind, wanted = ("critic", "log-probs") if policy else ("policy", "values")
+        if self._settings.scalar == policy:
+            kind, wanted = (self._settings.kind, "log-probs") if policy else ("policy", "values")
             raise ModelError(f"the engine of a {kind} has no {wanted}")
 
     def _trained(self) -> MasterAdamW:

@@ -11,7 +11,7 @@ import torch
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import parameter_dtype
 
-Kind = Literal["actor", "ref", "critic"]
+Kind = Literal["actor", "ref", "critic", "reward"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class EngineSettings:
     @property
     def trained(self) -> bool:
         return self.kind != "ref"
+
+    @property
+    def scalar(self) -> bool:
+        """Whether the model gives one number per token instead of log-probs."""
+        return self.kind in ("critic", "reward")
 
     @property
     def lora(self) -> bool:
@@ -94,7 +99,7 @@ def _micro_batch_sizes(kind: Kind, role: Any, log_prob: Any) -> tuple[MicroBatch
         if kind == "ref":
             return forward, forward
     train = _size(role.ppo_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu)
-    if kind == "critic":
+    if kind in ("critic", "reward"):
         forward = _size(
             role.forward_micro_batch_size_per_gpu, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu
         )

@@ -193,14 +193,15 @@ class PackedAttention:
         parts = []
         for (_, rows), *chunk in zip(runs, *(x.split(sizes, dim=2) for x in (q, k, v)), strict=True):
             q_r, k_r, v_r = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in chunk)  # [rows, H, L, D]
-            out = _dense_attention(q_r, k_r, v_r, scaling, window, softcap)
+            out = dense_attention(q_r, k_r, v_r, scaling, window, softcap)
             parts.append(out.transpose(1, 2).flatten(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
     def _varlen(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
     ) -> torch.Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        # Not x[0], nor slices of everything: their backward passes fill and copy a tensor.
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
         out = varlen_kernel()(q, k, v, self.cu_seqlens, max(self.lengths), scaling, window)
         return out.unsqueeze(0)
 
@@ -265,7 +266,7 @@ def choose_backend(
     return "sdpa" if uniform and window is None and sizes[0] == sizes[1] else "varlen"
 
 
-def _dense_attention(
+def dense_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -273,17 +274,22 @@ def _dense_attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Causal attention of [rows, H, L, D] with as little masking as the case allows."""
-    length = q.shape[2]
+    """Causal attention of [rows, H, L, D] with as little masking as the case allows. With more keys than queries, the
+    last query sees the last key."""
+    length, before = q.shape[2], k.shape[2] - q.shape[2]
     if softcap is not None:
         return _softcapped_attention(q, k, v, scaling, window, softcap)
     windowed = window is not None and window < length
     grouped = q.shape[1] != k.shape[1]
     flash = q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= _LARGEST_FLASH_HEAD and not windowed
+    flash = flash and not before
     if grouped and q.is_cuda and not flash:
         # The memory-efficient kernel knows no groups, and the fallback would build the whole score matrix.
         groups = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
+    if before:
+        mask = _band(length, window, q.device, before)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
     if window is None or window >= length:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=length > 1, scale=scaling, enable_gqa=grouped
@@ -308,9 +314,10 @@ def _dense_attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    offset = torch.arange(length, device=device)
-    behind = offset[:, None] - offset[None, :]
+def _band(length: int, window: int | None, device: torch.device, before: int = 0) -> torch.Tensor:
+    """[length, before + length]: which keys each query sees, where `before` keys come before the first query."""
+    offset = torch.arange(before + length, device=device)
+    behind = offset[before:, None] - offset[None, :]
     return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
 
 
@@ -327,7 +334,7 @@ def _softcapped_attention(
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_band(q.shape[2], window, q.device), float("-inf"))
+    scores = scores.masked_fill(~_band(q.shape[2], window, q.device, k.shape[2] - q.shape[2]), float("-inf"))
     wide = torch.promote_types(scores.dtype, torch.float32)
     return torch.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
@@ -373,7 +380,8 @@ def varlen_kernel() -> Callable[..., torch.Tensor]:
             options["enable_gqa"] = True  # earlier releases group heads without being told
         cu_keys, longest_keys = keys or (cu_seqlens, longest)
         out = varlen_attn(q, k, v, cu_seqlens, cu_keys, longest, longest_keys, **options)
-        return cast(torch.Tensor, out)[..., :value_size]
+        out = cast(torch.Tensor, out)
+        return out if value_size == wide else out[..., :value_size]
 
     return kernel
 

@@ -1,4 +1,4 @@
-"""RMS norms and gated MLPs of a Hugging Face model through our kernels.
+"""RMS norms, gated MLPs and rotary positions of a Hugging Face model through our kernels.
 
 A module's forward is replaced only if the module has exactly the parameters and attributes we know and, for a small
 input on the device, gives the same numbers; parameters, names and classes stay. `unfuse` restores the old forward.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from types import MethodType
+from functools import lru_cache
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -29,9 +30,66 @@ def _rms_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    from verl.models.kernels.layers import gated
+    from verl.models.kernels.layers import gated, two_products
 
-    return module.down_proj(gated(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-any-return]
+    gate, up = module.gate_proj, module.up_proj
+    if all(type(layer) is nn.Linear and layer.bias is None for layer in (gate, up)):
+        return module.down_proj(gated(*two_products(x, gate.weight, up.weight)))  # type: ignore[no-any-return]
+    return module.down_proj(gated(gate(x), up(x)))  # type: ignore[no-any-return]
+
+
+_ROTARY = "apply_rotary_pos_emb"
+
+
+def _rotates(module: Any) -> bool:
+    """Whether its forward calls transformers' function for rotary positions by name."""
+    code = getattr(type(module).forward, "__code__", None)
+    return (
+        code is not None and _ROTARY in code.co_names and isinstance(getattr(module, "head_dim", None), int)
+    )
+
+
+@lru_cache(maxsize=64)
+def _with_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same code, with our function under that name."""
+    from verl.models.kernels.layers import rotary
+
+    plain = forward.__globals__[_ROTARY]
+
+    def turned(q: Any, k: Any, cos: Any, sin: Any, *other: Any, **named: Any) -> Any:
+        shape = (1, q.shape[-2], q.shape[-1])
+        if other or named or q.ndim != 4 or q.shape[0] != 1 or cos.shape != shape or cos.dtype != q.dtype:
+            return plain(q, k, cos, sin, *other, **named)
+        return rotary(q, k, cos, sin)
+
+    names = {**forward.__globals__, _ROTARY: turned}
+    ours = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours
+
+
+@torch.no_grad()
+def _rotates_alike(module: Any, device: torch.device) -> bool:
+    forward, dtype = type(module).forward, next(module.parameters()).dtype
+    generator = torch.Generator(device).manual_seed(0)
+    q, k = (
+        torch.randn(1, heads, 5, module.head_dim, generator=generator, device=device).to(dtype)
+        for heads in (3, 1)
+    )
+    angles = torch.randn(1, 5, module.head_dim // 2, generator=generator, device=device).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    try:
+        plain = forward.__globals__[_ROTARY](q, k, cos, sin)
+        ours = _with_rotary(forward).__globals__[_ROTARY](q, k, cos, sin)
+        return all(_close(left, right, dtype) for left, right in zip(plain, ours, strict=True))
+    except (KeyError, TypeError, ValueError, RuntimeError):  # a function of that name with another signature
+        return False
+
+
+def _close(plain: torch.Tensor, ours: torch.Tensor, dtype: torch.dtype) -> bool:
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    plain, ours = plain.float(), ours.float()
+    return bool((plain - ours).abs().max() <= tolerance * (1 + plain.abs().max()))
 
 
 def _known(module: Any) -> Forward | None:
@@ -68,9 +126,7 @@ def _agrees(module: Any, forward: Forward, device: torch.device) -> bool:
     elif next(module.parameters()).device.type != device.type:  # sharding will move it later
         module = copy.deepcopy(module).to(device)
     x = torch.randn(3, _width(module), generator=generator, device=device).to(dtype)
-    plain, ours = module(x).float(), forward(module, x).float()
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    return bool((plain - ours).abs().max() <= tolerance * (1 + plain.abs().max()))
+    return _close(module(x), forward(module, x), dtype)
 
 
 def fuse(model: nn.Module, device: torch.device, force: bool = False) -> int:
@@ -85,13 +141,17 @@ def fuse(model: nn.Module, device: torch.device, force: bool = False) -> int:
         return 0
     checked: dict[tuple[type, int], bool] = {}
     count = 0
+    module: Any
     for module in model.modules():
-        forward = _known(module)
-        if forward is None:
+        forward: Callable[..., Any] | None = _known(module)
+        rotates = forward is None and _rotates(module)
+        if forward is None and not rotates:
             continue
-        kind = (type(module), _width(module))
+        kind = (type(module), module.head_dim if rotates else _width(module))
+        if forward is None:
+            forward = _with_rotary(type(module).forward)
         if kind not in checked:
-            checked[kind] = _agrees(module, forward, device)
+            checked[kind] = _rotates_alike(module, device) if rotates else _agrees(module, forward, device)
             if not checked[kind]:
                 log.warning("%s differs from the known one and is not fused", type(module).__name__)
         if checked[kind]:
@@ -102,6 +162,8 @@ def fuse(model: nn.Module, device: torch.device, force: bool = False) -> int:
 
 def unfuse(model: nn.Module) -> None:
     for module in model.modules():
-        patched = module.__dict__.get("forward")
-        if getattr(patched, "__func__", None) in (_rms_forward, _mlp_forward):
+        patched = getattr(module.__dict__.get("forward"), "__func__", None)
+        if patched in (_rms_forward, _mlp_forward) or (
+            _rotates(module) and patched is _with_rotary(type(module).forward)
+        ):
             del module.__dict__["forward"]

@@ -5,7 +5,6 @@ Parameter names are Hugging Face's. Dropout is off: log-probs of a policy must n
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from verl.errors import ConfigError, ModelError
+from verl.models.safetensors_files import CannotStream, SafetensorsFiles
 from verl.models.value_model import ValueModel
 from verl.runtime import quiet_transformers
 
@@ -160,30 +160,62 @@ def load_value_model(
     device: torch.device | str,
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
+    reward: bool = False,
 ) -> ValueModel:
-    """The backbone of `path` with a scalar head: the one saved in the folder (`score.*`, as in a critic or reward
-    model with one label), else zeros, so that an untrained critic predicts 0 everywhere."""
+    """The backbone of `path` with the scalar head of a critic, or of a `reward` model: the one saved in the folder
+    (`score.*`, as in a critic or reward model with one label), else zeros, so that an untrained critic predicts 0
+    everywhere."""
     from transformers import AutoModel
 
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     backbone = _load(AutoModel, path, config, dtype, trust_remote_code)
-    model = with_saved_head(ValueModel(backbone), path, dtype)
+    model = with_saved_head(ValueModel(backbone, reward=reward), path, dtype)
     disable_dropout(model)
     return model.to(device)
 
 
 def with_saved_head(model: ValueModel, path: str, dtype: torch.dtype) -> ValueModel:
-    """The head of the folder, where it holds one, in `dtype`."""
-    saved = _saved_head(Path(path).expanduser())
+    """The head of the folder, where it holds one, in `dtype`. A reward model has no bias: it changes no order."""
+    saved = _saved_head(path)
+    if model.reward:
+        _check_reward_class(model)
+        named = ", ".join(model.config.architectures or ())
+        if "ForSequenceClassification" in named and not saved:
+            raise ModelError(
+                f"model.path={path!r} is a {named}, but its head ('score.weight') is in no safetensors file; save it "
+                "with save_pretrained of transformers, or start from a language model"
+            )
     if saved:
         try:
-            model.score.load_state_dict({"bias": torch.zeros(1), **saved})
+            wanted = {"bias": torch.zeros(1), **saved}
+            model.score.load_state_dict({name: wanted[name] for name in model.score.state_dict()})
         except RuntimeError as error:
             raise ModelError(
                 f"the value head saved in {path!r} does not fit one scalar per token: {_first_line(error)}"
             ) from error
     model.score.to(dtype)
     return model
+
+
+def _check_reward_class(model: ValueModel) -> None:
+    """Refuse an architecture whose reward model transformers could not open."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = model.saved_config()
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            names = set(AutoModelForSequenceClassification.from_config(config).state_dict())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"model.path: transformers has no {config.architectures[0]}, so {type(model.backbone).__name__} cannot be "
+            f"a reward model: {_first_line(error)}"
+        ) from error
+    other = sorted(names ^ set(model.state_dict()))
+    if other:
+        raise ModelError(
+            f"model.path: {type(model.backbone).__name__} with one number as output is not transformers' "
+            f"{config.architectures[0]}; they differ in {', '.join(other[:3])}"
+        )
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -193,19 +225,16 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
             param.data = param.data.to(dtype)
 
 
-def _saved_head(folder: Path) -> dict[str, torch.Tensor]:
+def _saved_head(path: str) -> dict[str, torch.Tensor]:
     from safetensors import safe_open
 
-    wanted = {"score.weight": "weight", "score.bias": "bias"}
-    index = folder / "model.safetensors.index.json"
-    files = {folder / "model.safetensors"}
-    if index.is_file():
-        shards = json.loads(index.read_text())["weight_map"]
-        files = {folder / shards[name] for name in wanted if name in shards}
+    try:
+        files = SafetensorsFiles.of(path).files
+    except CannotStream:
+        return {}
     found = {}
-    for file in files:
-        if file.is_file():
-            with safe_open(file, "pt") as handle:
-                names = set(handle.keys())
-                found.update({wanted[name]: handle.get_tensor(name) for name in wanted if name in names})
+    for name in ("weight", "bias"):
+        if f"score.{name}" in files:
+            with safe_open(files[f"score.{name}"], "pt") as handle:
+                found[name] = handle.get_tensor(f"score.{name}")
     return found

@@ -1,6 +1,7 @@
 """LoRA adapters through peft, injected into the model so that it stays the Hugging Face class it was.
 
-Only adapters (and a critic's head) are trained: with the adapters off the model is its own reference policy.
+Only adapters (and the head of a critic or reward model) are trained: with the adapters off the model is its own
+reference policy.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def add_lora(
         target_modules=wanted,
         lora_dropout=0.0,
         bias="none",
-        task_type="TOKEN_CLS" if hasattr(model, "score") else "CAUSAL_LM",
+        task_type=_task(model),
         base_model_name_or_path=base_path or None,
     )
     model.requires_grad_(False)
@@ -84,6 +85,13 @@ def add_lora(
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     model.verl_lora_config = config
+
+
+def _task(model: Any) -> str:
+    """What peft opens the adapter as."""
+    if not hasattr(model, "score"):
+        return "CAUSAL_LM"
+    return "SEQ_CLS" if getattr(model, "reward", False) else "TOKEN_CLS"
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Every attended token of the batch is in the pack exactly once, at position 0, 1, 2, ... of its own sequence. The head
 computes outputs only for tokens whose response mask is 1; `unpack` puts them back there and 0 elsewhere. Indices are
-computed on the host, so that packing never waits for the device.
+computed on the host, so that packing never waits for the device, and by numpy: starting torch's threads takes longer
+than the arithmetic.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +21,7 @@ from verl.errors import DataError
 from verl.models.attention import AttentionContext, Backend, PackedAttention
 from verl.models.fused_linear import HeadOptions, fused_head
 from verl.models.introspection import backbone_of, output_head
+from verl.models.shared_prefix import SharedPrefixAttention
 from verl.models.ulysses import SequenceGroup, UlyssesAttention, sum_over_group
 from verl.models.value_model import ValueModel
 
@@ -45,6 +48,8 @@ class Pack:
     width: int
     attention_mask: torch.Tensor | None = None  # [b, L], only when padded
     sequence: SequenceGroup | None = None
+    hidden: torch.Tensor | None = None
+    """The backbone's output [1, N or more, D] where it has run already (`verl.engines.backbone_graphs`)."""
 
     def model_inputs(self) -> dict[str, Any]:
         inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
@@ -59,16 +64,21 @@ class Pack:
         }
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """[M] -> [rows, width], keeping gradients."""
-        flat = values.new_zeros(self.rows * self.width).index_copy(0, self.slot, values)
+        """[M, ...] -> [rows, width, ...], keeping gradients."""
+        more = values.shape[1:]
+        flat = values.new_zeros(self.rows * self.width, *more).index_copy(0, self.slot, values)
         if self.sequence is not None:
             flat = sum_over_group(flat, self.sequence)
-        return flat.view(self.rows, self.width)
+        return flat.view(self.rows, self.width, *more)
+
+    def targets_of(self, values: torch.Tensor) -> torch.Tensor:
+        """[rows, width, ...] -> [M, ...], on the device of the pack."""
+        return values.to(self.slot.device).flatten(0, 1).index_select(0, self.slot)
 
 
 def sequence_lengths(attention_mask: torch.Tensor) -> list[int]:
     """Attended tokens of each row."""
-    lengths: list[int] = attention_mask.sum(dim=1, dtype=torch.long).tolist()
+    lengths: list[int] = attention_mask.numpy().sum(axis=1, dtype=np.int64).tolist()
     return lengths
 
 
@@ -84,20 +94,23 @@ def check_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_
             f"response_mask is {tuple(response_mask.shape)}; for input_ids {tuple(input_ids.shape)} it must have "
             f"{input_ids.shape[0]} rows and at most {input_ids.shape[1]} columns"
         )
-    wanted = response_mask.bool()
-    attended = attention_mask[:, input_ids.shape[1] - width :].bool()
-    if bool((wanted & ~attended).any()):
-        row = int((wanted & ~attended).any(dim=1).nonzero()[0])
+    wanted = response_mask.numpy() != 0
+    attended = attention_mask.numpy() != 0
+    missing = wanted & ~attended[:, input_ids.shape[1] - width :]
+    if missing.any():
+        row = int(missing.any(axis=1).nonzero()[0][0])
         raise DataError(f"row {row}: response_mask is 1 on a token whose attention_mask is 0")
-    seen = attention_mask.long().cumsum(dim=1)[:, input_ids.shape[1] - width :]
-    if bool((wanted & (seen <= 1)).any()):
-        row = int((wanted & (seen <= 1)).any(dim=1).nonzero()[0])
+    seen = attended.cumsum(axis=1)[:, input_ids.shape[1] - width :]
+    first = wanted & (seen <= 1)
+    if first.any():
+        row = int(first.any(axis=1).nonzero()[0][0])
         raise DataError(
             f"row {row}: response_mask is 1 on the first token of the sequence, which nothing predicts"
         )
 
 
-def _send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _send(values: torch.Tensor | np.ndarray, device: torch.device) -> torch.Tensor:
+    x = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -143,20 +156,98 @@ def pack(
     rows, length = input_ids.shape
     width = response_mask.shape[1]
     first = length - width
-    order = attention_mask.sum(dim=1).argsort(stable=True)
-    input_ids, attended, wanted = input_ids[order], attention_mask[order].bool(), response_mask[order].bool()
-    position = attended.long().cumsum(dim=1) - 1
-    index = attended.flatten().long().cumsum(dim=0).view(rows, length) - 1
-    slot = order[:, None] * width + torch.arange(width)[None, :]
+    masks = attention_mask.numpy() != 0, response_mask.numpy() != 0
+    order = masks[0].sum(axis=1).argsort(kind="stable")
+    ids, attended, wanted = input_ids.numpy()[order], masks[0][order], masks[1][order]
+    position = attended.cumsum(axis=1) - 1
+    index = attended.cumsum().reshape(rows, length) - 1
+    slot = order[:, None] * width + np.arange(width)[None, :]
+    lengths = attended.sum(axis=1).tolist()
     return Pack(
-        input_ids=_send(input_ids[attended].unsqueeze(0), device),
-        position_ids=_send(position[attended].unsqueeze(0), device),
-        attention=PackedAttention.from_lengths(
-            [n for n in sequence_lengths(attended) if n > 0], device, backend
-        ),
+        input_ids=_send(ids[attended][None], device),
+        position_ids=_send(position[attended][None], device),
+        attention=PackedAttention.from_lengths([n for n in lengths if n > 0], device, backend),
         source=_send(index[:, first:][wanted] - 1, device),
-        target=_send(input_ids[:, first:][wanted], device),
+        target=_send(ids[:, first:][wanted], device),
         slot=_send(slot[wanted], device),
+        rows=rows,
+        width=width,
+    )
+
+
+def shared_lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor, together: int) -> torch.Tensor:
+    """[B / together]: of each `together` consecutive rows, how many tokens they all begin with."""
+    rows, length = input_ids.shape
+    attended = attention_mask.bool()
+    position = attended.long().cumsum(dim=1) - 1
+    compact = torch.full((rows, length), -1, dtype=torch.long)
+    row = torch.arange(rows)[:, None].expand(rows, length)
+    compact[row[attended], position[attended]] = input_ids[attended]
+    units = compact.unflatten(0, (-1, together))
+    same = ((units == units[:, :1]) & (units >= 0)).all(dim=1)
+    return same.long().cumprod(dim=1).sum(dim=1)
+
+
+def token_counts(input_ids: torch.Tensor, attention_mask: torch.Tensor, together: int) -> list[int]:
+    """The tokens each row adds to a pack, where the beginning that `together` rows share counts for the first."""
+    lengths = attention_mask.sum(dim=1, dtype=torch.long)
+    if together > 1 and len(lengths):
+        shared = shared_lengths(input_ids, attention_mask, together).repeat_interleave(together)
+        lengths = torch.where(torch.arange(len(lengths)) % together > 0, lengths - shared, lengths)
+    counts: list[int] = lengths.tolist()
+    return counts
+
+
+def pack_shared(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    response_mask: torch.Tensor,
+    device: torch.device,
+    together: int,
+) -> Pack:
+    """As `pack`, with the common beginning of each `together` consecutive rows in the pack once. Outputs are the same:
+    a token's hidden state depends on the tokens before it only."""
+    shared = shared_lengths(input_ids, attention_mask, together)
+    rows, length = input_ids.shape
+    width = response_mask.shape[1]
+    attended, wanted = attention_mask.bool(), response_mask.bool()
+    position = attended.long().cumsum(dim=1) - 1
+    prefix = shared.repeat_interleave(together)
+    rest = attended.sum(dim=1) - prefix
+    if not (shared.any() and rest.any()):
+        return pack(input_ids, attention_mask, response_mask, device)
+    # Beginnings first, then the rests, each in the order of their lengths, so that equal ones are neighbours.
+    prefix_order = shared.argsort(stable=True)
+    rest_order = (prefix * (length + 1) + rest).argsort(stable=True)
+    prefix_start = torch.empty_like(shared)
+    prefix_start[prefix_order] = shared[prefix_order].cumsum(0) - shared[prefix_order]
+    rest_start = torch.empty_like(rest)
+    rest_start[rest_order] = rest[rest_order].cumsum(0) - rest[rest_order] + shared.sum()
+    first = prefix_start.repeat_interleave(together)
+
+    def index_of(at: torch.Tensor) -> torch.Tensor:
+        """Where in the pack position `at` [B, L] of each row is."""
+        return torch.where(at < prefix[:, None], first[:, None] + at, (rest_start - prefix)[:, None] + at)
+
+    index = index_of(position)
+    tokens = int(shared.sum() + rest.sum())
+    ids, positions = torch.empty(tokens, dtype=torch.long), torch.empty(tokens, dtype=torch.long)
+    ids[index[attended]] = input_ids[attended]
+    positions[index[attended]] = position[attended]
+    present = [row for row in rest_order.tolist() if rest[row] > 0]
+    keys = [index[row][attended[row]] for row in present]
+    return Pack(
+        input_ids=_send(ids.unsqueeze(0), device),
+        position_ids=_send(positions.unsqueeze(0), device),
+        attention=SharedPrefixAttention(
+            [int(n) for n in shared[prefix_order] if n > 0],
+            [(int(rest[row]), len(key)) for row, key in zip(present, keys, strict=True)],
+            _send(torch.cat(keys), device),
+            device,
+        ),
+        source=_send(index_of(position - 1)[:, length - width :][wanted], device),
+        target=_send(input_ids[:, length - width :][wanted], device),
+        slot=_send(wanted.flatten().nonzero().squeeze(1), device),
         rows=rows,
         width=width,
     )
@@ -191,7 +282,10 @@ def part_of(whole: Pack, sequence: SequenceGroup, device: torch.device) -> Pack:
 
 
 def packed_forward(
-    model: Any, pack: Pack | None, options: HeadOptions | None = None, check: Check | None = None
+    model: Any,
+    pack: Pack | None,
+    options: HeadOptions | None = None,
+    check: Check | None = None,
 ) -> dict[str, torch.Tensor]:
     """Of each target [M], float32, without vocabulary-wide logits: `log_probs` and, where asked, `entropy` and
     `sum_pi_squared`; of a critic `values`.
@@ -201,10 +295,24 @@ def packed_forward(
     if check is not None:
         return check(model)
     assert pack is not None
-    hidden = backbone_of(model)(**pack.model_inputs()).last_hidden_state
-    hidden = hidden.flatten(0, 1).index_select(0, pack.source)
+    return head_outputs(model, hidden_of_targets(model, pack), pack, options)
+
+
+def hidden_of_targets(model: Any, pack: Pack) -> torch.Tensor:
+    """[M, D]: the last hidden states that predict the targets."""
+    hidden = pack.hidden
+    if hidden is None:
+        hidden = backbone_of(model)(**pack.model_inputs()).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, pack.source)
+
+
+def head_outputs(
+    model: Any, hidden: torch.Tensor, pack: Pack, options: HeadOptions | None = None
+) -> dict[str, torch.Tensor]:
+    """What `packed_forward` returns, from the hidden states of the targets."""
     if isinstance(model, ValueModel):
-        values = nn.functional.linear(hidden.float(), model.score.weight.float(), model.score.bias.float())
+        bias = None if model.score.bias is None else model.score.bias.float()
+        values = nn.functional.linear(hidden.float(), model.score.weight.float(), bias)
         return {
             "values": values.sum(dim=-1)
         }  # not a view: the sharding hooks must survive operations in place

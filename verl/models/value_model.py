@@ -1,7 +1,9 @@
-"""A critic: a Hugging Face backbone with one scalar per token.
+"""A backbone of Hugging Face with a scalar head: a critic (one number per token) or a reward model (one number for the
+last token of a conversation).
 
-Parameter names are those of Hugging Face's `...ForTokenClassification` with one label (`<prefix>.*` and `score.*`), so
-that transformers can open a saved critic. The head starts at zero: an untrained critic predicts 0.
+Parameter names and the saved config are those of Hugging Face's `...ForTokenClassification` or, without bias,
+`...ForSequenceClassification` with one label (`<prefix>.*` and `score.*`), so that transformers can open the folder. A
+new head is zero: an untrained critic predicts 0.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from torch import nn
 class ValueModel(nn.Module):
     """Backbone and head, with the methods of a Hugging Face model that engines use."""
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, backbone: nn.Module, *, reward: bool = False) -> None:
         super().__init__()
         self.prefix: str = getattr(backbone, "base_model_prefix", "") or "model"
+        self.reward = reward
         self.add_module(self.prefix, backbone)
         config: Any = backbone.config
-        self.score = nn.Linear(config.get_text_config().hidden_size, 1)
-        nn.init.zeros_(self.score.weight)
-        nn.init.zeros_(self.score.bias)
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=not reward)
+        for param in self.score.parameters():
+            nn.init.zeros_(param)
 
     @property
     def backbone(self) -> Any:
@@ -51,10 +54,16 @@ class ValueModel(nn.Module):
         hidden = self.backbone(**inputs, use_cache=False).last_hidden_state
         return self.score(hidden).squeeze(-1).float()
 
-    def save_config(self, folder: Path) -> None:
-        """config.json naming the token-classification class, so that transformers can open the folder too."""
+    def saved_config(self) -> Any:
+        """The config of the class that transformers opens the folder with."""
         config = self.config.__class__.from_dict(self.config.to_dict())
         config.num_labels = 1
         stem = type(self.backbone).__name__.removesuffix("Model")
-        config.architectures = [f"{stem}ForTokenClassification"]
-        config.save_pretrained(folder)
+        config.architectures = [f"{stem}For{'Sequence' if self.reward else 'Token'}Classification"]
+        if self.reward:
+            # transformers scores at the last token that is not this one, and reads it from here.
+            config.get_text_config().pad_token_id = getattr(config, "pad_token_id", None)
+        return config
+
+    def save_config(self, folder: Path) -> None:
+        self.saved_config().save_pretrained(folder)

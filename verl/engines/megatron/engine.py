@@ -66,6 +66,9 @@ class MegatronEngine(RunnerEngine):
     def reference_log_probs(self, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
         raise ConfigError(NO_LORA)
 
+    def refresh_reference(self) -> None:
+        raise ConfigError(NO_LORA)
+
     # -- weights ------------------------------------------------------------------------------------------------
 
     def weights(self) -> MegatronWeights:

@@ -13,7 +13,8 @@ from verl.engines.settings import EngineSettings
 from verl.engines.weights import copy_to_meta
 from verl.errors import ModelError
 from verl.models.loading import load_causal_lm, load_value_model
-from verl.models.meta_init import CannotStream, ParameterIndex, open_causal_lm, open_value_model
+from verl.models.meta_init import ParameterIndex, open_causal_lm, open_value_model
+from verl.models.safetensors_files import CannotStream
 
 log = logging.getLogger(__name__)
 

@@ -181,9 +181,12 @@ class StageAdamW(MasterAdamW):
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def step(self) -> dict[str, float]:
+    def prepare_step(self) -> None:
+        """Nothing: the norm is that of reduced gradients."""
+
+    def step(self, lr: float | None = None) -> dict[str, float]:
         self.reduce_gradients()
-        result = super().step()
+        result = super().step(lr)
         if isinstance(self.rule, OnePassAdamW) and not result["skipped"]:
             self.gather()  # otherwise `write_back` has done it
         return result

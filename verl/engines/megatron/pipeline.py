@@ -25,15 +25,17 @@ from verl.engines.microbatch_runner import (
     INPUTS,
     PROBE_OPTIONS,
     MicroBatchRunner,
-    OOMReport,
+    OutputsOf,
     PassKind,
     sum_of,
 )
+from verl.engines.out_of_memory import OOMReport
 from verl.engines.sharding import Ranks
 from verl.errors import TrainingHalted
+from verl.models.distillation import Teacher
 from verl.models.float32 import first_line
 from verl.models.fused_linear import HeadOptions
-from verl.models.packing import Pack, sequence_lengths
+from verl.models.packing import Pack
 from verl.observe.metrics import Metric
 
 log = logging.getLogger(__name__)
@@ -110,8 +112,8 @@ class PipelineRunner(MicroBatchRunner):
             yield self.pack(batch[rows]) if rows else self.dummy_batch()
 
     def _checked_split(self, batch: DataProto, kind: PassKind) -> list[list[int]]:
-        lengths = sequence_lengths(batch.batch["attention_mask"]) if len(batch) else []
-        splits = self._split(list(range(len(batch))), lengths, kind)
+        together = int(batch.meta_info.get("rows_together", 1))
+        splits = self._split(list(range(len(batch))), self.token_counts(batch), kind, together)
         stages = self._groups.layout.pp
         if len(splits) < stages and kind not in self._warned:
             self._warned.add(kind)
@@ -138,8 +140,11 @@ class PipelineRunner(MicroBatchRunner):
     # -- without gradient ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, batch: DataProto, options: HeadOptions | None) -> Outputs:
+    def forward(
+        self, batch: DataProto, options: HeadOptions | None, outputs_of: OutputsOf | None = None
+    ) -> Outputs:
         """[B, T] each, on the host of every stage."""
+        assert outputs_of is None, "refused by verl.config.teacher_checks"
         batch = self.checked(batch).select(batch_keys=list(INPUTS), non_tensor_keys=[])
         self._model.eval()
         splits = self._checked_split(batch, "forward")
@@ -191,10 +196,11 @@ class PipelineRunner(MicroBatchRunner):
     # -- with gradient ------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, batch: DataProto, loss_fn: LossFn, options: HeadOptions
+        self, batch: DataProto, loss_fn: LossFn, options: HeadOptions, teacher: Teacher | None = None
     ) -> list[dict[str, Metric]]:
         """Add the gradients of a checked batch; metrics by micro-batch, empty on stages other than the last."""
         assert self.optimizer is not None
+        assert teacher is None, "refused by verl.config.teacher_checks"
         loss_scale = self.optimizer.loss_scale
         self._model.train()
         splits = self._checked_split(batch, "train")

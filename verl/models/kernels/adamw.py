@@ -1,38 +1,53 @@
 # mypy: disable-error-code="no-untyped-def"
-"""AdamW in one pass: reads the gradient as it is, updates master and moments, writes the rounded parameter.
+"""AdamW over many parameters in one launch: reads gradients as they are, updates masters and moments, writes the
+rounded parameters. And sums of gradients, also over many parameters in one launch.
 
-The arithmetic is that of torch's AdamW, in float32; every number is read and written once.
+The arithmetic is that of torch's AdamW, in float32; every number is read and written once. The kernels find their
+tensors in a table of addresses: a launch per parameter would take longer than the update of a small one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 _BLOCK = 2048
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
 def _adamw(
-    param_ptr,
-    master_ptr,
-    first_ptr,
-    second_ptr,
-    grad_ptr,
-    count,
+    table_ptr,
+    blocks_ptr,
+    tensors,
     factor,
     rest1,
     beta2,
     rest2,
     eps,
-    keep,
+    decay,
     rate,
     root_correction,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    """The table's rows: addresses of parameters, masters, first and second moments and gradients; sizes; whether the
+    parameter decays."""
+    which = tl.load(blocks_ptr + 2 * tl.program_id(0))
+    at = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
+    column = table_ptr + which
+    param_ptr = tl.load(column).to(tl.pointer_type(PARAM))
+    master_ptr = tl.load(column + tensors).to(tl.pointer_type(tl.float32))
+    first_ptr = tl.load(column + 2 * tensors).to(tl.pointer_type(tl.float32))
+    second_ptr = tl.load(column + 3 * tensors).to(tl.pointer_type(tl.float32))
+    grad_ptr = tl.load(column + 4 * tensors).to(tl.pointer_type(GRAD))
+    inside = at < tl.load(column + 5 * tensors)
+    keep = 1.0 - decay * tl.load(column + 6 * tensors).to(tl.float32)
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
     first = tl.load(first_ptr + at, mask=inside, other=0.0)
     second = tl.load(second_ptr + at, mask=inside, other=0.0)
@@ -43,43 +58,107 @@ def _adamw(
     tl.store(first_ptr + at, first, mask=inside)
     tl.store(second_ptr + at, second, mask=inside)
     tl.store(master_ptr + at, master, mask=inside)
-    tl.store(param_ptr + at, master.to(param_ptr.dtype.element_ty), mask=inside)
+    tl.store(param_ptr + at, master.to(PARAM), mask=inside)
 
 
-def adamw_step(
-    param: torch.Tensor,
-    master: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    grad: torch.Tensor,
-    *,
-    updates: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    factor: float,
-) -> None:
-    """One update in place; `updates` counts this one. All tensors contiguous, of one shape."""
-    count = master.numel()
-    if count == 0:
-        return
-    _adamw[(triton.cdiv(count, _BLOCK),)](
-        param,
-        master,
-        first,
-        second,
-        grad,
-        count,
-        factor,
-        # Differences from 1 are taken in double precision: float32 would lose half their digits.
-        1 - betas[0],
-        betas[1],
-        1 - betas[1],
-        eps,
-        1 - lr * weight_decay,
-        lr / (1 - betas[0] ** updates),
-        (1 - betas[1] ** updates) ** -0.5,
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+@triton.jit
+def _add(table_ptr, blocks_ptr, tensors, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    """The table's rows: addresses of float32 sums and of gradients; sizes."""
+    which = tl.load(blocks_ptr + 2 * tl.program_id(0))
+    at = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
+    sum_ptr = tl.load(table_ptr + which).to(tl.pointer_type(tl.float32))
+    grad_ptr = tl.load(table_ptr + tensors + which).to(tl.pointer_type(GRAD))
+    inside = at < tl.load(table_ptr + 2 * tensors + which)
+    total = tl.load(sum_ptr + at, mask=inside, other=0.0)
+    total += tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sum_ptr + at, total, mask=inside)
+
+
+@lru_cache(maxsize=8)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[blocks, 2]: of each block of `_BLOCK` numbers its tensor and its place in it."""
+    rows = [(which, at) for which, size in enumerate(sizes) for at in range(triton.cdiv(size, _BLOCK))]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(device)
+
+
+def _send(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+class AdamWUpdate:
+    """An update of many parameters that is ready to be launched. All tensors are contiguous, those of a parameter of
+    one shape; parameters have one dtype, gradients another."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        masters: Sequence[torch.Tensor],
+        firsts: Sequence[torch.Tensor],
+        seconds: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        decays: Sequence[bool],
+    ) -> None:
+        sizes = tuple(master.numel() for master in masters)
+        device = masters[0].device
+        self._tensors = len(sizes)
+        self._grads = grads  # which must not be freed before
+        self._types = (_TYPES[params[0].dtype], _TYPES[grads[0].dtype])
+        self._blocks = _blocks(sizes, device)
+        addresses = [[x.data_ptr() for x in tensors] for tensors in (params, masters, firsts, seconds, grads)]
+        self._table = _send([*addresses, sizes, [int(decay) for decay in decays]], device)
+
+    def launch(
+        self,
+        *,
+        updates: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        factor: float,
+    ) -> None:
+        """In place; `updates` counts this one."""
+        if not len(self._blocks):
+            return
+        _adamw[(len(self._blocks),)](
+            self._table,
+            self._blocks,
+            self._tensors,
+            factor,
+            # Differences from 1 are taken in double precision: float32 would lose half their digits.
+            1 - betas[0],
+            betas[1],
+            1 - betas[1],
+            eps,
+            lr * weight_decay,
+            lr / (1 - betas[0] ** updates),
+            (1 - betas[1] ** updates) ** -0.5,
+            PARAM=self._types[0],
+            GRAD=self._types[1],
+            BLOCK=_BLOCK,
+            num_warps=8,
+        )
+
+
+class AddAll:
+    """sum += gradient for many tensors, in a pass that is captured: the addresses of gradients are known only once it
+    has been, and the kernel reads them at each replay."""
+
+    def __init__(self, sums: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """`dtype`: of the gradients."""
+        sizes = tuple(total.numel() for total in sums)
+        self._device, self._dtype = sums[0].device, _TYPES[dtype]
+        self._blocks = _blocks(sizes, self._device)
+        self._table = torch.zeros(3, len(sums), dtype=torch.int64, device=self._device)
+        self._rows = [[total.data_ptr() for total in sums], [0] * len(sums), list(sizes)]
+
+    def launch(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Contiguous. They may be freed afterwards. Before `write_table` it adds nothing."""
+        self._rows[1] = [gradient.data_ptr() for gradient in gradients]
+        grid = (len(self._blocks),)
+        _add[grid](self._table, self._blocks, len(self._rows[0]), GRAD=self._dtype, BLOCK=_BLOCK)
+
+    def write_table(self) -> None:
+        """After the capture."""
+        self._table.copy_(_send(self._rows, self._device))

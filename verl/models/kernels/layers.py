@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""RMS norm and the gated product of an MLP, each one kernel forward and one backward.
+"""RMS norm, the gated product of an MLP and rotary positions, each one kernel forward and one backward.
 
 Numbers are rounded where the plain code rounds them, so that forward results are the same; in between the arithmetic is
 float32. The backward passes save the inputs only.
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-_PROGRAMS = 512
+_PROGRAMS = 1024
 
 
 @triton.jit
@@ -86,6 +86,79 @@ def _gated_backward(grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, str
     tl.store(dup_ptr + row * stride + at, (grad * wide * sigmoid).to(gate.dtype), mask=inside)
 
 
+@triton.jit
+def _rotate(
+    x_ptr,
+    out_ptr,
+    token,
+    token_stride,
+    head_stride,
+    heads,
+    half,
+    at,
+    cos1,
+    cos2,
+    sin1,
+    sin2,
+    BACKWARD: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Both halves of every head of one token; results lie token by token, head by head."""
+    head = tl.arange(0, HEADS)[:, None]
+    inside = (head < heads) & (at < half)[None, :]
+    x = x_ptr + token * token_stride + head * head_stride + at[None, :]
+    out = out_ptr + (token * heads + head) * 2 * half + at[None, :]
+    x1 = tl.load(x, mask=inside, other=0.0)
+    x2 = tl.load(x + half, mask=inside, other=0.0)
+    dtype = x1.dtype
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    if BACKWARD:
+        y1 = x1 * cos1 + x2 * sin2
+        y2 = x2 * cos2 - x1 * sin1
+    else:
+        y1 = (x1 * cos1).to(dtype).to(tl.float32) - (x2 * sin1).to(dtype).to(tl.float32)
+        y2 = (x2 * cos2).to(dtype).to(tl.float32) + (x1 * sin2).to(dtype).to(tl.float32)
+    tl.store(out, y1.to(dtype), mask=inside)
+    tl.store(out + half, y2.to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotary(
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    q_heads,
+    k_heads,
+    half,
+    BACKWARD: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, HALF)
+    inside = at < half
+    cos = cos_ptr + token * 2 * half + at
+    sin = sin_ptr + token * 2 * half + at
+    cos1 = tl.load(cos, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos2 = tl.load(cos + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin1 = tl.load(sin, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin2 = tl.load(sin + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    _rotate(
+        q_ptr, q_out_ptr, token, q_token, q_head, q_heads, half, at, cos1, cos2, sin1, sin2, BACKWARD, Q_HEADS
+    )
+    _rotate(
+        k_ptr, k_out_ptr, token, k_token, k_head, k_heads, half, at, cos1, cos2, sin1, sin2, BACKWARD, K_HEADS
+    )
+
+
 def _warps(block: int) -> int:
     return 4 if block <= 1024 else 8 if block <= 4096 else 16
 
@@ -136,6 +209,29 @@ class _RMSNorm(torch.autograd.Function):
 def _gated_grid(rows: int, columns: int) -> tuple[tuple[int, int], int]:
     block = min(triton.next_power_of_2(columns), 2048)
     return (rows, triton.cdiv(columns, block)), block
+
+
+class _TwoProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, first, second)
+        return torch.nn.functional.linear(x, first), torch.nn.functional.linear(x, second)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        x, *weights = ctx.saved_tensors
+        left, right = (grad.reshape(-1, grad.shape[-1]) for grad in grads)
+        rows = x.reshape(-1, x.shape[-1])
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (left @ weights[0]).addmm_(right, weights[1]).view(x.shape)
+        dfirst = left.t() @ rows if ctx.needs_input_grad[1] else None
+        dsecond = right.t() @ rows if ctx.needs_input_grad[2] else None
+        return dx, dfirst, dsecond
 
 
 class _Gated(torch.autograd.Function):
@@ -196,9 +292,70 @@ class _GatedJoined(torch.autograd.Function):
         return dboth
 
 
+def _launch_rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    tokens, size = q.shape[2:]
+    outs = [torch.empty(1, tokens, x.shape[1], size, dtype=x.dtype, device=x.device) for x in (q, k)]
+    if tokens:
+        _rotary[(tokens,)](
+            q,
+            k,
+            outs[0],
+            outs[1],
+            cos,
+            sin,
+            q.stride(2),
+            q.stride(1),
+            k.stride(2),
+            k.stride(1),
+            q.shape[1],
+            k.shape[1],
+            size // 2,
+            BACKWARD=backward,
+            Q_HEADS=triton.next_power_of_2(q.shape[1]),
+            K_HEADS=triton.next_power_of_2(k.shape[1]),
+            HALF=triton.next_power_of_2(size // 2),
+        )
+    return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return _launch_rotary(q, k, cos, sin, backward=False)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return *_launch_rotary(grad_q, grad_k, cos, sin, backward=True), None, None
+
+
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn the pairs (i, i + D/2) of each head by the angle of its position: q [1, H, N, D], k [1, K, N, D]; cos and
+    sin [1, N, D] have no gradient."""
+    return _Rotary.apply(q, k, cos, sin)  # type: ignore[no-any-return]
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight * (x / sqrt(mean(x^2) + eps)), over the last dimension."""
     return _RMSNorm.apply(x, weight, eps)
+
+
+def two_products(
+    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x times the transpose of each; in the backward pass the second product adds to the first's gradient of x."""
+    return _TwoProducts.apply(x, first, second)  # type: ignore[no-any-return]
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,140 @@
+"""Captured training passes without a GPU: the padding, the sums of gradients, and when nothing is captured. (On a
+device: tests/engines/device_checks.py.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.engines import backbone_graphs
+from verl.engines.backbone_graphs import BackboneGraphs, graph_size, padded_lengths
+
+
+@pytest.mark.parametrize("lengths", [[1], [64] * 64, [700, 3, 128], [5] * 1000, [1024] * 15 + [1], [3000]])
+def test_a_size_holds_its_pack_and_wastes_little(lengths):
+    size = graph_size(lengths)
+    padded = padded_lengths(lengths, size)
+    assert padded[: len(lengths)] == lengths and sum(padded) == size.tokens and len(padded) == size.sequences
+    assert max(padded) <= size.longest < 2 * max(max(lengths), 128)
+    assert size.tokens <= max(sum(lengths) * 17 / 16, sum(lengths) + 64)
+
+
+def test_batches_of_one_run_share_few_sizes():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.empty(200, 64).log_normal_(5.4, 0.45, generator=generator).clamp(4, 1024).long()
+    assert len({graph_size(lengths.tolist()) for lengths in rows}) < 40
+
+
+class Replayed:
+    """Stands for a CUDA graph: a replay runs the work again."""
+
+    def __init__(self, work):
+        self.replay = torch.enable_grad()(work)
+
+
+class Recorder:
+    fails: str | None = None
+
+    def __init__(self, device):
+        pass
+
+    def record(self, work, warm_up=None):
+        if Recorder.fails:
+            raise RuntimeError(Recorder.fails)
+        (warm_up or work)()
+        return Replayed(work)
+
+
+class Adder:
+    """Stands for the kernel that adds all gradients."""
+
+    def __init__(self, sums, dtype):
+        self.sums = sums
+
+    def launch(self, gradients):
+        for total, gradient in zip(self.sums, gradients, strict=bool(gradients)):
+            total.add_(gradient)
+
+    def write_table(self):
+        pass
+
+
+def attend(self, module, q, k, v, *, scaling=None, sliding_window=None, softcap=None):
+    """Of sequences whose bounds are read at each pass, as the kernel does."""
+    self.lengths = [length for length in self.cu_seqlens.diff().tolist() if length]
+    return self._dense_runs(q, k, v, scaling, sliding_window, softcap)
+
+
+@pytest.fixture
+def pair(tools, monkeypatch):
+    """Two engines with the same half-precision weights and micro-batches of three rows; the first one captures."""
+    pytest.importorskip("triton")
+    from verl.models.kernels import adamw
+
+    monkeypatch.setattr(backbone_graphs, "GraphRecorder", Recorder)
+    monkeypatch.setattr(backbone_graphs._FixedAttention, "attend", attend)
+    monkeypatch.setattr(adamw, "AddAll", Adder)
+    monkeypatch.setattr(Recorder, "fails", None)
+    role = {"ppo_micro_batch_size_per_gpu": 3, "optim.lr": 1e-2}
+    engines = []
+    for _ in range(2):
+        model = tools.model("llama", tie_word_embeddings=True)
+        engines.append(tools.engine(model=model, role=role, dtype="bfloat16"))
+    runner = tools.runner(engines[0])
+    runner.graphs = BackboneGraphs(runner._model, runner.optimizer, torch.device("cpu"), 1e6)
+    return engines
+
+
+def difference(tools, pair):
+    ours, plain = (tools.gradients(engine) for engine in pair)
+    assert ours.keys() == plain.keys()
+    return max(float((ours[n].float() - plain[n].float()).norm() / plain[n].float().norm()) for n in plain)
+
+
+def test_gradients_are_those_of_passes_that_are_not_captured(tools, pair):
+    """Over two micro-batches, in later steps too; of a tied embedding also the head's part."""
+    graphs = tools.runner(pair[0]).graphs
+    for seed in range(3):
+        for engine in pair:
+            engine.forward_backward(tools.batch(seed=seed), tools.policy_loss, with_entropy=True)
+        assert difference(tools, pair) < 0.03
+        norms = [engine.optimizer_step()["grad_norm"] for engine in pair]
+        assert norms[0] == pytest.approx(norms[1], rel=0.02)
+    assert len(graphs._passes) == 1, "both micro-batches fit into one size"
+
+
+def test_a_captured_pass_adds_to_one_that_was_not(tools, pair):
+    runner = tools.runner(pair[0])
+    graphs, runner.graphs = runner.graphs, None
+    for engine in pair:
+        engine.forward_backward(tools.batch(seed=1), tools.policy_loss)
+    runner.graphs = graphs
+    for engine in pair:
+        engine.forward_backward(tools.batch(seed=2), tools.policy_loss)
+    assert difference(tools, pair) < 0.03
+
+
+def test_other_memory_of_the_weights_is_captured_anew(tools, pair):
+    engine = pair[0]
+    engine.forward_backward(tools.batch(), tools.policy_loss)
+    (before,) = tools.runner(engine).graphs._passes.values()
+    for param in tools.module(engine).parameters():
+        param.data = param.data.clone()
+    engine.forward_backward(tools.batch(), tools.policy_loss)
+    (after,) = tools.runner(engine).graphs._passes.values()
+    assert after is not before
+
+
+def test_a_model_that_cannot_be_captured_is_launched_and_that_is_said_once(tools, pair, monkeypatch, caplog):
+    monkeypatch.setattr(Recorder, "fails", "operation not permitted when stream is capturing\nmore")
+    for engine in pair:
+        engine.forward_backward(tools.batch(), tools.policy_loss)
+    assert difference(tools, pair) == 0
+    assert caplog.text.count("cannot be captured as CUDA graphs (operation not permitted") == 1
+
+
+def test_large_packs_are_not_captured(tools, pair):
+    runner = tools.runner(pair[0])
+    runner.graphs = BackboneGraphs(runner._model, runner.optimizer, torch.device("cpu"), 1.2e11)
+    pair[0].forward_backward(tools.batch(), tools.policy_loss)
+    assert not runner.graphs._passes
