@@ -53,7 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="the model below a LoRA adapter; for Megatron, the folder with config.json",
     )
     merge.add_argument(
-        "--is-value-model", "--is_value_model", action="store_true", help="insist that it is a critic"
+        "--is-value-model",
+        "--is_value_model",
+        action="store_true",
+        help="insist that it is a critic or a reward model",
     )
     merge.add_argument("--use_cpu_initialization", "--use-cpu-initialization", action="store_true")
     merge.add_argument("--overwrite", action="store_true", help="replace a target that is there already")

@@ -359,7 +359,9 @@ def test_settings_come_from_the_configuration(tmp_path: Path) -> None:
     config.trainer.keep_best, config.trainer.keep_best_mode = "val-core/x", "min"
     manager = CheckpointManager.from_config(config, tmp_path)
     assert manager.settings["actor"].async_save and manager.settings["critic"].save_contents == ["model"]
-    assert manager.limits == Limits({"actor": 4, "critic": None}, "val-core/x", "min")
+    # A refreshed reference and the reward model go with the actor.
+    kept = {"actor": 4, "ref": 4, "critic": None, "implicit_reward": 4}
+    assert manager.limits == Limits(kept, "val-core/x", "min")
     assert CheckpointManager.from_config(SFTConfig(), tmp_path).resume_mode == "auto"
 
 

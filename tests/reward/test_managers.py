@@ -180,5 +180,5 @@ def test_a_function_that_never_scored_is_the_users_error_not_a_halt():
 def test_an_unknown_manager_lists_the_known():
     cfg = config()
     cfg.reward_manager.name = "fast"
-    with pytest.raises(RewardError, match="batch, dapo, naive, prime"):
+    with pytest.raises(RewardError, match="batch, dapo, naive, none, prime"):
         build_reward_manager(cfg, max_response_length=16)

@@ -10,9 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from verl.config.checks import unavailable, unused_keys
+from verl.config.checks import unavailable
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig, RewardConfig
+from verl.config.unused_keys import unused_keys
 from verl.errors import ConfigError, MissingPackage, ModelError
 from verl.reward import RewardSample, build_reward_manager, register_reward_manager
 from verl.reward.managers import FACTORIES

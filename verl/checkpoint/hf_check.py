@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.hf_folder import CheckpointReader, cast, check_names, hf_reader, on_disk
+from verl.checkpoint.hf_folder import CheckpointReader, auto_class, cast, check_names, hf_reader, on_disk
 from verl.errors import CheckpointError
 from verl.runtime import quiet_transformers
 
@@ -40,14 +40,10 @@ def check_tensors(folder: Path, reader: CheckpointReader, model: Any, dtype: tor
     return len(seen)
 
 
-def check_logits(
-    folder: Path, reader: CheckpointReader, config: Any, dtype: torch.dtype, *, value_model: bool
-) -> None:
+def check_logits(folder: Path, reader: CheckpointReader, config: Any, dtype: torch.dtype) -> None:
     """The model transformers loads from the folder answers a fixed prompt exactly as one built from the checkpoint's
     own tensors. The two are in memory one after the other."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
-    kind: Any = AutoModelForTokenClassification if value_model else AutoModelForCausalLM
+    kind = auto_class(config)
 
     def merged() -> Any:
         with quiet_transformers():

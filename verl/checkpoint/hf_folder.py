@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -70,10 +70,16 @@ class ShardedReader(CheckpointReader):
     """Weights in the ranks' files of one part, or in a Hugging Face folder; LoRA adapters are merged in float32, as
     the training engine merges them."""
 
-    def __init__(self, files: Iterable[Path], lora_scale: float | None = None) -> None:
-        metadata: Any = ShardReader(files).read_metadata()
-        self._known = metadata.state_dict_metadata
-        self._storage = metadata.storage_data
+    def __init__(
+        self, files: Iterable[Path], lora_scale: float | None = None, base: Iterable[Path] = ()
+    ) -> None:
+        self._known: dict[str, Any] = {}
+        self._storage: dict[Any, Any] = {}
+        # What was trained goes before the weights it was trained on: the head of a reward model is in both.
+        for group in filter(None, (list(base), list(files))):
+            metadata: Any = ShardReader(group).read_metadata()
+            self._known |= metadata.state_dict_metadata
+            self._storage |= metadata.storage_data
         self._scale = lora_scale
         self.base_dtype: torch.dtype | None = None
         """The precision the base weights had while the adapter was trained; None: as they are in the files."""
@@ -97,9 +103,14 @@ class ShardedReader(CheckpointReader):
             weight = merge_lora(weight, self._gather(stem + _A), self._gather(stem + _B), self._scale)
         return weight
 
+    def only(self, names: Collection[str]) -> None:
+        """Leave out other weights."""
+        self.weights = {name: weight for name, weight in self.weights.items() if name in names}
+
     def adapter(self) -> dict[str, torch.Tensor]:
-        """The LoRA weights under the names peft gives them on the disk."""
-        return {_PEFT_PREFIX + key.replace(".default.", "."): self._gather(key) for key in self._adapters}
+        """The LoRA weights and a value head under the names peft gives them on the disk."""
+        keys = [*self._adapters, *(key for key in self._known if key.startswith("score."))]
+        return {_PEFT_PREFIX + key.replace(".default.", "."): self._gather(key) for key in keys}
 
     def _gather(self, key: str) -> torch.Tensor:
         entry = self._known[key]
@@ -181,7 +192,7 @@ def write_from_shards(
     transformers reads gets a hard link instead of a copy."""
     folder = part / HF_FOLDER
     config = read_config(folder)
-    model = empty_model(config, value_model=is_value_config(config))
+    model = empty_model(config)
     reader: CheckpointReader
     if chunks is None:
         reader = ShardedReader(part / name for name in shards)
@@ -205,7 +216,7 @@ _buildable: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 def _can_build(model: Any) -> bool:
     if model not in _buildable:
         try:
-            empty_model(model.config, value_model=isinstance(model, ValueModel))
+            empty_model(model.saved_config() if isinstance(model, ValueModel) else model.config)
             _buildable[model] = True
         except CheckpointError:
             _buildable[model] = False
@@ -245,17 +256,26 @@ def read_config(folder: Path) -> Any:
 
 
 def is_value_config(config: Any) -> bool:
-    return any("TokenClassification" in name for name in config.architectures or ())
+    """Whether it is a critic or a reward model: numbers, no text."""
+    return "Classification" in auto_class(config).__name__
 
 
-def empty_model(config: Any, *, value_model: bool = False) -> Any:
+def auto_class(config: Any) -> Any:
+    """The class of transformers that opens the folder of a policy, a critic or a reward model."""
+    import transformers
+
+    named = " ".join(config.architectures or ())
+    for kind in ("TokenClassification", "SequenceClassification"):
+        if f"For{kind}" in named:
+            return getattr(transformers, f"AutoModelFor{kind}")
+    return transformers.AutoModelForCausalLM
+
+
+def empty_model(config: Any) -> Any:
     """The architecture on the meta device: what names and shapes must be."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
-    kind = AutoModelForTokenClassification if value_model else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return kind.from_config(config, trust_remote_code=False)
+            return auto_class(config).from_config(config, trust_remote_code=False)
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"no model can be built from the configuration: {error}") from None
 

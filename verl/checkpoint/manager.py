@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,14 @@ class CheckpointManager:
         self.run_folder = Path(run_folder)
         self.settings = dict(settings or {})
         self.limits = Limits(
-            {"actor": max_actor_to_keep, "critic": max_critic_to_keep}, keep_best, keep_best_mode
+            {
+                "actor": max_actor_to_keep,
+                "ref": max_actor_to_keep,
+                "critic": max_critic_to_keep,
+                "implicit_reward": max_actor_to_keep,
+            },
+            keep_best,
+            keep_best_mode,
         )
         self.resume_mode = resume_mode
         self._peer_timeout_s = peer_timeout_s
@@ -88,6 +95,8 @@ class CheckpointManager:
         self._reserving: threading.Thread | None = None
         self._saved: Path | None = None
         self._error: BaseException | None = None
+        self.failure: str | None = None
+        """Why the last save that failed did."""
         self._recovered = False
         self._warned_about_best = False
         self._foreign_steps: list[Path] = []
@@ -101,6 +110,12 @@ class CheckpointManager:
             sections = {
                 "actor": config.actor_rollout_ref.actor.checkpoint,
                 "critic": config.critic.checkpoint,
+                "implicit_reward": config.implicit_reward.checkpoint,
+                "ref": replace(
+                    config.actor_rollout_ref.actor.checkpoint,
+                    save_contents=["model"],
+                    load_contents=["model"],
+                ),
             }
         else:
             sections = {"actor": config.checkpoint}
@@ -293,6 +308,7 @@ class CheckpointManager:
                 why = f"{error}. Free some space or set trainer.default_local_dir to another disk"
             else:
                 why = f"{type(error).__name__}: {error}{self._write_traceback(error)}"
+            self.failure = why
             logger.warning(
                 "the checkpoint of step %d could not be saved: %s. Training continues; the last complete checkpoint "
                 "stays valid",

@@ -149,14 +149,16 @@ def _merge_part(work: Path, part: PartFolder, options: MergeOptions) -> None:
         _keep_adapter(work, part, scale)
         return
     config = _read_config(work, options)
-    value_model = is_value_config(config)
+    value_model, model = is_value_config(config), empty_model(config)
     if options.is_value_model and not value_model:
         kind = ", ".join(config.architectures or ["language model"])
         raise CheckpointError(f"--is-value-model was given, but {part.path} holds a {kind}")
-    files = part.model_files() + (_base_files(part, options.base_dir) if scale is not None else [])
-    reader = ShardedReader(files, scale)
+    base = _base_files(part, options.base_dir) if scale is not None else []
+    reader = ShardedReader(part.model_files(), scale, base)
     reader.base_dtype = default_dtype(config, reader)
-    _write_verified(work, reader, config, empty_model(config, value_model=value_model), options)
+    if value_model and base:
+        reader.only(model.state_dict())  # the base model is a policy, with an output matrix
+    _write_verified(work, reader, config, model, options)
 
 
 def _merge_megatron(work: Path, tensors: Path, hf: Path, options: MergeOptions) -> None:
@@ -193,7 +195,7 @@ def _write_verified(
     elif sum(w.numel() for w in reader.weights.values()) * dtype.itemsize * 1.5 > free_host_bytes():
         logger.warning("logits were not compared: one copy of the model does not fit into free memory")
     else:
-        check_logits(work, reader, config, dtype, value_model=is_value_config(config))
+        check_logits(work, reader, config, dtype)
         logger.info("logits on a fixed prompt equal those of the checkpoint")
 
 
@@ -232,7 +234,7 @@ def open_weights(folder: Path) -> CheckpointReader:
         config = read_config(part.path / HF_FOLDER)
         if read_lora_scale(part.path / ADAPTER_FOLDER) is not None:
             raise CheckpointError(f"{folder} holds a LoRA adapter; merge it first, then compare the folders")
-        model = empty_model(config, value_model=is_value_config(config))
+        model = empty_model(config)
         return ConvertedReader(ShardedReader(part.model_files()), model)
     if holds_megatron(folder):
         tensors, hf = find_megatron(folder)

@@ -89,7 +89,7 @@ def newest_complete(
 
 def checked_path(path: Path, parts: Collection[str] = ()) -> Path:
     """A checkpoint named by the user: a step folder (or the part inside it), or a run folder (its newest step)."""
-    if path.name in ("actor", "critic") and not (path / MANIFEST).exists():
+    if path.name in ("actor", "critic", "implicit_reward") and not (path / MANIFEST).exists():
         path = path.parent
     if path.is_dir() and not (path / MANIFEST).exists():
         found = newest_complete(path, parts)

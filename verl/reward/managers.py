@@ -53,7 +53,7 @@ def register_reward_manager(name: str) -> Callable[[ManagerFactory], ManagerFact
 
 
 class NoRewards(RewardManager):
-    """Scores everything 0: the rewards are those of an environment."""
+    """Scores everything 0: the rewards are those of an environment, or nothing is learned from them."""
 
     def __init__(self) -> None:
         self._results: dict[int, RewardResult] = {}
@@ -177,6 +177,17 @@ def batch(reward_cfg: RewardConfig, **arguments: Any) -> FunctionRewardManager:
                 f"takes one sample. Give it a parameter 'completions' and return a list, or use naive or prime."
             )
     return manager
+
+
+@register_reward_manager("none")
+def none(reward_cfg: RewardConfig, *, function: Any = None, **_: Any) -> NoRewards:
+    """Every response scores 0."""
+    if chooses_reward(reward_cfg, function):
+        raise RewardError(
+            "reward.reward_manager.name=none scores every response 0, but a reward is given as well (a function, a "
+            "reward model or a judge). Leave it out, or set reward.reward_manager.name=naive."
+        )
+    return NoRewards()
 
 
 def _build(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl.algorithms.balance import sequence_work
 from verl.config.sections.reward import RewardModelConfig
+from verl.data.chat import conversation_ids
 from verl.errors import ModelError, TrainingHalted
 from verl.models.loading import torch_dtype
 from verl.reward.base import Backend, RewardResult, RewardSample
@@ -105,12 +106,7 @@ class RewardModel:
     def encode(self, sample: RewardSample) -> tuple[list[int], bool]:
         messages = sample.messages or [{"role": "user", "content": sample.prompt}]
         conversation = [*messages, {"role": "assistant", "content": sample.response}]
-        if getattr(self.tokenizer, "chat_template", None):
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            text = "\n\n".join(str(message["content"]) for message in conversation)
-            ids = self.tokenizer(text)["input_ids"]
+        ids = conversation_ids(self.tokenizer, conversation)
         # The end is what is judged, so the beginning is cut.
         return ids[-self.max_length :] or [self._pad], len(ids) > self.max_length
 
