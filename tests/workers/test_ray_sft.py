@@ -109,6 +109,26 @@ def test_one_two_and_three_ranks_agree_and_load_each_others_checkpoints(more, wo
         alike(run_on(loaded, f"from{saved}to{loaded}", given), found[1][1:])
 
 
+@pytest.mark.parametrize("command", ["dpo", "reward"])
+def test_pairs_of_answers_on_two_ranks_agree_with_one(command, words, joined, tmp_path):
+    from verl.config.load import load_config
+    from verl.config.schema import DPOConfig, RewardTrainingConfig
+    from verl.trainer.offline_trainer import run
+
+    for name in ("train", "val"):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        pairs = [{**row, "chosen": row["response"], "rejected": row["response"] + " 1 2"} for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    kind = {"dpo": DPOConfig, "reward": RewardTrainingConfig}[command]
+    found = []
+    for world in (1, 2):
+        sizes = f"trainer.n_gpus_per_node={world}", "data.train_batch_size=7", "optim.eps=1e-4"
+        found.append(metrics(run(load_config(kind, words(*sizes, folder=f"world{world}"))).folder))
+    alike(
+        *([{k: v for k, v in row.items() if k != "train/accuracy"} for row in rows] for rows in found[::-1])
+    )
+
+
 def metrics(folder: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("timing_", "perf/")

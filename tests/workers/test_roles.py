@@ -272,7 +272,11 @@ class Counting(WorkerGroup):
 
     def log_probs(self, *arguments: Any, **more: Any) -> Any: ...
     def ref_log_probs(self, *arguments: Any) -> Any: ...
+    def teacher_outputs(self, *arguments: Any) -> Any: ...
     def values(self, *arguments: Any) -> Any: ...
+    def start_log_probs(self, *arguments: Any) -> Any: ...
+    def implicit_rewards(self, *arguments: Any) -> Any: ...
+    def refresh_reference(self) -> None: ...
     def checkpoint_parts(self) -> Any: ...
     def close(self) -> None: ...
 
@@ -368,6 +372,37 @@ def test_draws_of_a_loss_are_keyed_by_update_and_mini_batch(monkeypatch):
         group.update("actor", batch)
     assert len(set(drawn[:4])) == 4
     assert drawn[4:6] == drawn[2:4], "a resumed run draws as the first one did"
+
+
+@pytest.mark.parametrize(("version", "computed"), [(3, 1), (2, 2), (None, 2)])
+def test_log_probs_of_the_current_weights_are_not_computed_again(monkeypatch, version, computed):
+    """Those of the first mini-batch, where the trainer computed them and no step was taken since."""
+    used: list[float] = []
+
+    def prepare(*, log_prob: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        used.append(float(log_prob[0, 0]))
+        return {}
+
+    def current(self: Any, mini: DataProto, **_: Any) -> DataProto:
+        return DataProto.from_dict(tensors={"old_log_probs": torch.zeros(len(mini), 3)})
+
+    monkeypatch.setattr("verl.workers.group.get_policy_loss_prepare", lambda name: prepare)
+    monkeypatch.setattr(Counting, "log_probs", current)
+    batch = rows_of(8)
+    batch.batch |= {"advantages": torch.zeros(8, 3), "old_log_probs": torch.full((8, 3), -1.0)}
+    batch.meta_info = {} if version is None else {"old_log_probs_version": version}
+    group = Counting(config(**{"actor_rollout_ref.actor.ppo_mini_batch_size": 2}))
+    group.policy_version = 3
+    group.update("actor", batch)
+    assert used == ([-1.0, 0.0] if computed == 1 else [0.0, 0.0])
+
+
+def test_the_responses_to_a_prompt_stay_together_in_every_pass():
+    for mini in mini_batches(rows_of(24), 6, 3, seed=1, together=3):
+        prompts = (mini.batch["row"] // 3).view(-1, 3)
+        assert bool((prompts == prompts[:, :1]).all())
+    passes = list(mini_batches(rows_of(24), 24, 2, seed=1, together=3))
+    assert passes[1].batch["row"].tolist() != passes[0].batch["row"].tolist() == list(range(24))
 
 
 def five_rows() -> DataProto:

@@ -17,7 +17,8 @@ import torch
 from verl.algorithms.aggregation import batch_counts
 from verl.algorithms.registry import Prepare, get_policy_loss_prepare
 from verl.algorithms.sessions import Sessions
-from verl.config.known import CRITIC_ESTIMATORS, ESTIMATORS
+from verl.config.known import CRITIC_ESTIMATORS, ESTIMATORS, GROUP_LOSSES
+from verl.config.parallelism import needs_reference as needs_reference
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric, average_metrics
 from verl.rollout.base import GenerationSettings
@@ -64,15 +65,31 @@ class WorkerGroup(ABC):
         """`ref_log_prob`."""
 
     @abstractmethod
+    def teacher_outputs(self, batch: DataProto) -> DataProto:
+        """What the update needs of the teacher (`TEACHER_TENSORS` of `verl.models.distillation`)."""
+
+    @abstractmethod
     def values(self, batch: DataProto) -> DataProto:
         """`values`."""
+
+    @abstractmethod
+    def start_log_probs(self, batch: DataProto) -> DataProto:
+        """`start_log_prob`: those of the implicit reward model before training."""
+
+    @abstractmethod
+    def implicit_rewards(self, batch: DataProto) -> DataProto:
+        """`process_rewards` of the implicit reward model; the batch has `start_log_prob`."""
 
     @abstractmethod
     def train_mini_batch(
         self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Metric]:
-        """One optimiser step of `role` (actor or critic) on one mini-batch, over all ranks. `prepared`: what the policy
-        loss's `prepare` computed from the mini-batch, a row for each of its rows."""
+        """One optimiser step of `role` (actor, critic or implicit_reward) on one mini-batch, over all ranks.
+        `prepared`: what the policy loss's `prepare` computed from the mini-batch, a row for each of its rows."""
+
+    @abstractmethod
+    def refresh_reference(self) -> None:
+        """The reference policy becomes the actor as it is now."""
 
     @abstractmethod
     def sync_weights(self) -> dict[str, float]:
@@ -81,7 +98,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def checkpoint_parts(self) -> dict[str, Any]:
-        """The engines whose state a checkpoint holds, by name (actor, critic)."""
+        """The engines whose state a checkpoint holds, by name (actor, critic, implicit_reward)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -91,22 +108,35 @@ class WorkerGroup(ABC):
         """The config of the engine that works as `role`: under LoRA the reference is the actor's, adapters off."""
         arr = self.cfg.actor_rollout_ref
         ref = arr.ref if arr.model.lora_rank == 0 else arr.actor
-        return {"actor": arr.actor, "ref": ref, "critic": self.cfg.critic}[role]
+        implicit = dict.fromkeys(("implicit_reward", "implicit_reward_start"), self.cfg.implicit_reward)
+        return {
+            "actor": arr.actor,
+            "ref": ref,
+            "teacher": arr.teacher,
+            "critic": self.cfg.critic,
+            **implicit,
+        }[role]
 
     def update(self, role: str, batch: DataProto, *, sync: bool = True) -> dict[str, float]:
-        """Train `role` (actor or critic) on the batch; with `sync` the rollout engine then has the actor's new
-        weights."""
+        """Train `role` (actor, critic or implicit_reward) on the batch; with `sync` the rollout engine then has the
+        actor's new weights."""
         section = self.section(role)
-        prepare = None
+        prepare, together = None, 1
         if role == "actor":
             prepare = get_policy_loss_prepare(section.policy_loss.loss_mode)
-        size = section.ppo_mini_batch_size * self.cfg.actor_rollout_ref.rollout.n
+            if section.policy_loss.loss_mode in GROUP_LOSSES:
+                together = responses_per_prompt(self.cfg)
+        size = section.ppo_mini_batch_size * responses_per_prompt(self.cfg)
         seed = self.cfg.data.seed + self.policy_version
-        steps = []
-        for number, mini in enumerate(mini_batches(batch, size, section.ppo_epochs, seed=seed)):
+        steps: list[dict[str, Metric]] = []
+        for number, mini in enumerate(
+            mini_batches(batch, size, section.ppo_epochs, seed=seed, together=together)
+        ):
             if mini.meta_info["batch_num_tokens"] == 0:
                 continue
-            prepared = self._prepared(mini, prepare, number) if prepare is not None else None
+            prepared = None
+            if prepare is not None:
+                prepared = self.prepared(mini, prepare, number, unchanged=not steps)
             steps.append(self.train_mini_batch(role, mini, prepared))
         metrics = average_metrics(steps)
         if role == "actor":
@@ -115,26 +145,32 @@ class WorkerGroup(ABC):
                 metrics |= self.sync_weights()
         return metrics
 
-    def _prepared(self, mini: DataProto, prepare: Prepare, number: int) -> dict[str, torch.Tensor]:
-        """What a loss chooses by comparing tokens across the mini-batch, before that is split into micro-batches."""
+    def prepared(
+        self, mini: DataProto, prepare: Prepare, number: int, *, unchanged: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """What a loss chooses by comparing tokens across the mini-batch, before that is split into micro-batches.
+        `unchanged`: no step was taken since the batch was made."""
         actor = self.cfg.actor_rollout_ref.actor
-        log_prob = self.log_probs(mini).batch["old_log_probs"]
+        parameters = inspect.signature(prepare).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        offered: dict[str, Any] = {
+            "advantages": mini.batch["advantages"],
+            "response_mask": mini.batch["response_mask"],
+            "config": actor,
+            "batch": mini,
+        }
+        if takes_all or "log_prob" in parameters or "old_log_prob" in parameters:
+            if unchanged and mini.meta_info.get("old_log_probs_version") == self.policy_version:
+                offered["log_prob"] = mini.batch["old_log_probs"]
+            else:
+                offered["log_prob"] = self.log_probs(mini).batch["old_log_probs"]
+            offered["old_log_prob"] = mini.batch.get("old_log_probs", offered["log_prob"])
         # A seed per mini-batch instead of a generator's state: a resumed run draws the same tokens.
         key = [actor.policy_loss.seed, self.policy_version, number]
-        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
-        parameters = inspect.signature(prepare).parameters.values()
-        takes_batch = any(p.name == "batch" or p.kind is p.VAR_KEYWORD for p in parameters)
-        return dict(
-            prepare(
-                old_log_prob=mini.batch.get("old_log_probs", log_prob),
-                log_prob=log_prob,
-                advantages=mini.batch["advantages"],
-                response_mask=mini.batch["response_mask"],
-                config=actor,
-                generator=generator,
-                **({"batch": mini} if takes_batch else {}),
-            )
+        offered["generator"] = torch.Generator().manual_seed(
+            int(np.random.SeedSequence(key).generate_state(1)[0])
         )
+        return dict(prepare(**{name: offered[name] for name in offered if takes_all or name in parameters}))
 
 
 def samples_over(engine: RolloutEngine, agents: ConversationRunner | None) -> SampleStream:
@@ -151,16 +187,22 @@ def sessions_of(batch: DataProto) -> Sessions:
     return Sessions(batch.non_tensor_batch.get("session"), len(batch))
 
 
-def mini_batches(batch: DataProto, size: int, epochs: int, *, seed: int) -> Iterator[DataProto]:
+def mini_batches(
+    batch: DataProto, size: int, epochs: int, *, seed: int, together: int = 1
+) -> Iterator[DataProto]:
     """`epochs` passes over `batch` in mini-batches of `size` sequences, each with its own denominators.
 
-    The first pass keeps the order (groups stay together); later ones are shuffled. Rows that are turns of one
+    The first pass keeps the order (groups stay together); later ones are shuffled, with `together` the sequences of a
+    prompt stay neighbours. Rows that are turns of one
     conversation are one sequence: they stay together and count once, and `sequence_num_tokens` [B] has the policy
     tokens of all of them."""
     generator = torch.Generator().manual_seed(seed)
     rows = sessions_of(batch).rows()
     for epoch in range(epochs):
-        order = torch.randperm(len(rows), generator=generator) if epoch else torch.arange(len(rows))
+        order = torch.arange(len(rows))
+        if epoch:
+            blocks = order.view(-1, together)
+            order = blocks[torch.randperm(len(blocks), generator=generator)].flatten()
         for chosen in order.split(size):
             mini = batch[torch.cat([rows[number] for number in chosen.tolist()])]
             mask = mini.batch["response_mask"]
@@ -180,8 +222,18 @@ def needs_critic(cfg: PPOConfig) -> bool:
     return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS
 
 
-def needs_reference(cfg: PPOConfig) -> bool:
-    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+def needs_implicit_reward(cfg: PPOConfig) -> bool:
+    return cfg.algorithm.adv_estimator == "prime"
+
+
+def learns_from_data(cfg: PPOConfig) -> bool:
+    """Whether the data's answers (`data.response_key`) are rows of the batch."""
+    return cfg.actor_rollout_ref.actor.policy_loss.loss_mode == "spin"
+
+
+def responses_per_prompt(cfg: PPOConfig) -> int:
+    """In a batch to train on."""
+    return cfg.actor_rollout_ref.rollout.n + learns_from_data(cfg)
 
 
 def corrects_rollout(cfg: PPOConfig) -> bool:
@@ -197,4 +249,5 @@ def needs_old_log_probs(cfg: PPOConfig, sequences: int) -> bool:
     per_update = actor.ppo_mini_batch_size * cfg.actor_rollout_ref.rollout.n
     one_update = actor.ppo_epochs == 1 and per_update >= sequences
     by_estimator = estimator == "optimal_token_baseline" or estimator not in ESTIMATORS
-    return not one_update or by_estimator or cfg.algorithm.use_kl_in_reward or corrects_rollout(cfg)
+    asked = cfg.algorithm.use_kl_in_reward or corrects_rollout(cfg) or learns_from_data(cfg)
+    return not one_update or by_estimator or asked

@@ -26,7 +26,7 @@ from verl.workers.local import LocalGroup
 if TYPE_CHECKING:
     from torch import nn
 
-    from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
+    from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
     from verl.reward.base import Backend
     from verl.workers.ray_calls import RankCalls
     from verl.workers.ray_group import RayGroup
@@ -71,7 +71,7 @@ def build_reward_model(cfg: PPOConfig) -> Backend:
     return ModelPoolBackend.for_run(cfg)
 
 
-def require_ray(cfg: PPOConfig | SFTConfig | GenerationConfig) -> None:
+def require_ray(cfg: PPOConfig | OfflineConfig | GenerationConfig) -> None:
     """Before Ray is imported: it is installed, and does not print its own reports of dead ranks."""
     if importlib.util.find_spec("ray") is None:
         raise missing_package("ray", "ray", _several(cfg))
@@ -79,7 +79,7 @@ def require_ray(cfg: PPOConfig | SFTConfig | GenerationConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
-def _several(cfg: PPOConfig | SFTConfig | GenerationConfig) -> str:
+def _several(cfg: PPOConfig | OfflineConfig | GenerationConfig) -> str:
     """What needs more than this process."""
     trainer = cfg.trainer
     ranks = f"(trainer.n_gpus_per_node={trainer.n_gpus_per_node}, trainer.nnodes={trainer.nnodes})"
@@ -145,7 +145,7 @@ class RayCheckpoints:
         return found  # type: ignore[no-any-return]
 
 
-def with_restarts(cfg: PPOConfig | SFTConfig, body: Callable[[], Result]) -> Result:
+def with_restarts(cfg: PPOConfig | OfflineConfig, body: Callable[[], Result]) -> Result:
     """Run `body` (a whole run as `cfg` says), again where processes were lost. `cfg` is changed to what is left."""
     started = time.time()
     for restart in range(1, cfg.trainer.max_restarts + 1):
@@ -166,7 +166,7 @@ def with_restarts(cfg: PPOConfig | SFTConfig, body: Callable[[], Result]) -> Res
     return body()
 
 
-def _fit(cfg: PPOConfig | SFTConfig) -> None:
+def _fit(cfg: PPOConfig | OfflineConfig) -> None:
     """Fewer nodes, or fewer ranks on the last one, where a node is gone for good."""
     from verl.workers.ray_cluster import Cluster
 
@@ -178,7 +178,7 @@ def _fit(cfg: PPOConfig | SFTConfig) -> None:
         cluster.close()
 
 
-def _resume_own_checkpoint(cfg: PPOConfig | SFTConfig, started: float) -> None:
+def _resume_own_checkpoint(cfg: PPOConfig | OfflineConfig, started: float) -> None:
     """Whatever the first start began from, a restart begins from what this run has saved."""
     trainer = cfg.trainer
     folder = trainer.default_local_dir or default_run_path(trainer.project_name, trainer.experiment_name)

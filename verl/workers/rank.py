@@ -27,7 +27,7 @@ _SIOCGIFADDR = 0x8915  # Linux
 
 @dataclass
 class RankSetup(Generic[Config]):
-    """What every rank is built from; `Config` is that of the command (PPOConfig, SFTConfig, GenerationConfig)."""
+    """What every rank is built from; `Config` is that of the command (PPOConfig, OfflineConfig, GenerationConfig)."""
 
     cfg: Config
     tokenizer: Any

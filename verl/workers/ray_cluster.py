@@ -29,7 +29,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.config.parallelism import Pool, pools, rollout_pool, world_size
-from verl.config.schema import GenerationConfig, PPOConfig, SFTConfig
+from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import ConfigError, VerlError
 from verl.workers.rank_process import remote_rank_process
 
@@ -55,7 +55,7 @@ def usable_cpus() -> int:
 class Cluster:
     """The connection to Ray and the placement group of one pool (by default the trainer's ranks)."""
 
-    def __init__(self, cfg: PPOConfig | SFTConfig | GenerationConfig, key: str = "trainer") -> None:
+    def __init__(self, cfg: PPOConfig | OfflineConfig | GenerationConfig, key: str = "trainer") -> None:
         self.cfg = cfg
         self._key = key
         self._connected_here = False

@@ -20,12 +20,13 @@ import torch
 
 from verl.config.parallelism import ROLLOUT, Layout, engine_size, layout_of, rollout_pool
 from verl.data.proto import DataProto
+from verl.models.distillation import TEACHER_TENSORS
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric, reduce_metrics
 from verl.rollout.samples import SampleStream
 from verl.rollout.weight_sync.fingerprint import compare
 from verl.rollout.weight_sync.probe import ProbeCheck, worst
-from verl.workers.group import WorkerGroup, needs_critic, samples_over
+from verl.workers.group import WorkerGroup, needs_critic, needs_implicit_reward, samples_over
 from verl.workers.local import pad_id
 from verl.workers.rank import RankSetup
 from verl.workers.ray_calls import RankCalls
@@ -50,9 +51,10 @@ _INPUTS = ("input_ids", "attention_mask", "response_mask")
 _TRAINING_TENSORS = {
     "actor": (
         "old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "rollout_is_weights",
-        "sequence_num_tokens",
+        "sequence_num_tokens", *TEACHER_TENSORS,
     ),
     "critic": ("values", "returns", "sequence_num_tokens"),
+    "implicit_reward": ("start_log_prob", "outcome"),
 }  # fmt: skip
 
 
@@ -137,8 +139,17 @@ class RayGroup(WorkerGroup):
     def ref_log_probs(self, batch: DataProto) -> DataProto:
         return self._pass("ref", "ref_log_probs", batch)
 
+    def teacher_outputs(self, batch: DataProto) -> DataProto:
+        return self._pass("teacher", "teacher_outputs", batch)
+
     def values(self, batch: DataProto) -> DataProto:
         return self._pass("critic", "values", batch)
+
+    def start_log_probs(self, batch: DataProto) -> DataProto:
+        return self._pass("implicit_reward", "start_log_probs", batch)
+
+    def implicit_rewards(self, batch: DataProto) -> DataProto:
+        return self._pass("implicit_reward", "implicit_rewards", batch, more=("start_log_prob",))
 
     def train_mini_batch(
         self, role: str, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
@@ -151,6 +162,9 @@ class RayGroup(WorkerGroup):
             (ref, to_arrays(extra, rows), meta) for ref, rows in zip(shards.refs, shards.rows, strict=True)
         ]
         return reduce_metrics(self._each(layout, f"train_{role}", args))
+
+    def refresh_reference(self) -> None:
+        self.calls.all("refresh_reference")
 
     def sync_weights(self) -> dict[str, float]:
         if self.pool is None:
@@ -165,7 +179,8 @@ class RayGroup(WorkerGroup):
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Names only: the ranks have the engines and save them (`placement.RayCheckpoints`)."""
-        return {"actor": None, **({"critic": None} if needs_critic(self.cfg) else {})}
+        roles = {"critic": needs_critic, "implicit_reward": needs_implicit_reward}
+        return {"actor": None, **{name: None for name, needed in roles.items() if needed(self.cfg)}}
 
     def close(self) -> None:
         broken = self.calls.broken or (self.pool is not None and self.pool.broken())
@@ -194,10 +209,15 @@ class RayGroup(WorkerGroup):
         return reported(layout, self.calls.each(call, for_ranks(layout, args), options))
 
     def _pass(
-        self, role: str, call: str, batch: DataProto, options: Mapping[str, Any] | None = None
+        self,
+        role: str,
+        call: str,
+        batch: DataProto,
+        options: Mapping[str, Any] | None = None,
+        more: Sequence[str] = (),
     ) -> DataProto:
         layout = self._layout(role)
-        shards = self._shard(self._chosen(batch, ()), layout.dp)
+        shards = self._shard(self._chosen(batch, more), layout.dp)
         meta = {name: batch.meta_info[name] for name in ("temperature",) if name in batch.meta_info}
         found = self._each(layout, call, [(ref, meta) for ref in shards.refs], options)
         return join(found, shards.rows, len(batch))

@@ -19,6 +19,7 @@ from verl.rollout.samples import SampleStream, collect_samples
 if TYPE_CHECKING:
     from verl.config.schema import ActorConfig, CriticConfig, RolloutConfig
     from verl.engines.base import ModelOutput, TrainEngine
+    from verl.models.distillation import Teacher
 
 OnFinish = Callable[[int, Any], None]
 """Called with the row in the batch and its response (or conversation), as each finishes."""
@@ -26,7 +27,7 @@ _PREPARED = "prepared."
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 
-def _denominators(micro: DataProto, loss_scale_factor: int) -> dict[str, Any]:
+def denominators(micro: DataProto, loss_scale_factor: float) -> dict[str, Any]:
     """Those of the whole mini-batch, as keyword arguments of `agg_loss`."""
     info = {key: micro.meta_info[key] for key in _COUNTS}
     info["loss_scale_factor"] = loss_scale_factor
@@ -86,22 +87,33 @@ class ActorRole:
         self.policy_loss = get_policy_loss_fn(cfg.policy_loss.loss_mode)
         self._loss_scale_factor = cfg.loss_scale_factor or loss_scale_factor
         self._gap = RolloutGap()
+        self.teacher: Teacher | None = None
+        """Set where the policy is distilled."""
 
     def train_mini_batch(
         self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Metric]:
         """One optimiser step. `mini` is this rank's share; its meta_info holds the whole mini-batch's counts."""
+        metrics = self.forward_backward(mini, prepared)
+        return {**metrics, **step_metrics("actor", self.engine.optimizer_step())}
+
+    def forward_backward(
+        self, mini: DataProto, prepared: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Metric]:
+        """Add the gradients of a mini-batch."""
         temperature = mini.meta_info["temperature"]
         # In the batch, so that they are cut into the same micro-batches.
         mini.batch.update({f"{_PREPARED}{name}": value for name, value in (prepared or {}).items()})
         self._gap.reset()
-        metrics = self.engine.forward_backward(mini, self.loss, temperature=temperature, with_entropy=True)
-        step = self.engine.optimizer_step()
-        return {**metrics, **self._gap.metrics(), **step_metrics("actor", step)}
+        options = {} if self.teacher is None else {"teacher": self.teacher}
+        metrics = self.engine.forward_backward(
+            mini, self.loss, temperature=temperature, with_entropy=True, **options
+        )
+        return {**metrics, **self._gap.metrics()}
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         cfg, tensors, mask = self.cfg, micro.batch, micro.batch["response_mask"]
-        info = _denominators(micro, self._loss_scale_factor)
+        info = denominators(micro, self._loss_scale_factor)
         log_prob = out.log_probs
         assert log_prob is not None
         # One optimiser step on fresh samples: the behaviour policy is the current one, no second pass needed.
@@ -119,6 +131,7 @@ class ActorRole:
                 config=LossConfig(cfg, info),
                 rollout_is_weights=tensors.get("rollout_is_weights"),
                 **({"prepared": prepared} if prepared else {}),
+                **({} if out.kl is None else {"kl": out.kl}),
             )
         tokens = mask.sum()
         metrics = {
@@ -159,7 +172,7 @@ class CriticRole:
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         mask = micro.batch["response_mask"]
         assert out.values is not None
-        info = _denominators(micro, self._loss_scale_factor)
+        info = denominators(micro, self._loss_scale_factor)
         loss, clipfrac = compute_value_loss(
             vpreds=out.values,
             returns=micro.batch["returns"],

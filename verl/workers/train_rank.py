@@ -120,14 +120,14 @@ class RankGroup(LocalGroup):
     def sync_weights(self) -> dict[str, float]:
         copied = self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES
         # Where the config keeps weights in host memory they are brought for as long as copying takes, and no longer.
-        with self._resident("actor", optimizer=False) if copied else nullcontext():
+        with self.resident("actor", optimizer=False) if copied else nullcontext():
             self._free_cached_memory()
             self.rollout.update_weights(self.gathered, self.policy_version)
         return self.rollout.stats().weight_sync
 
     def open_generation(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(self._resident("actor", optimizer=False))
+            stack.enter_context(self.resident("actor", optimizer=False))
             if self.cfg.actor_rollout_ref.rollout.name not in EXTERNAL_ENGINES:
                 stack.enter_context(self.gathered.hold())
             self._free_cached_memory()
@@ -175,7 +175,7 @@ class RankGroup(LocalGroup):
         module."""
         weights = self.actor_engine.weights()
         names: Names = "hf" if self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES else "module"
-        with self._resident("actor", optimizer=False):
+        with self.resident("actor", optimizer=False):
             adapter = weights.adapter() if self.separate_adapter else None
             if adapter is not None:
                 base = [] if self._base_sent else [weights.base_tensors(names)]
@@ -188,7 +188,7 @@ class RankGroup(LocalGroup):
         self, prompt: tuple[int, ...], answers: list[tuple[tuple[int, ...], ...]]
     ) -> list[SourceLogProbs | None]:
         """The trainer's own log-probs of what engines elsewhere drew after `prompt`."""
-        with self._resident("actor", optimizer=False):
+        with self.resident("actor", optimizer=False):
             return [self.actor_engine.weights().log_probs(prompt, rows) for rows in answers]
 
 
@@ -226,8 +226,17 @@ class TrainRank(JoinedRank, RolloutServer):
     def do_ref_log_probs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
         return self._answer("ref", self.group.ref_log_probs(from_arrays(part, meta)))
 
+    def do_teacher_outputs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
+        return self._answer("teacher", self.group.teacher_outputs(from_arrays(part, meta)))
+
     def do_values(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
         return self._answer("critic", self.group.values(from_arrays(part, meta)))
+
+    def do_start_log_probs(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
+        return self._answer("implicit_reward", self.group.start_log_probs(from_arrays(part, meta)))
+
+    def do_implicit_rewards(self, part: Arrays, meta: Mapping[str, Any]) -> Arrays:
+        return self._answer("implicit_reward", self.group.implicit_rewards(from_arrays(part, meta)))
 
     def _answer(self, role: str, found: DataProto) -> Arrays:
         """Nothing where another rank answers for the same rows."""
@@ -238,6 +247,11 @@ class TrainRank(JoinedRank, RolloutServer):
 
     def do_train_critic(self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
         return self._train("critic", part, prepared, meta)
+
+    def do_train_implicit_reward(
+        self, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]
+    ) -> dict[str, Metric]:
+        return self._train("implicit_reward", part, prepared, meta)
 
     def _train(self, role: str, part: Arrays, prepared: Arrays, meta: Mapping[str, Any]) -> dict[str, Metric]:
         metrics = self.group.train_mini_batch(role, from_arrays(part, meta), from_arrays(prepared).batch)
@@ -253,6 +267,9 @@ class TrainRank(JoinedRank, RolloutServer):
             for name in ("grad_norm", "lr", "skipped_updates"):
                 plain.pop(f"{role}/{name}", None)
         return plain
+
+    def do_refresh_reference(self) -> None:
+        self.group.refresh_reference()
 
     def do_update_weights(self, version: int) -> dict[str, float]:
         self.group.policy_version = version

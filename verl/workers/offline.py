@@ -1,0 +1,172 @@
+"""What roles that train on given answers share: engine, shards of a batch, one optimiser step; on one rank and many.
+
+Every rank is given the whole batch and trains on its shard. Losses are normalised by the counts of the whole batch, so
+that they do not depend on how it is cut into micro-batches and shards.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+
+from verl.algorithms.aggregation import batch_counts
+from verl.config.parallelism import offload_section
+from verl.config.schema import ActorConfig, CriticConfig
+from verl.data.proto import DataProto
+from verl.engines import build_engine
+from verl.observe.metrics import Metric
+from verl.watchdog import Heartbeat
+from verl.workers.local import choose_device
+from verl.workers.shard_batch import pad_rows, shard_rows
+
+if TYPE_CHECKING:
+    from verl.config.schema import OfflineConfig
+    from verl.data.loader import Loader
+    from verl.engines.base import ModelOutput, TrainEngine
+
+
+class OfflineRole(ABC):
+    """The model that learns, or this rank's shard of it."""
+
+    kind: ClassVar[Literal["actor", "critic", "reward"]] = "actor"
+    names: ClassVar[tuple[str, ...]] = ("loss",)
+    """Of the metrics of `loss`; each is a sum over the rows of the batch, divided by its counts."""
+
+    def __init__(self, cfg: OfflineConfig, *, training_steps: int, bad_batch_dir: Path) -> None:
+        self.cfg: Any = cfg
+        _, self._offload_keys = offload_section(cfg.model)
+        self.device = choose_device(cfg.trainer.device)
+        self.engine: TrainEngine = build_engine(
+            self.kind,
+            cfg.model,
+            engine_section(cfg, self.kind),
+            device=self.device,
+            total_steps=training_steps,
+            seed=cfg.trainer.seed,
+            max_skipped_steps=cfg.trainer.health.max_skipped_steps,
+            bad_batch_dir=bad_batch_dir,
+        )
+        info = self.engine.info
+        self.rank, self._layout = info.rank, info.layout
+        self._heartbeat = Heartbeat.start() if info.world_size > 1 else None
+        self._offload()
+
+    def prepare(self, loaders: Sequence[Loader | None], folder: Path) -> None:  # noqa: B027 (most need nothing)
+        """Called once, with the weights training starts from, before a checkpoint is loaded."""
+
+    @abstractmethod
+    def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """A `LossFn`; its metrics are those of `names`."""
+
+    @abstractmethod
+    def evaluate(self, batch: DataProto) -> dict[str, float]:
+        """Numbers of a whole batch, which are added up over batches for `validation_metrics`."""
+
+    @abstractmethod
+    def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """`val/...` from the sums of `evaluate`."""
+
+    def train(self, batch: DataProto) -> dict[str, float]:
+        """One optimiser step on the whole batch: `train/{grad_norm,lr,skipped_updates}` and those of `names`."""
+        found = self.engine.forward_backward(self.shard(batch)[0], self.loss)
+        update = self.engine.optimizer_step()
+        self._offload()
+        sums = self.reported_sums([float(found[name].value) if name in found else 0.0 for name in self.names])
+        return {
+            **{f"train/{name}": value for name, value in zip(self.names, sums, strict=True)},
+            "train/grad_norm": float(update["grad_norm"]),
+            "train/lr": float(update["lr"]),
+            "train/skipped_updates": float(update["skipped"]),
+        }
+
+    def log_prob_sums(self, batch: DataProto, *, reference: bool = False) -> torch.Tensor:
+        """[B] float64: the sum over each row's response tokens, on every rank. `reference`: without adapters."""
+        shard, rows = self.shard(batch)
+        log_probs = (
+            self.engine.reference_log_probs(shard) if reference else self.engine.log_probs(shard)["log_probs"]
+        )
+        self._offload()
+        return self.row_values((log_probs.double() * shard.batch["response_mask"]).sum(-1), rows, len(batch))
+
+    def row_values(self, values: torch.Tensor, rows: Sequence[int], total: int) -> torch.Tensor:
+        """A number of each row of this rank's shard as [total] float64 in the order of the batch, on every rank."""
+        if self._layout.world_size == 1:
+            return values.double()
+        whole = torch.zeros(max(total, max(rows, default=0) + 1), dtype=torch.float64)
+        if self._layout.reports(self.rank):
+            whole[torch.tensor(rows)] = values.double()
+        # Padding rows come last; shards may have different numbers of them.
+        return torch.tensor(self._sum(whole[:total].tolist()), dtype=torch.float64)
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether it is true on one of the ranks; all ranks call it."""
+        return self._sum([float(flag)])[0] > 0
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        return {"actor": self.engine}
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def shard(self, batch: DataProto) -> tuple[DataProto, list[int]]:
+        """The rows this rank works on, with the counts of the whole batch, and their numbers in it."""
+        shards = self._layout.dp
+        if self._layout.world_size == 1:
+            return batch, list(range(len(batch)))
+        together = batch.meta_info.get("rows_together", 1)
+        padded = pad_rows(batch.batch, shards * together)
+        attended = padded["attention_mask"].unflatten(0, (-1, together)).sum(1)
+        units = shard_rows(attended, shards, balance=True, hidden_size=self.engine.info.hidden_size)
+        rows = [
+            unit * together + at
+            for unit in units[self._layout.data_rank(self.rank)]
+            for at in range(together)
+        ]
+        counts = {**batch.meta_info, **batch_counts(batch.batch["response_mask"]), "dp_size": shards}
+        tensors = {name: tensor[rows] for name, tensor in padded.items()}
+        return DataProto.from_dict(tensors=tensors, meta_info=counts), rows
+
+    def reported_sums(self, numbers: Sequence[float]) -> list[float]:
+        """The sums over shards: ranks that work on the same rows count once."""
+        return self._sum(numbers if self._layout.reports(self.rank) else [0.0] * len(numbers))
+
+    def _sum(self, numbers: Sequence[float]) -> list[float]:
+        if self._heartbeat is None:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64)
+        with self._heartbeat.naming_dead_peers():
+            dist.all_reduce(total)
+        return [float(number) for number in total]
+
+    def _offload(self) -> None:
+        """Move to host memory what the config wants there; the engine loads back what it works with."""
+        keys = self._offload_keys
+        if self.device.type != "cpu" and (keys.param_offload or keys.optimizer_offload):
+            self.engine.offload(model=keys.param_offload, optimizer=keys.optimizer_offload)
+
+
+def engine_section(cfg: OfflineConfig, kind: str) -> ActorConfig | CriticConfig:
+    """The keys of training under the names the engine reads them by."""
+    data, model = cfg.data, cfg.model
+    keys: dict[str, Any] = {
+        "strategy": model.strategy,
+        "optim": cfg.optim,
+        "ppo_micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
+        "use_dynamic_bsz": data.use_dynamic_bsz,
+        "ppo_max_token_len_per_gpu": data.max_token_len_per_gpu,
+        "grad_clip": cfg.optim.grad_clip,
+        "use_torch_compile": model.use_torch_compile,
+        "use_cuda_graphs": model.use_cuda_graphs,
+        "ulysses_sequence_parallel_size": model.ulysses_sequence_parallel_size,
+        "fsdp_config": model.fsdp_config,
+        "megatron": model.megatron,
+        "checkpoint": cfg.checkpoint,
+    }
+    if kind == "actor":
+        return ActorConfig(**keys)
+    return CriticConfig(**keys, forward_micro_batch_size_per_gpu=data.micro_batch_size_per_gpu)

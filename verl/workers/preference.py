@@ -1,0 +1,210 @@
+"""Preference training: DPO and its relatives on pairs of answers, KTO on single ones.
+
+A batch holds the rows of a pair next to each other; they stay in one micro-batch, so that a pair's loss needs no second
+pass, and their common beginning is computed once. The reference's log-probs are those of the weights training starts
+from: computed once before the first step and kept in the run folder, so that there is no second model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from verl.algorithms.preference import Answers, PairSettings, kto_kl, kto_loss, pair_terms
+from verl.config.known import REFERENCE_FREE_LOSSES
+from verl.data.preference_dataset import PreferenceDataset
+from verl.data.proto import DataProto
+from verl.observe.metrics import Metric
+from verl.workers.offline import OfflineRole
+
+if TYPE_CHECKING:
+    from verl.data.loader import Loader
+    from verl.engines.base import ModelOutput
+
+logger = logging.getLogger(__name__)
+
+CACHE_FILE = "reference_log_probs.safetensors"
+_ROWS_AT_ONCE = 512
+
+
+class PreferenceRole(OfflineRole):
+    """The policy that learns which answers are preferred."""
+
+    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        algorithm = self.cfg.algorithm
+        self._loss = algorithm.loss
+        self._settings = PairSettings(
+            beta=algorithm.beta,
+            label_smoothing=algorithm.label_smoothing,
+            simpo_gamma=algorithm.simpo_gamma,
+            desirable_weight=algorithm.desirable_weight,
+            undesirable_weight=algorithm.undesirable_weight,
+        )
+        self._references = self._loss not in REFERENCE_FREE_LOSSES
+
+    # -- reference ----------------------------------------------------------------------------------------------
+
+    def prepare(self, loaders: Sequence[Loader | None], folder: Path) -> None:
+        if not self._references or not self.cfg.algorithm.cache_reference:
+            return
+        datasets: dict[str, Any] = {
+            name: loader.dataset
+            for name, loader in zip(("train", "val"), loaders, strict=True)
+            if loader is not None
+        }
+        file, key = folder / CACHE_FILE, _cache_key(self.cfg, datasets)
+        known = _read_cache(file, key)
+        if self.on_any_rank(known is None):
+            logger.info("computing the reference's log-probs of %d pairs", sum(map(len, datasets.values())))
+            known = {name: self._reference_of(dataset) for name, dataset in datasets.items()}
+            if self.rank == 0:
+                save_file(known, file, metadata={"key": key})
+        assert known is not None
+        for name, dataset in datasets.items():
+            dataset.reference = known[name]
+
+    def _reference_of(self, dataset: PreferenceDataset) -> np.ndarray:
+        """[pairs, rows of each], by the weights the engine has now."""
+        found = []
+        for start in range(0, len(dataset), _ROWS_AT_ONCE):
+            positions = range(start, min(start + _ROWS_AT_ONCE, len(dataset)))
+            sums = self.log_prob_sums(dataset.batch(list(positions), [str(each) for each in positions]))
+            found.append(sums.view(len(positions), -1).numpy())
+        return np.concatenate(found)
+
+    def _with_reference(self, batch: DataProto) -> DataProto:
+        if not self._references:
+            batch.batch["ref_log_prob"] = torch.zeros(len(batch), dtype=torch.float64)
+        elif "ref_log_prob" not in batch.batch:
+            batch.batch["ref_log_prob"] = self.log_prob_sums(batch, reference=True)
+        return batch
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def train(self, batch: DataProto) -> dict[str, float]:
+        pairs, metrics = self._pairs(batch)
+        return {**super().train(pairs), **metrics}
+
+    def _pairs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """The rows to learn from, with the reference's log-probs; for kto with its estimate of the KL, from the rows
+        that answer other prompts."""
+        batch, metrics = self._with_reference(batch), {}
+        together = batch.meta_info["rows_together"]
+        if self._loss == "kto":
+            number = torch.arange(len(batch)) % together
+            others, batch = batch[(number == together - 1).numpy()], batch[(number < together - 1).numpy()]
+            kl = kto_kl(self.log_prob_sums(_alone(others)) - others.batch["ref_log_prob"])
+            batch.meta_info = {**batch.meta_info, "rows_together": together - 1, "kto_kl": float(kl)}
+            metrics["train/kl"] = float(kl)
+        batch.meta_info["pairs"] = len(batch) // 2
+        return batch, metrics
+
+    def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The mean over the pairs of the whole batch (kto: over its answers)."""
+        assert out.log_probs is not None
+        mask = micro.batch["response_mask"].bool()
+        sums = torch.where(mask, out.log_probs, 0.0).sum(-1)
+        found = self._terms(sums, mask.sum(-1), micro)
+        info = micro.meta_info
+        metrics = {name: Metric(value.detach() / info["pairs"], "sum") for name, value in found.items()}
+        return found["loss"] / info["pairs"] * info["dp_size"], metrics
+
+    def _terms(self, sums: torch.Tensor, tokens: torch.Tensor, micro: DataProto) -> dict[str, torch.Tensor]:
+        """The sums of `names` over the pairs of a micro-batch, without its padding rows."""
+        reference = micro.batch["ref_log_prob"].to(sums)
+        rows = Answers(sums, reference, tokens.clamp(min=1).to(sums))
+        chosen_rows = micro.batch["chosen"].bool()
+        valid = tokens > 0
+        if self._loss == "kto":
+            loss = kto_loss(rows, chosen_rows, micro.meta_info["kto_kl"], self._settings)
+            reward = self._settings.beta * rows.ratio.detach()
+            return _kto_metrics(torch.where(valid, loss, 0.0), reward, chosen_rows, valid)
+        chosen, rejected = (
+            Answers(rows.log_prob[at::2], rows.reference[at::2], rows.tokens[at::2]) for at in (0, 1)
+        )
+        terms, valid = pair_terms(self._loss, chosen, rejected, self._settings), valid[::2]
+        found = {
+            "loss": terms.loss,
+            "accuracy": (terms.margin > 0).to(sums),
+            "margin": terms.margin,
+            "chosen_reward": terms.chosen_reward,
+            "rejected_reward": terms.rejected_reward,
+        }
+        return {name: torch.where(valid, value, 0.0).sum() for name, value in found.items()}
+
+    # -- validation ---------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch: DataProto) -> dict[str, float]:
+        batch, _ = self._pairs(batch)
+        sums = self.log_prob_sums(batch)
+        found = self._terms(sums, batch.batch["response_mask"].sum(-1), batch)
+        return {"pairs": batch.meta_info["pairs"], **{name: float(value) for name, value in found.items()}}
+
+    def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {f"val/{name}": sums[name] / sums["pairs"] for name in self.names}
+
+
+def _alone(batch: DataProto) -> DataProto:
+    batch.meta_info = {**batch.meta_info, "rows_together": 1}
+    return batch
+
+
+def _kto_metrics(
+    loss: torch.Tensor, reward: torch.Tensor, chosen: torch.Tensor, valid: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Sums over a micro-batch's answers, to be divided by the number of pairs. The loss is the mean over answers, two
+    in a pair; an answer counts as right whose reward has the sign of its label."""
+    up, down = chosen & valid, ~chosen & valid
+    zero = torch.zeros_like(reward)
+    rewards = [torch.where(flags, reward, zero).sum() for flags in (up, down)]
+    right = ((reward > 0) & up) | ((reward < 0) & down)
+    return {
+        "loss": loss.sum() / 2,
+        "accuracy": right.to(reward).sum() / 2,
+        "margin": rewards[0] - rewards[1],
+        "chosen_reward": rewards[0],
+        "rejected_reward": rewards[1],
+    }
+
+
+def _cache_key(cfg: Any, datasets: Mapping[str, PreferenceDataset]) -> str:
+    """What the reference's log-probs depend on: weights, precision, and the rows."""
+    digest = hashlib.sha256()
+    model = cfg.model
+    named: list[Any] = [model.path, model.dtype, model.override_config, cfg.trainer.device]
+    folder = Path(model.path).expanduser()
+    for file in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
+        stat = file.stat()
+        named.append((file.name, stat.st_size, stat.st_mtime_ns))
+    digest.update(repr(named).encode())
+    for name, dataset in datasets.items():
+        digest.update(name.encode())
+        for item in dataset.items:
+            for ids, mask in item.rows:
+                digest.update(ids.tobytes() + mask.tobytes())
+    return digest.hexdigest()
+
+
+def _read_cache(file: Path, key: str) -> dict[str, np.ndarray] | None:
+    """The numbers of the file, if they are of this key."""
+    if not file.is_file():
+        return None
+    try:
+        with safe_open(file, "np") as handle:
+            if (handle.metadata() or {}).get("key") != key:
+                return None
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        logger.warning("%s cannot be read (%s): its numbers are computed again", file, error)
+        return None
