@@ -13,14 +13,16 @@ _HOMES = {
     "DataProto": "verl.data.proto",
     "PPOTrainer": "verl.trainer.api",
     "GRPOTrainer": "verl.trainer.api",
+    "Session": "verl.trainer.session",
     "TrainingConfig": "verl.trainer.api",
 }
 
-__all__ = ["DataProto", "GRPOTrainer", "PPOTrainer", "TrainingConfig", "__version__"]
+__all__ = ["DataProto", "GRPOTrainer", "PPOTrainer", "Session", "TrainingConfig", "__version__"]
 
 if TYPE_CHECKING:
     from verl.data.proto import DataProto
     from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig
+    from verl.trainer.session import Session
 
 
 def __getattr__(name: str) -> Any:

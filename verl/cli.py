@@ -14,6 +14,7 @@ from verl.observe.terminal import protect_terminal
 _OVERRIDES = {
     "train": ("verl.trainer.main_ppo", "reinforcement learning: verl train key=value ... (--help, --check)"),
     "sft": ("verl.trainer.sft_trainer", "supervised fine-tuning: verl sft key=value ... (--help, --check)"),
+    "dpo": ("verl.trainer.dpo_trainer", "preference training: verl dpo key=value ... (--help, --check)"),
     "generate": (
         "verl.trainer.main_generation",
         "responses for a file of prompts: verl generate key=value ...",
@@ -23,12 +24,20 @@ _OVERRIDES = {
     "doctor": ("verl.doctor.cli", "what works on this machine: verl doctor [RUN or CONFIG] [key=value ...]"),
 }
 
-# Programs with `add_arguments(parser)` and `run(args) -> int`; a nested table makes a second word.
+# Programs with `add_arguments(parser)` and `run(args) -> int`; a nested table makes a second word. Those without
+# `add_arguments` read the rest of the command line themselves.
 _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
     "demo": ("verl.demo.cli", "watch a tiny model learn, in minutes, with no download"),
     "prepare": ("verl.data.prepare.cli", "turn a known dataset into training files"),
     "data": {"inspect": ("verl.data.inspect", "what the trainer would make of a data file")},
-    "reward": {"test": ("verl.reward.cli", "try a reward function on a few rows before training")},
+    "reward": {
+        "test": ("verl.reward.cli", "try a reward function on a few rows before training"),
+        "train": (
+            "verl.trainer.reward_trainer",
+            "a reward model from pairs: key=value ... (--help, --check)",
+        ),
+    },
+    "recipes": ("verl.config.recipes_cli", "published methods, for verl train recipe=NAME"),
     "plan": ("verl.config.plan_cli", "whether a run fits on N GPUs that need not be here"),
     "ckpt": ("verl.checkpoint.cli", "list, verify and prune checkpoints"),
     "tool-server": (
@@ -65,6 +74,8 @@ def _run_program(arguments: list[str]) -> int:
             return 0 if out is sys.stdout else 2
         words, rest, entry = [*words, rest[0]], rest[1:], entry[rest[0]]
     module = importlib.import_module(entry[0])
+    if not hasattr(module, "add_arguments"):
+        return int(module.main(rest))
     parser = argparse.ArgumentParser(prog=f"verl {' '.join(words)}", description=entry[1])
     module.add_arguments(parser)
     args = parser.parse_args(rest)

@@ -209,15 +209,15 @@ def test_a_stage_stopped_by_hand_ends_the_demo(tmp_path, monkeypatch):
     import signal
 
     from verl import cli as verl_cli
-    from verl.trainer.sft_loop import SFTLoop
+    from verl.trainer.offline_loop import OfflineLoop
 
-    whole_step = SFTLoop.step
+    whole_step = OfflineLoop.step
 
     def interrupted(loop, batch):
         os.kill(os.getpid(), signal.SIGTERM)
         return whole_step(loop, batch)
 
-    monkeypatch.setattr(SFTLoop, "step", interrupted)
+    monkeypatch.setattr(OfflineLoop, "step", interrupted)
     assert verl_cli.main(["demo", "--out", str(tmp_path / "demo")]) == 130
     assert (tmp_path / "demo" / "sft" / "global_step_1").is_dir()
     assert not (tmp_path / "demo" / "grpo").exists()

@@ -55,24 +55,58 @@ def test_packages_and_processes_a_config_needs_are_listed(keys: list[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "arguments, sft",
+    "arguments, kind",
     [
-        (["model.path=m", "data.train_files=f"], True),
-        (["optim.lr=1"], True),
-        (["actor_rollout_ref.model.path=m"], False),
-        (["data.train_files=f"], False),
-        (["model.path=m", "algorithm.adv_estimator=grpo"], False),
+        (["model.path=m", "data.train_files=f"], "sft"),
+        (["optim.lr=1"], "sft"),
+        (["actor_rollout_ref.model.path=m"], "rl"),
+        (["actor_rollout_ref.model.path=m", "algorithm.loss=dpo"], "rl"),
+        (["data.train_files=f"], "rl"),
+        (["model.path=m", "algorithm.adv_estimator=grpo"], "rl"),
+        (["model.path=m", "algorithm.loss=ipo"], "dpo"),
+        (["model.path=m", "+data.chosen_key=c"], "dpo"),
+        (["model.path=m", "data.chosen_key=c", "data.margin_key=m"], "reward"),
+        (["model.path=m", "algorithm.center_rewards_coefficient=0.1"], "reward"),
+        (["model.path=m", "algorithm.margin=1"], "reward"),
     ],
 )
-def test_fine_tuning_is_told_from_reinforcement_learning(arguments: list[str], sft: bool) -> None:
-    assert config.is_sft(arguments) is sft
+def test_the_command_is_told_by_the_keys(arguments: list[str], kind: str) -> None:
+    assert config.kind_of(arguments) == kind
 
 
-def test_the_kind_of_a_yaml_is_told_by_its_sections(tmp_path: Path) -> None:
-    (tmp_path / "sft.yaml").write_text("model: {path: m}\noptim: {lr: 1e-5}\n")
-    (tmp_path / "rl.yaml").write_text("actor_rollout_ref: {model: {path: m}}\n")
-    for name, sft in (("sft.yaml", True), ("rl.yaml", False)):
-        assert config.is_sft(["--config-path", str(tmp_path), "--config-name", name]) is sft
+def test_the_kind_of_a_yaml_is_told_by_its_keys(tmp_path: Path) -> None:
+    texts = {
+        "sft": "model: {path: m}\noptim: {lr: 1e-5}\n",
+        "rl": "actor_rollout_ref: {model: {path: m}}\n",
+        "dpo": "model: {path: m}\nalgorithm: {beta: 0.2}\n",
+        "reward": "model: {path: m}\nalgorithm: {margin: 0.2}\n",
+    }
+    for kind, text in texts.items():
+        (tmp_path / f"{kind}.yaml").write_text(text)
+        arguments = ["--config-path", str(tmp_path), "--config-name", f"{kind}.yaml"]
+        assert config.kind_of(arguments) == kind
+
+
+@pytest.mark.parametrize(
+    "key, about",
+    [("algorithm.margin=1", "training of a reward model"), ("algorithm.beta=0.2", "preference training")],
+)
+def test_pairs_are_probed_as_the_trainer_reads_them(
+    key: str, about: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "repeat 1 :", "chosen": str(i), "rejected": "2 2"} for i in range(3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"model.path={tiny_model_dir}", f"data.train_files={tmp_path}/pairs.jsonl", key]
+    words += [f"trainer.default_local_dir={tmp_path}/run", "trainer.device=cpu", "data.max_length=32"]
+    assert [f.status for f in config.model(words)] == ["ok", "ok"]
+    (found,) = config.data(words, "data.train_files")
+    assert found.status == "ok" and "3 rows" in found.seen and "repeat 1" in found.seen
+    first, *_ = config.config(words)
+    assert first.status == "ok" and about in first.seen
+    assert not list(config.reward(words))
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "p", "chosen": "1"}\n')
+    (found,) = config.data([*words, f"data.train_files={tmp_path}/bad.jsonl"], "data.train_files")
+    assert found.status == "fatal" and "'rejected'" in found.seen
 
 
 # -- model --------------------------------------------------------------------------------------------------------

@@ -173,6 +173,7 @@ WORDS = [
     ["prepare", HOSTILE, "--to", "/nowhere"],
     ["data", "inspect", HOSTILE],
     ["reward", "test", "--data", HOSTILE],
+    ["reward", "train", f"data.train_files={HOSTILE}"],
     ["plan", "--gpus", "1", "--gpu-memory", "80", "--model", HOSTILE],
     ["ckpt", "ls", HOSTILE],
     ["ckpt", "prune", HOSTILE],

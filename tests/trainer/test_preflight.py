@@ -142,6 +142,21 @@ def test_everything_that_is_missing_is_said_at_once(
     assert len(lines) == 7
 
 
+def test_the_models_of_the_algorithm_are_looked_at(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    keys: dict[str, Any] = {
+        "implicit_reward__model__path": "/nowhere/reward",
+        "actor_rollout_ref__rollout__n": 2,
+    }
+    preflight(ppo(tiny_model_dir, tmp_path / "train.jsonl", **keys, algorithm__adv_estimator="rloo"))
+    with pytest.raises(ConfigError) as caught:
+        preflight(ppo(tiny_model_dir, tmp_path / "train.jsonl", **keys, algorithm__adv_estimator="prime"))
+    assert str(caught.value).startswith(
+        "implicit_reward.model.path: there is no model folder '/nowhere/reward'"
+    )
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_mixtures_and_fine_tuning_are_looked_at_too(tiny_model_dir: Path, tmp_path: Path) -> None:
     cfg = ppo(tiny_model_dir, "")
     cfg.data.train_files = []

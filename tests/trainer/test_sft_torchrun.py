@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.torchrun import PATIENCE_S, finish, start
 from verl.config.load import load_sft_config
 from verl.data.tasks.word_problems import WordProblems
 from verl.data.write import write_rows
@@ -25,7 +23,7 @@ from verl.trainer import sft_trainer
 from verl.trainer.sft_trainer import refuse_conflicts, with_sizes
 from verl.workers.torchrun import Job
 
-PATIENCE_S = 600.0
+SFT = "verl.trainer.sft_trainer"
 """For processes that import torch on a machine with other work to do; the limit of a test comes after it."""
 pytestmark = pytest.mark.timeout(1200)
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -96,31 +94,6 @@ def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def start(words: list[str], log: Path, plugins: Path | None = None, *options: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    found = [str(Path(sft_trainer.__file__).parents[2]), *([str(plugins)] if plugins else [])]
-    environment["PYTHONPATH"] = os.pathsep.join([*found, environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [*command, "-m", "verl.trainer.sft_trainer", *words],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def finish(process: subprocess.Popen[bytes], log: Path) -> tuple[int, str]:
-    try:
-        code = process.wait(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"it does not end: {log.read_text()[-3000:]}")
-    finally:
-        process.kill()
-        process.wait()
-    return code, log.read_text()
-
-
 def metrics(folder: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("timing_", "perf/")
@@ -142,7 +115,7 @@ def together(model, data, tmp_path_factory) -> tuple[Path, str]:
     """Two processes, and what they wrote to the terminal."""
     out = tmp_path_factory.mktemp("runs") / "together"
     log = out.with_name("log.txt")
-    code, text = finish(start(arguments(model, data, out), log), log)
+    code, text = finish(start(SFT, arguments(model, data, out), log), log)
     assert code == 0, text[-3000:]
     return out, text
 
@@ -183,12 +156,32 @@ def test_checkpoint_of_two_goes_on_in_one(together, alone, model, data, tmp_path
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_both_end_early_also_where_one_sees_no_improvement(model, data, tmp_path):
+    """With such a learning rate all validations are equal: the first is the best."""
+    (tmp_path / "blind.py").write_text(
+        "import os\nfrom verl.trainer.early_stop import EarlyStop\n"
+        "if os.environ['RANK'] == '1':\n    EarlyStop.improves = lambda self, metrics: False\n"
+    )
+    words = [
+        "trainer.early_stop_patience=2",
+        "optim.lr=1e-30",
+        "trainer.plugins=[blind]",
+        "trainer.save_freq=-1",
+    ]
+    log = tmp_path / "log.txt"
+    code, text = finish(start(SFT, arguments(model, data, tmp_path / "run", *words), log, tmp_path), log)
+    assert code == 0, text[-3000:]
+    assert text.count("ended early after step 3: val/loss has not improved in 2 validations") == 1
+    assert len(metrics(tmp_path / "run")) == 3 and (tmp_path / "run" / "global_step_3").exists()
+
+
 @pytest.mark.components
 def test_killed_rank_is_named_and_a_restart_by_torchrun_goes_on_exactly(together, model, data, tmp_path):
     (tmp_path / "fault.py").write_text(PLUGIN.format(once=str(tmp_path / "once"), action=ACTIONS["kill"]))
     words = arguments(model, data, tmp_path / "run", "trainer.plugins=[fault]")
     log = tmp_path / "log.txt"
-    code, text = finish(start(words, log, tmp_path, "--max-restarts=1"), log)
+    code, text = finish(start(SFT, words, log, tmp_path, "--max-restarts=1"), log)
     assert code == 0, text[-3000:]
     assert "error: rank 0 stops because rank 1 on " in text, text[-3000:]
     assert "trainer.resume_mode=auto" in text
@@ -202,7 +195,7 @@ def test_megatron_gives_the_numbers_of_one_process(model, data, tmp_path):
     split = "model.strategy=megatron", "model.megatron.tensor_model_parallel_size=2"
     # With a small eps AdamW makes whole steps of gradients that are rounding errors.
     eps, log = "optim.eps=1e-4", tmp_path / "log.txt"
-    code, text = finish(start(arguments(model, data, tmp_path / "run", eps, *split), log), log)
+    code, text = finish(start(SFT, arguments(model, data, tmp_path / "run", eps, *split), log), log)
     assert code == 0, text[-3000:]
     alone = sft_trainer.run(load_sft_config(arguments(model, data, tmp_path / "alone", eps)))
     assert_same_numbers(tmp_path / "run", alone.folder)
@@ -214,7 +207,7 @@ def test_failing_rank_is_heard(action, model, data, tmp_path):
     text = PLUGIN + WATCH if action == "hang" else PLUGIN
     (tmp_path / "fault.py").write_text(text.format(once=str(tmp_path / "once"), action=ACTIONS[action]))
     more = "trainer.plugins=[fault]", *(["trainer.watchdog_s=12"] if action == "hang" else [])
-    process = start(arguments(model, data, tmp_path / "run", *more), tmp_path / "log.txt", tmp_path)
+    process = start(SFT, arguments(model, data, tmp_path / "run", *more), tmp_path / "log.txt", tmp_path)
     code, text = finish(process, tmp_path / "log.txt")
     assert code != 0
     assert text.count("error: ") == 1, text[-3000:]
@@ -238,7 +231,7 @@ def test_sigterm_saves_and_leaves_nobody(alone, model, data, tmp_path):
 
     shutil.copytree(alone / "global_step_4", tmp_path / "run" / "global_step_4")
     log = tmp_path / "log.txt"
-    process = start(arguments(model, data, tmp_path / "run", "trainer.total_training_steps=100000"), log)
+    process = start(SFT, arguments(model, data, tmp_path / "run", "trainer.total_training_steps=100000"), log)
     try:
         lines = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + PATIENCE_S

@@ -12,7 +12,7 @@ from verl.data.write import write_rows
 from verl.demo.data import demonstrate
 from verl.demo.model import build_model_folder, build_tokenizer
 from verl.observe.trackers import FanOut
-from verl.trainer import fsdp_sft_trainer, sft_loop, sft_trainer
+from verl.trainer import fsdp_sft_trainer, offline_loop, sft_trainer
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_adapters_alone_are_trained_and_merged_into_the_saved_folder(model, data
 
 def test_interrupted_run_goes_on_as_if_never_interrupted(run, model, data, tmp_path, monkeypatch):
     """Stopped in the middle of step 6 it goes on after the checkpoint of step 4."""
-    out, whole_step = tmp_path / "cut", sft_loop.SFTLoop.step
+    out, whole_step = tmp_path / "cut", offline_loop.OfflineLoop.step
 
     def dies(loop, batch):
         if loop.step_number == 6:
@@ -179,7 +179,7 @@ def test_interrupted_run_goes_on_as_if_never_interrupted(run, model, data, tmp_p
         return whole_step(loop, batch)
 
     options = ("trainer.test_freq=4", "trainer.save_freq=4")
-    monkeypatch.setattr(sft_loop.SFTLoop, "step", dies)
+    monkeypatch.setattr(offline_loop.OfflineLoop, "step", dies)
     with pytest.raises(RuntimeError, match="power cut"):
         train(model, data, out, *options)
     assert "power cut" in (out / "crash.txt").read_text()
@@ -191,14 +191,14 @@ def test_interrupted_run_goes_on_as_if_never_interrupted(run, model, data, tmp_p
 
 
 def test_stop_request_ends_after_the_step_with_a_checkpoint(model, data, tmp_path, monkeypatch):
-    whole_step = sft_loop.SFTLoop.step
+    whole_step = offline_loop.OfflineLoop.step
 
     def stops(loop, batch):
         if loop.step_number == 3:
             loop.request_stop()
         return whole_step(loop, batch)
 
-    monkeypatch.setattr(sft_loop.SFTLoop, "step", stops)
+    monkeypatch.setattr(offline_loop.OfflineLoop, "step", stops)
     result = train(model, data, tmp_path / "stopped")
     assert result.steps == 3
     assert (result.folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
@@ -210,7 +210,7 @@ def test_stop_request_while_the_last_step_of_an_epoch_is_logged_gives_a_checkpoi
 ):
     rows = [{"prompt": f"repeat {digit}", "response": f"{digit}"} for digit in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loops, log, step = [], FanOut.log, sft_loop.SFTLoop.step
+    loops, log, step = [], FanOut.log, offline_loop.OfflineLoop.step
 
     def watched(loop, batch):
         loops.append(loop)
@@ -221,7 +221,7 @@ def test_stop_request_while_the_last_step_of_an_epoch_is_logged_gives_a_checkpoi
             loops[0].request_stop()
         return log(self, number, metrics)
 
-    monkeypatch.setattr(sft_loop.SFTLoop, "step", watched)
+    monkeypatch.setattr(offline_loop.OfflineLoop, "step", watched)
     monkeypatch.setattr(FanOut, "log", late)
     result = sft_trainer.run(
         load_sft_config(
@@ -306,7 +306,7 @@ def test_out_of_memory_names_the_keys_of_fine_tuning(model, data, tmp_path, monk
     def full(loop, batch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(sft_loop.SFTLoop, "step", full)
+    monkeypatch.setattr(offline_loop.OfflineLoop, "step", full)
     with pytest.raises(torch.OutOfMemoryError):
         train(model, data, tmp_path / "full", "data.micro_batch_size_per_gpu=8")
     text = (tmp_path / "full" / "crash.txt").read_text()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Collection, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,48 @@ TRIED_ROWS = 64
 _SCORED_ROWS = 4
 
 
-def is_sft(arguments: list[str]) -> bool:
-    """Whether a command line, or the YAML it names, is one of `verl sft`."""
+_KINDS = {
+    "rl": ("PPOConfig", "reinforcement learning"),
+    "sft": ("SFTConfig", "fine-tuning"),
+    "dpo": ("DPOConfig", "preference training"),
+    "reward": ("RewardTrainingConfig", "training of a reward model"),
+}
+_REWARD_KEYS = {"data.margin_key", "algorithm.margin", "algorithm.center_rewards_coefficient"}
+_PAIR_KEYS = {"data.chosen_key", "data.rejected_key"}
+
+
+def kind_of(arguments: list[str]) -> str:
+    """Which command a command line, or the YAML it names, is for: rl, sft, dpo or reward."""
     from verl.config.sources import parse_command_line, read_yaml
 
     line = parse_command_line(arguments)
-    keys = [override.lstrip("+~").partition("=")[0] for override in line.overrides]
-    sections = {key.partition(".")[0] for key in [*keys, *read_yaml(line.config_path, line.config_name)]}
-    if sections & {"actor_rollout_ref", "algorithm", "critic", "reward"}:
-        return False
-    return bool(sections & {"model", "optim", "checkpoint"})
+    keys = {override.lstrip("+~").partition("=")[0] for override in line.overrides}
+    for section, value in read_yaml(line.config_path, line.config_name).items():
+        keys |= {f"{section}.{name}" for name in value} if isinstance(value, dict) else {section}
+    return kind_of_keys(keys)
+
+
+def kind_of_keys(keys: Collection[str]) -> str:
+    from verl.config.keys import schema_keys
+    from verl.config.schema import DPOConfig, PPOConfig
+
+    sections = {key.partition(".")[0] for key in keys}
+    if sections & {"actor_rollout_ref", "critic", "implicit_reward", "reward"}:
+        return "rl"
+    if _REWARD_KEYS & set(keys):
+        return "reward"
+    preference = {name for name in schema_keys(DPOConfig) if name.startswith("algorithm.")}
+    if (_PAIR_KEYS | (preference - set(schema_keys(PPOConfig)))) & set(keys):
+        return "dpo"
+    return "sft" if sections & {"model", "optim", "checkpoint"} and "algorithm" not in sections else "rl"
 
 
 @cache
 def _config(*arguments: str) -> Any:
-    from verl.config.load import load_ppo_config, load_sft_config
+    from verl.config import schema
+    from verl.config.load import load_config
 
-    return (load_sft_config if is_sft(list(arguments)) else load_ppo_config)(list(arguments))
+    return load_config(getattr(schema, _KINDS[kind_of(list(arguments))][0]), list(arguments))
 
 
 def config(arguments: list[str]) -> Iterator[Finding]:
@@ -51,7 +76,7 @@ def config(arguments: list[str]) -> Iterator[Finding]:
         problems = str(error).splitlines()
     yield from (Finding("config", "fatal", line, data=data) for line in problems)
     if not problems:
-        kind = "fine-tuning" if is_sft(arguments) else "reinforcement learning"
+        kind = _KINDS[kind_of(arguments)][1]
         seen = f"{kind} on {result.device.name}, {processes} process(es): keys and batches are valid"
         yield Finding("config", "ok", seen, data=data)
     yield from (Finding("plan", "warning", line) for line in result.warnings if line not in problems)
@@ -82,7 +107,8 @@ def model(arguments: list[str]) -> Iterator[Finding]:
     import torch
 
     from verl.models.loading import load_config
-    from verl.models.meta_init import CannotStream, WeightsDiffer, open_causal_lm
+    from verl.models.meta_init import WeightsDiffer, open_causal_lm, open_value_model
+    from verl.models.safetensors_files import CannotStream
 
     section = _model_section(_config(*arguments))
     if not Path(section.path).expanduser().is_dir() and not _in_cache(section.path):
@@ -105,7 +131,10 @@ def model(arguments: list[str]) -> Iterator[Finding]:
         seen = f"{len(tokenizer)} tokens, no chat template: rows with messages are refused"
         yield Finding("tokenizer", "note", seen, "data.chat_template=FILE, or data.raw_prompts=True")
     try:
-        empty_model, _ = open_causal_lm(section.path, dtype=torch.float32, **options)
+        opened = open_causal_lm
+        if kind_of(arguments) == "reward":
+            opened = partial(open_value_model, reward=True)
+        empty_model, _ = opened(section.path, dtype=torch.float32, **options)
     except CannotStream as reason:
         if isinstance(reason, WeightsDiffer):
             yield Finding(
@@ -130,7 +159,9 @@ def _in_cache(name: str) -> bool:
 @cache
 def _dataset(key: str, *arguments: str) -> tuple[Any, int]:
     """The dataset of the first rows, and the number of all."""
+    from verl.config.schema import PreferenceConfig
     from verl.data.files import Rows, read_rows
+    from verl.data.preference_dataset import PreferenceDataset, use_of
     from verl.data.rl_dataset import RLDataset
     from verl.data.sft_dataset import SFTDataset
 
@@ -140,7 +171,9 @@ def _dataset(key: str, *arguments: str) -> tuple[Any, int]:
     # Rows without a file behind them: their lengths are not written to the cache.
     first = Rows.from_list(rows[: min(TRIED_ROWS, len(rows))], name=rows.names[0])
     settings = dataclasses.replace(cfg.data, shuffle=False)
-    kind = SFTDataset if is_sft(list(arguments)) else RLDataset
+    kind: Any = SFTDataset if kind_of(list(arguments)) == "sft" else RLDataset
+    if isinstance(cfg, PreferenceConfig):
+        kind = partial(PreferenceDataset, use=use_of(cfg))
     return kind(settings, first, _tokenizer(*arguments), training=training), len(rows)
 
 
@@ -168,7 +201,10 @@ def data(arguments: list[str], key: str) -> Iterator[Finding]:
         yield Finding(key, "fatal", seen, f"data.train_batch_size={count}, or more data")
         return
     item = dataset.items[0] if hasattr(dataset, "items") else dataset[0]
-    text = item["prompt_text"] if isinstance(item, dict) else dataset.tokenizer.decode(item.input_ids)
+    if isinstance(item, dict):
+        text = item["prompt_text"]
+    else:
+        text = dataset.tokenizer.decode(item.rows[0][0] if hasattr(item, "rows") else item.input_ids)
     tried = min(TRIED_ROWS, count)
     yield Finding(key, "ok", f"{count:,} rows; the first {tried} are valid, e.g. {one_line(str(text), 90)!r}")
 
@@ -179,7 +215,7 @@ def reward(arguments: list[str]) -> Iterator[Finding]:
     from verl.reward.managers import FunctionRewardManager
     from verl.trainer.assembly import perfect_answer
 
-    if is_sft(arguments):
+    if kind_of(arguments) != "rl":
         return
     cfg = _config(*arguments)
     section = dataclasses.replace(cfg.reward, num_workers=1, reward_model=type(cfg.reward.reward_model)())

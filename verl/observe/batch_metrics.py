@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from verl.data.proto import DataProto
 
 # Spans whose cost grows with the tokens of prompts and responses; `gen` is divided by produced tokens alone.
-_PER_TOKEN = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+_PER_TOKEN = (
+    "reward", "old_log_prob", "ref", "teacher", "values", "implicit_reward", "adv", "update_critic",
+    "update_implicit_reward", "update_actor",
+)  # fmt: skip
 
 # Dense 16-bit peak of one device in FLOP/s, by a part of the name the driver gives. First match counts.
 _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
@@ -95,6 +98,8 @@ def batch_metrics(
     for name in ("advantages", "returns", "values"):
         if name in tensors:
             metrics |= _spread(f"critic/{name}", tensors[name][mask_BT])
+    if "process_rewards" in tensors:
+        metrics |= _spread("implicit_reward/process_rewards", tensors["process_rewards"][mask_BT])
     if "values" in tensors and "returns" in tensors and mask_BT.sum() > 1:
         metrics["critic/vf_explained_var"] = explained_variance(
             tensors["values"][mask_BT], tensors["returns"][mask_BT]

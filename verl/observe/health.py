@@ -23,10 +23,16 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 WATCHED = {
     "reward/mean", "reward/min", "reward/max", "reward/calls", "reward/failed", "actor/pg_loss", "actor/grad_norm",
     "actor/skipped_updates", "actor/kl", "actor/kl_loss", "actor/ppo_kl", "actor/entropy", "critic/vf_loss",
-    "critic/grad_norm", "critic/skipped_updates", "train/loss", "response_length/clip_ratio",
+    "critic/grad_norm", "critic/skipped_updates", "implicit_reward/loss", "implicit_reward/grad_norm",
+    "implicit_reward/skipped_updates", "train/loss", "response_length/clip_ratio",
     "training/rollout_probs_diff_mean",
     "training/age/max",
 }  # fmt: skip
+
+NEVER_INFINITE = (
+    "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "implicit_reward/loss",
+    "implicit_reward/grad_norm", "train/loss",
+)  # fmt: skip
 
 
 @dataclass
@@ -155,14 +161,14 @@ def rewards_failed(h: History) -> str | None:
 
 
 def not_finite(h: History) -> str | None:
-    for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "train/loss"):
+    for name in NEVER_INFINITE:
         value = h.latest(name)
         if value is not None and not math.isfinite(value):
             return (
                 f"{name} is {value}: the update was skipped and its batch saved. If it happens again, set {h.lower_lr} "
                 "and look for extreme rewards"
             )
-    for name in ("actor/skipped_updates", "critic/skipped_updates"):
+    for name in (f"{role}/skipped_updates" for role in ("actor", "critic", "implicit_reward")):
         if h.latest(name):
             return f"{name} is {h.latest(name):g}: a gradient was not finite. If it happens again, set {h.lower_lr}"
     return None

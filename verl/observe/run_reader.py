@@ -144,6 +144,7 @@ class Run:
 
     @property
     def is_sft(self) -> bool:
+        """Whether it trains on given answers (fine-tuning, preferences, a reward model)."""
         return "actor_rollout_ref" not in self.config and ("optim" in self.config or "model" in self.config)
 
     @property

@@ -52,7 +52,7 @@ def estimate(batch: DataProto, cfg: AlgorithmConfig) -> dict[str, float]:
         "lam": cfg.lam,
         "norm_adv_by_std_in_grpo": cfg.norm_adv_by_std_in_grpo,
     }
-    for name in ("values", "old_log_probs", "sum_pi_squared"):
+    for name in ("values", "old_log_probs", "sum_pi_squared", "process_rewards"):
         if name in tensors:
             offered[name] = rows.join(tensors[name])
     if "reward_baselines" in tensors:

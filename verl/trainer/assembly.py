@@ -24,6 +24,7 @@ from verl.runtime import exits_as_errors, quiet_transformers, seed_everything
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
 from verl.trainer.setup import fit_to, open_agents, open_run_folder, open_tracker, record_config
+from verl.workers.group import learns_from_data
 from verl.workers.placement import build_checkpoints, build_group, build_reward_model
 
 if TYPE_CHECKING:
@@ -75,13 +76,15 @@ def open_run(
         tools = None if agents is None else agents.schemas
         val_loader = validation_loader(cfg.data, tokenizer, tools=tools)
         if train_loader is not None:
-            train_loader.tools = tools
+            train_loader.tools, train_loader.answers = tools, learns_from_data(cfg)
         else:
             # Who only validates draws nothing for training: data.train_files need not be there.
             train_loader = (
                 val_loader
                 if cfg.trainer.val_only
-                else training_loader(cfg.data, tokenizer, tools=tools, fit=fit_to(cfg))
+                else training_loader(
+                    cfg.data, tokenizer, tools=tools, fit=fit_to(cfg), answers=learns_from_data(cfg)
+                )
             )
         loaders = [train_loader, val_loader]
         if agents is not None:

@@ -16,7 +16,12 @@ import numpy as np
 import torch
 
 from verl.agents.conversation import Conversation, conversation_metrics, is_count
-from verl.algorithms.sampling import constant_groups, dynamic_sampling_failed, group_filter_values
+from verl.algorithms.sampling import (
+    constant_groups,
+    dynamic_sampling_failed,
+    group_filter_values,
+    groups_within,
+)
 from verl.data.assemble import concat_rollouts
 from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Timer
@@ -183,7 +188,8 @@ def submit_reward(
 
 
 class DynamicSampling:
-    """Keeps the groups whose responses differ (`algorithm.filter_groups`) until a batch is full.
+    """Keeps the groups whose responses differ and whose mean is within bounds (`algorithm.filter_groups`) until a batch
+    is full.
 
     A prompt stays or goes with all its responses, also those without a score, so that groups stay complete."""
 
@@ -193,7 +199,7 @@ class DynamicSampling:
         self._pad_token_id = pad_token_id
         self._kept: list[DataProto] = []
         self._metrics: dict[str, float] = {}
-        self._rounds = self._drawn = self._dropped = 0
+        self._rounds = self._drawn = self._constant = self._outside = 0
 
     @property
     def needs_final_rewards(self) -> bool:
@@ -208,18 +214,24 @@ class DynamicSampling:
             batch.batch["response_mask"],
             extra_columns(batch),
         )
-        differs = ~constant_groups(values, batch.non_tensor_batch["uid"])
-        keep = differs.view(-1, self.n).any(-1)
+        uid, rules = batch.non_tensor_batch["uid"], self.rules
+        differs = ~constant_groups(values, uid)
+        within = groups_within(values, uid, rules.accuracy_lower_bound, rules.accuracy_upper_bound)
+        keep = (differs & within).view(-1, self.n).any(-1)
+        constant = int((~differs.view(-1, self.n).any(-1)).sum())
         self._rounds += 1
         self._drawn += len(keep)
-        self._dropped += int((~keep).sum())
+        self._constant += constant
+        self._outside += int((~keep).sum()) - constant
         if keep.any():
             self._kept.append(batch[keep.repeat_interleave(self.n)])
         summed = {k: self._metrics.get(k, 0.0) + metrics[k] for k in metrics if _adds_up(k)}
         self._metrics = {**(self._metrics or metrics), **summed}
         full = sum(len(part) for part in self._kept) >= self.prompts * self.n
         if not full and self._rounds == self.rules.max_num_gen_batches:
-            raise dynamic_sampling_failed(self._rounds, self._drawn, self._dropped, self.prompts)
+            raise dynamic_sampling_failed(
+                self._rounds, self._drawn, self._constant, self.prompts, self._outside
+            )
         return full
 
     def result(self) -> tuple[DataProto, dict[str, float]]:
@@ -227,7 +239,8 @@ class DynamicSampling:
         return batch, {
             **self._metrics,
             "training/num_gen_batches": self._rounds,
-            "training/constant_groups": self._dropped / self._drawn,
+            "training/constant_groups": self._constant / self._drawn,
+            "training/groups_out_of_bounds": self._outside / self._drawn,
         }
 
 

@@ -42,6 +42,7 @@ class ExternalLoader:
         self._config = config
         self._tokenizer = tokenizer
         self.tools: Any = None
+        self.answers = False
         """The schemas shown to the policy, or a function from a row to them."""
         self.epoch = 0
         self.position = 0
@@ -99,7 +100,13 @@ class ExternalLoader:
 
     def _rows(self, batch: Any) -> RLDataset:
         rows = rows_of(batch, self._config.prompt_key)
-        return RLDataset(self._config, Rows.from_list(rows, "the batch"), self._tokenizer, tools=self.tools)
+        return RLDataset(
+            self._config,
+            Rows.from_list(rows, "the batch"),
+            self._tokenizer,
+            tools=self.tools,
+            answers=self.answers,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}
@@ -119,8 +126,10 @@ def _of_rows(batches: Any) -> Any:
     return twin
 
 
-def rows_of(batch: Any, prompt_key: str) -> list[dict[str, Any]]:
-    """Rows as a data file would have them."""
+def rows_of(
+    batch: Any, prompt_key: str, what: str = "a batch of the dataloader is a"
+) -> list[dict[str, Any]]:
+    """Rows as a data file would have them. `what`: how messages begin."""
     if isinstance(batch, Mapping):
         _require_prompt(batch, prompt_key)
         collated = _conversations_collated(batch[prompt_key])
@@ -135,7 +144,7 @@ def rows_of(batch: Any, prompt_key: str) -> list[dict[str, Any]]:
         return [{prompt_key: item} for item in items]
     of = f" of {type(items[0]).__name__}" if items else ""
     raise DataError(
-        f"a batch of the dataloader is a {type(batch).__name__}{of}; give a list of prompts, a list of rows (dicts), "
+        f"{what} {type(batch).__name__}{of}; give a list of prompts, a list of rows (dicts), "
         "a dict of columns, or a DataProto"
     )
 

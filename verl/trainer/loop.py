@@ -13,9 +13,11 @@ import torch
 
 from verl.agents.base import ToolsLost
 from verl.algorithms import get_kl_controller, rollout_probs_diff_metrics
-from verl.data.assemble import split_turns
+from verl.config.parallelism import needs_teacher
+from verl.data.assemble import add_answers, sampled_rows, split_turns
 from verl.data.proto import DataProto
 from verl.errors import CheckpointError
+from verl.models.distillation import TEACHER_TENSORS
 from verl.observe.batch_metrics import ModelSize, age_metrics, batch_metrics, step_metrics
 from verl.observe.health import HealthMonitor
 from verl.observe.metrics import Timer
@@ -26,11 +28,14 @@ from verl.trainer.sources import build_experience
 from verl.trainer.validation import sample_rows, validate
 from verl.workers.group import (
     corrects_rollout,
+    learns_from_data,
     needs_critic,
+    needs_implicit_reward,
     needs_old_log_probs,
     needs_reference,
     sessions_of,
 )
+from verl.workers.implicit_reward import reward_tokens
 
 if TYPE_CHECKING:
     from verl.checkpoint import CheckpointManager
@@ -132,9 +137,14 @@ class RLLoop:
         with timer("step"):
             batch, metrics = self.collect(timer)
             metrics |= age_metrics(batch, self.workers.policy_version, self.experience.staleness)
+            if needs_teacher(cfg):
+                with timer("teacher"):
+                    batch = batch.union(self.workers.teacher_outputs(batch))
             if needs_critic(cfg):
                 with timer("values"):
                     batch = batch.union(self.workers.values(batch))
+            if needs_implicit_reward(cfg):
+                metrics |= reward_tokens(self.workers, batch, cfg.implicit_reward, timer)
             with timer("adv"):
                 batch, found = self.advantages(batch)
             metrics |= found
@@ -145,13 +155,18 @@ class RLLoop:
                 with timer("update_actor"):
                     metrics |= self.workers.update("actor", batch, sync=False)
                     metrics |= self.experience.weights_changed(self.step_number)
+            if self.due(cfg.trainer.ref_update_freq):
+                with timer("refresh_reference"):
+                    self.workers.refresh_reference()
             self.experience.trained(self.step_number)
-        self.batch = batch
-        self.run_folder.write_rollouts(self.step_number, sample_rows(batch, self.tokenizer))
+        for name in TEACHER_TENSORS:  # as large as all the rest of the batch many times over
+            batch.batch.pop(name, None)
+        self.batch = sampled = sampled_rows(batch)
+        self.run_folder.write_rollouts(self.step_number, sample_rows(sampled, self.tokenizer))
         return {
             **metrics,
             **batch_metrics(
-                batch,
+                sampled,
                 max_response_length=cfg.data.max_response_length,
                 max_prompt_length=cfg.data.max_prompt_length,
             ),
@@ -188,7 +203,11 @@ class RLLoop:
         return batch, metrics
 
     def rows_to_train_on(self, batch: DataProto) -> DataProto:
-        """With `multi_turn.history=split`, one row for each of the model's turns; otherwise the batch as it is."""
+        """With `multi_turn.history=split`, one row for each of the model's turns; with SPIN one more row for the data's
+        answer to each prompt; otherwise the batch as it is."""
+        if learns_from_data(self.cfg):
+            n = self.cfg.actor_rollout_ref.rollout.n
+            return add_answers(batch, n, self.tokenizer.pad_token_id or 0)
         multi_turn = self.cfg.actor_rollout_ref.rollout.multi_turn
         if not (multi_turn.enable and multi_turn.history == "split"):
             return batch
@@ -206,6 +225,7 @@ class RLLoop:
                 otb = cfg.algorithm.adv_estimator == "optimal_token_baseline"
                 out = self.workers.log_probs(batch, with_sum_pi_squared=otb)
                 tensors |= out.batch
+                batch.meta_info["old_log_probs_version"] = self.workers.policy_version
         if needs_reference(cfg):
             with timer("ref"):
                 tensors |= self.workers.ref_log_probs(batch).batch
@@ -226,8 +246,9 @@ class RLLoop:
         metrics |= advantage.estimate(batch, algorithm)
         mask = batch.batch["response_mask"]
         if "old_log_probs" in batch.batch and not algorithm.rollout_correction.bypass_mode:
+            drawn = sampled_rows(batch).batch
             metrics |= rollout_probs_diff_metrics(
-                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask
+                drawn["old_log_probs"], drawn["rollout_log_probs"], drawn["response_mask"]
             )
         if corrects_rollout(self.cfg):
             mask, found = advantage.correct_rollout(batch, algorithm)

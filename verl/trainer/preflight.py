@@ -17,31 +17,42 @@ from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.layout_checks import model_layout_errors
 from verl.config.machine import machine_errors, missing_packages, on_cpu
 from verl.config.model_path import cached_config, context_length, endpoint, folder_problem, hub_error, offline
-from verl.config.schema import GenerationModelConfig, ModelConfig, PPOConfig, SFTConfig, SFTModelConfig
-from verl.config.sizes import (
-    critic_sizes_of,
-    read_sizes,
-    sizes_of,
+from verl.config.parallelism import TEACHER, model_roles, needs_teacher
+from verl.config.schema import (
+    GenerationModelConfig,
+    ModelConfig,
+    OfflineConfig,
+    PPOConfig,
+    RewardTrainingConfig,
+    SFTModelConfig,
 )
+from verl.config.sizes import other_sizes, read_sizes, sizes_of
+from verl.config.teacher_checks import teacher_model_errors
 from verl.data.files import absent
 from verl.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 
+_ANY_HEAD = ("critic.model.path", "reward.reward_model.model_path")
 PROMPT_AND_RESPONSE = "data.max_prompt_length + data.max_response_length"
 
 
-def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_data: bool = False) -> None:
+def preflight(cfg: PPOConfig | OfflineConfig, *, given_model: bool = False, given_data: bool = False) -> None:
     """Raise ConfigError with every reason why the run cannot start; models and data passed as objects are skipped."""
     problems = unavailable(cfg) + machine_errors(cfg) + missing_packages(cfg) + _absent_files(cfg, given_data)
     if not given_model:
-        models = _models(cfg)
+        models, any_head = _models(cfg), isinstance(cfg, RewardTrainingConfig)
         found = [
-            folder_problem(path, key, language_model=key in ("model.path", "actor_rollout_ref.model.path"))
+            folder_problem(path, key, language_model=not (any_head or key in _ANY_HEAD))
             for key, path in models.items()
         ]
         problems += [problem for problem in found if problem] or hub_problems(models)
         problems += model_layout_errors(cfg)
+    if isinstance(cfg, PPOConfig) and needs_teacher(cfg):
+        teacher = {f"{TEACHER}.path": cfg.actor_rollout_ref.teacher.path}
+        found = [folder_problem(path, key) for key, path in teacher.items()]
+        wrong = [problem for problem in found if problem] or hub_problems(teacher)
+        problems += wrong or teacher_model_errors(cfg, given_model=given_model)
     if problems:
         raise ConfigError("\n".join(problems))
     if not given_model:
@@ -49,7 +60,7 @@ def preflight(cfg: PPOConfig | SFTConfig, *, given_model: bool = False, given_da
         require_disk(cfg, Path(cfg.trainer.default_local_dir), total_steps=1)
 
 
-def require_disk(cfg: PPOConfig | SFTConfig, folder: Path, total_steps: int, model: Any = None) -> None:
+def require_disk(cfg: PPOConfig | OfflineConfig, folder: Path, total_steps: int, model: Any = None) -> None:
     """Refuse a run that cannot save a checkpoint, and warn of one that cannot save all of them. `model`: one that was
     passed as an object. Runs that save nothing and models of unknown size are skipped."""
     section = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model
@@ -58,7 +69,7 @@ def require_disk(cfg: PPOConfig | SFTConfig, folder: Path, total_steps: int, mod
         return
     try:
         sizes = read_sizes(section.path, section.override_config) if model is None else sizes_of(model)
-        critic_sizes = sizes and critic_sizes_of(cfg, sizes)
+        others = other_sizes(cfg)
     except (
         ModelError,
         AttributeError,
@@ -66,7 +77,7 @@ def require_disk(cfg: PPOConfig | SFTConfig, folder: Path, total_steps: int, mod
         return
     if sizes is None:
         return
-    size = checkpoint_bytes(cfg, sizes, critic_sizes, "cpu" if on_cpu(cfg) else "cuda")
+    size = checkpoint_bytes(cfg, sizes, others, "cpu" if on_cpu(cfg) else "cuda")
     present = len(list(folder.glob("global_step_*")))
     verdict = disk_verdict(cfg, size, free, total_steps=total_steps, present=present)
     if verdict.error:
@@ -75,7 +86,7 @@ def require_disk(cfg: PPOConfig | SFTConfig, folder: Path, total_steps: int, mod
         logger.warning("%s", verdict.warning)
 
 
-def _absent_files(cfg: PPOConfig | SFTConfig, given_data: bool) -> list[str]:
+def _absent_files(cfg: PPOConfig | OfflineConfig, given_data: bool) -> list[str]:
     named = {"data.val_files": cfg.data.val_files}
     if not given_data:
         named["data.train_files"] = cfg.data.train_files
@@ -85,14 +96,15 @@ def _absent_files(cfg: PPOConfig | SFTConfig, given_data: bool) -> list[str]:
     return [line for line in lines if line]
 
 
-def _models(cfg: PPOConfig | SFTConfig) -> dict[str, str]:
+def _models(cfg: PPOConfig | OfflineConfig) -> dict[str, str]:
     """The models a run loads, by the keys that name them."""
-    if isinstance(cfg, SFTConfig):
+    if isinstance(cfg, OfflineConfig):
         return {"model.path": cfg.model.path}
     named = {"actor_rollout_ref.model.path": cfg.actor_rollout_ref.model.path}
-    critic, reward = cfg.critic, cfg.reward.reward_model
-    if critic.enable and critic.model.path != cfg.actor_rollout_ref.model.path:
-        named["critic.model.path"] = critic.model.path
+    reward = cfg.reward.reward_model
+    for role in model_roles(cfg):
+        if role.model_key != TEACHER and role.model.path != cfg.actor_rollout_ref.model.path:
+            named[f"{role.model_key}.path"] = role.model.path
     if reward.enable and reward.model_path:
         named["reward.reward_model.model_path"] = reward.model_path
     return named
@@ -121,8 +133,8 @@ def hub_problems(models: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _warn_of_length(cfg: PPOConfig | SFTConfig) -> None:
-    if isinstance(cfg, SFTConfig):
+def _warn_of_length(cfg: PPOConfig | OfflineConfig) -> None:
+    if isinstance(cfg, OfflineConfig):
         warn_of_length(cfg.model, "data.max_length", cfg.data.max_length)
     else:
         longest = cfg.data.max_prompt_length + cfg.data.max_response_length

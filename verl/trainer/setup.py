@@ -18,7 +18,7 @@ from verl.observe.trackers import FanOut, build_trackers
 
 if TYPE_CHECKING:
     from verl.agents.runner import ConversationRunner
-    from verl.config.schema import BaseTrainerConfig, PPOConfig, SFTConfig
+    from verl.config.schema import BaseTrainerConfig, OfflineConfig, PPOConfig
     from verl.config.sections.data import PromptsConfig
     from verl.config.sections.rollout import MultiTurnConfig
 
@@ -28,7 +28,9 @@ _MODEL_KEYS = ("actor_rollout_ref.model.path", "model.path")
 _SHOWN = 6
 
 
-def open_tracker(cfg: PPOConfig | SFTConfig, folder: RunFolder, *, total_steps: int, live: bool) -> FanOut:
+def open_tracker(
+    cfg: PPOConfig | OfflineConfig, folder: RunFolder, *, total_steps: int, live: bool
+) -> FanOut:
     """The loggers of `trainer.logger`."""
     trainer = cfg.trainer
     prometheus = trainer.prometheus
@@ -69,7 +71,7 @@ def open_run_folder(cfg: BaseTrainerConfig) -> RunFolder:
     )
 
 
-def fit_to(cfg: PPOConfig | SFTConfig) -> Callable[[int], None]:
+def fit_to(cfg: PPOConfig | OfflineConfig) -> Callable[[int], None]:
     """For a loader: makes a batch the user did not choose no larger than the data."""
 
     def fit(rows: int) -> None:
@@ -82,7 +84,7 @@ def fit_to(cfg: PPOConfig | SFTConfig) -> Callable[[int], None]:
     return fit
 
 
-def record_config(cfg: PPOConfig | SFTConfig, folder: RunFolder) -> None:
+def record_config(cfg: PPOConfig | OfflineConfig, folder: RunFolder) -> None:
     """Write config.yaml; warn when a run resumes with other settings than it was started with."""
     steps = _saved_steps(folder)
     resuming = cfg.trainer.resume_mode == "auto" and bool(steps)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.checks import unavailable, unused_keys
+from verl.config.checks import unavailable
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
+from verl.config.unused_keys import unused_keys
 from verl.data.chat import load_tokenizer
 from verl.data.proto import DataProto, object_column
 from verl.errors import ConfigError, RewardError
@@ -23,6 +24,8 @@ from verl.workers.roles import ActorRole, generate_batch, training_settings
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from verl.rollout.base import SamplingParams
 
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,21 @@ def _prepared(model: Any, device: str, dtype: str) -> torch.device:
     if dtype == "auto":
         avoid_slow_bf16(model, where)
     return where
+
+
+def with_texts(out: DataProto, tokenizer: Any, sampling: SamplingParams) -> DataProto:
+    """Generated rows with the column `response_text`, and the temperature of their log-probs in `meta_info`."""
+    responses = out.batch["responses"]
+    lengths = out.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
+    texts = [
+        tokenizer.decode(row[: int(length)], skip_special_tokens=True)
+        for row, length in zip(responses.tolist(), lengths, strict=True)
+    ]
+    out.non_tensor_batch["response_text"] = object_column(texts)
+    # The distribution its log-probs belong to, so that a trainer recomputes the same one.
+    plain = sampling.raw_log_probs or sampling.temperature == 0
+    out.meta_info["temperature"] = 1.0 if plain else sampling.temperature
+    return out
 
 
 class RolloutWorker:
@@ -114,18 +132,7 @@ class RolloutWorker:
             self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length, self._calls
         )
         out = generate_batch(ResponseStream(self._engine), batch, settings, pad_id(self.tokenizer))
-        responses = out.batch["responses"]
-        lengths = out.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
-        texts = [
-            self.tokenizer.decode(row[: int(length)], skip_special_tokens=True)
-            for row, length in zip(responses.tolist(), lengths, strict=True)
-        ]
-        out.non_tensor_batch["response_text"] = object_column(texts)
-        sampling = settings.sampling
-        # The distribution its log-probs belong to, so that a trainer recomputes the same one.
-        plain = sampling.raw_log_probs or sampling.temperature == 0
-        out.meta_info["temperature"] = 1.0 if plain else sampling.temperature
-        return out
+        return with_texts(out, self.tokenizer, settings.sampling)
 
     def close(self) -> None:
         self._engine.close()

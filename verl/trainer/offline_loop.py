@@ -1,38 +1,46 @@
-"""The loop of supervised fine-tuning, which every rank runs, and its ranks on Ray."""
+"""The loop of training on given answers (fine-tuning, preferences, reward models), which every rank runs, and its
+ranks on Ray."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import CheckpointManager
 from verl.config.model_path import vocabulary_size
 from verl.config.parallelism import world_size
+from verl.config.schema import DPOConfig, PreferenceConfig, RewardTrainingConfig
 from verl.data.chat import load_tokenizer, warn_of_vocabulary
+from verl.data.preference_dataset import preference_loader, use_of
 from verl.data.sft_dataset import sft_loader
 from verl.errors import CheckpointError
 from verl.observe.metrics import Timer
 from verl.runtime import quiet_transformers, seed_everything
+from verl.trainer.early_stop import EarlyStop
+from verl.trainer.reward_padding import set_padding
 from verl.trainer.setup import fit_to, whole_number
 from verl.workers.placement import require_ray
+from verl.workers.preference import PreferenceRole
 from verl.workers.rank import JoinedRank, RankSetup
+from verl.workers.reward_training import RewardRole
 from verl.workers.sft import SFTRole
 
 if TYPE_CHECKING:
-    from verl.config.schema import SFTConfig
+    from verl.config.schema import OfflineConfig
     from verl.data.loader import Loader
     from verl.data.proto import DataProto
     from verl.watchdog import StackWatchdog
+    from verl.workers.offline import OfflineRole
     from verl.workers.ray_calls import RankCalls
 
 
 @dataclass
-class SFTData:
+class OfflineData:
     """What a loop reads."""
 
     tokenizer: Any
@@ -41,23 +49,34 @@ class SFTData:
     total_steps: int
 
 
-def load_data(cfg: SFTConfig) -> SFTData:
+def load_data(cfg: OfflineConfig) -> OfflineData:
     """Tokenizer and rows; a batch size the user did not choose is lowered to the number of rows."""
     seed_everything(cfg.trainer.seed)
     quiet_transformers()
     model, trainer = cfg.model, cfg.trainer
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, key="model.path")
     warn_of_vocabulary(tokenizer, vocabulary_size(model.path, model.override_config))
-    train = sft_loader(cfg.data, tokenizer, fit=fit_to(cfg))
-    val = sft_loader(cfg.data, tokenizer, training=False)
-    assert train is not None
-    return SFTData(tokenizer, train, val, trainer.total_training_steps or len(train) * trainer.total_epochs)
+    loader: Callable[..., Any] = sft_loader
+    if isinstance(cfg, PreferenceConfig):
+        loader = partial(preference_loader, use=use_of(cfg))
+    train = loader(cfg.data, tokenizer, fit=fit_to(cfg))
+    val = loader(cfg.data, tokenizer, training=False)
+    if isinstance(cfg, RewardTrainingConfig):
+        set_padding(model, tokenizer, [each.dataset for each in (train, val) if each is not None])
+    return OfflineData(
+        tokenizer, train, val, trainer.total_training_steps or len(train) * trainer.total_epochs
+    )
 
 
-def build_loop(cfg: SFTConfig, data: SFTData, folder: Path, watchdog: StackWatchdog | None = None) -> SFTLoop:
+def build_loop(
+    cfg: OfflineConfig, data: OfflineData, folder: Path, watchdog: StackWatchdog | None = None
+) -> OfflineLoop:
     """Load this rank's shard of the model."""
-    role = SFTRole(cfg, training_steps=data.total_steps, bad_batch_dir=folder / "bad_batches")
-    return SFTLoop(cfg, role=role, data=data, run_folder=folder, watchdog=watchdog)
+    kind: type[OfflineRole] = SFTRole
+    if isinstance(cfg, PreferenceConfig):
+        kind = PreferenceRole if isinstance(cfg, DPOConfig) else RewardRole
+    role = kind(cfg, training_steps=data.total_steps, bad_batch_dir=folder / "bad_batches")
+    return OfflineLoop(cfg, role=role, data=data, run_folder=folder, watchdog=watchdog)
 
 
 @dataclass
@@ -69,32 +88,38 @@ class Update:
     saved_step: int = 0
     kind: str = "step"
     """start, resumed, step or end."""
+    notice: str = ""
+    """Why the run ended before its last step."""
 
 
-class SFTLoop:
-    """Read a batch, learn its responses, and again; on every rank."""
+class OfflineLoop:
+    """Read a batch, learn from it, and again; on every rank."""
 
     def __init__(
         self,
-        cfg: SFTConfig,
+        cfg: OfflineConfig,
         *,
-        role: SFTRole,
-        data: SFTData,
+        role: OfflineRole,
+        data: OfflineData,
         run_folder: Path,
         watchdog: StackWatchdog | None = None,
     ) -> None:
         self.cfg = cfg
         self.role = role
         self.data = data
+        self.run_folder = run_folder
         self.checkpoints = CheckpointManager.from_config(cfg, run_folder)
         self.step_number = 0
         self.saved_step = 0
         self.stop_requested = False
+        self.early_stop = EarlyStop.from_config(cfg.trainer)
         self._watchdog = watchdog
 
     def run(self) -> Iterator[Update]:
-        """To the end, or to `request_stop` on any rank."""
+        """To the end, to `request_stop` on any rank, or until validations no longer improve."""
         trainer, total = self.cfg.trainer, self.data.total_steps
+        with self._serving("prepare"):
+            self.role.prepare([self.data.train, self.data.val], self.run_folder)
         state = self.checkpoints.resume(self.role.checkpoint_parts(), self.load_state_dict)
         if state is None:
             yield Update(0, kind="start")
@@ -102,25 +127,33 @@ class SFTLoop:
             yield Update(self.step_number, dict(state.get("metrics", {})), self.step_number, kind="resumed")
         last: dict[str, float] = {}
         ending = self.step_number >= total or self.role.on_any_rank(self.stop_requested)
+        ending = ending or self.early_stop.reached
         while not ending:
             for batch in self.data.train:
                 self.step_number += 1
                 last = self.step(batch)
                 # All ranks must take the same branch: they agree whether a signal reached one of them.
                 ending = self.role.on_any_rank(self.stop_requested) or self.step_number == total
+                improved = False
                 if self.due(trainer.test_freq) or ending:
                     last |= self.validate()
-                if self.due(trainer.save_freq) or ending:
+                # One at a signal is not counted: a resumed run ends where an uninterrupted one does.
+                if self.due(trainer.test_freq):
+                    improved = self.judge(last)
+                    ending = ending or self.early_stop.reached
+                if self.due(trainer.save_freq) or ending or improved:
                     last |= self.save(last)
                 yield Update(self.step_number, last, self.saved_step)
                 if ending:
                     break
         if self.checkpoints.wait() is not None:
             self.saved_step = self.step_number
-        yield Update(self.step_number, last, self.saved_step, kind="end")
+        early = self.early_stop.reached and self.step_number < total
+        notice = self.early_stop.notice(self.step_number) if early else ""
+        yield Update(self.step_number, last, self.saved_step, kind="end", notice=notice)
 
     def step(self, batch: DataProto) -> dict[str, float]:
-        """One optimiser step on one batch of rows."""
+        """One optimiser step on one batch."""
         timer = Timer()
         with timer("step"), self._serving("train"):
             metrics = self.role.train(batch)
@@ -135,17 +168,25 @@ class SFTLoop:
         }
 
     def validate(self) -> dict[str, float]:
-        """The loss per response token over all validation rows."""
+        """The role's metrics over all validation rows."""
         if self.data.val is None:
             return {}
         timer = Timer()
-        total, tokens = 0.0, 0.0
+        sums: dict[str, float] = {}
         with timer("testing"), self._serving("validate"):
             for batch in self.data.val:
-                total -= self.role.response_log_prob(batch)
-                tokens += float(batch.batch["response_mask"].sum())
-        loss = total / tokens
-        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), **timer.metrics()}
+                for name, value in self.role.evaluate(batch).items():
+                    sums[name] = sums.get(name, 0.0) + value
+        return {**self.role.validation_metrics(sums), **timer.metrics()}
+
+    def judge(self, metrics: dict[str, float]) -> bool:
+        """With `early_stop_patience`: whether this validation is the best so far. All ranks agree, as a checkpoint or
+        the end of the run may follow."""
+        if self.early_stop.patience is None:
+            return False
+        improved = self.role.on_any_rank(self.early_stop.improves(metrics))
+        self.early_stop.add(self.step_number, metrics, improved)
+        return improved
 
     def due(self, frequency: int) -> bool:
         return frequency > 0 and self.step_number % frequency == 0
@@ -153,7 +194,12 @@ class SFTLoop:
     def save(self, metrics: dict[str, float]) -> dict[str, float]:
         timer = Timer()
         with timer("save_checkpoint"), self._serving("save"):
-            state = {"step": self.step_number, "loader": self.data.train.state_dict(), "metrics": metrics}
+            state = {
+                "step": self.step_number,
+                "loader": self.data.train.state_dict(),
+                "metrics": metrics,
+                "early_stop": self.early_stop.state_dict(),
+            }
             saved = self.checkpoints.save(
                 self.step_number,
                 self.role.checkpoint_parts(),
@@ -170,8 +216,10 @@ class SFTLoop:
         step = whole_number(state, "step")
         if not isinstance(state.get("metrics", {}), dict):
             raise CheckpointError("its metrics are no mapping")
+        early_stop = EarlyStop.from_config(self.cfg.trainer)
+        early_stop.load_state_dict(state.get("early_stop", {}))
         self.data.train.load_state_dict(state["loader"])
-        self.step_number = step
+        self.step_number, self.early_stop = step, early_stop
 
     def request_stop(self) -> None:
         """End after the step that is running, with a checkpoint."""
@@ -184,12 +232,12 @@ class SFTLoop:
         return self._watchdog.serving(call) if self._watchdog is not None else nullcontext()
 
 
-class SFTRank(JoinedRank):
+class OfflineRank(JoinedRank):
     """One rank of fine-tuning on Ray."""
 
-    _loop: SFTLoop | None = None
+    _loop: OfflineLoop | None = None
 
-    def do_build(self, setup: RankSetup[SFTConfig]) -> None:
+    def do_build(self, setup: RankSetup[OfflineConfig]) -> None:
         self.join(setup)
         self._loop = build_loop(setup.cfg, load_data(setup.cfg), setup.run_folder, self.watchdog)
 
@@ -210,7 +258,7 @@ class SFTRank(JoinedRank):
 class RayLoop:
     """The loops of rank processes on Ray, seen from the driver."""
 
-    def __init__(self, cfg: SFTConfig, data: SFTData, folder: Path) -> None:
+    def __init__(self, cfg: OfflineConfig, data: OfflineData, folder: Path) -> None:
         require_ray(cfg)
         from verl.workers.ray_calls import RankCalls
         from verl.workers.ray_cluster import Cluster
@@ -220,7 +268,7 @@ class RayLoop:
         self._calls: RankCalls | None = None
         try:
             self._cluster.connect()
-            actors = self._cluster.start_actors(START_S, "verl.trainer.sft_loop:SFTRank")
+            actors = self._cluster.start_actors(START_S, "verl.trainer.offline_loop:OfflineRank")
             self._calls = RankCalls(actors, cfg.trainer.watchdog_s)
             setup = RankSetup(
                 cfg=copy.deepcopy(cfg),

@@ -1,0 +1,415 @@
+"""The verbs of training for a loop of your own: sample, log_probs, forward_backward, optim_step, save, load.
+
+A session is one policy in one process: the worker group of the training loop, called step by step. The gradient of a
+batch does not depend on how it is cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.algorithms import get_policy_loss_prepare, policy_loss_names
+from verl.checkpoint import CheckpointManager, PartSettings
+from verl.checkpoint.manifest import MANIFEST
+from verl.checkpoint.steps import list_steps
+from verl.config.machine import on_cpu
+from verl.data.assemble import assemble_rollouts
+from verl.data.chat import load_tokenizer
+from verl.data.files import Rows
+from verl.data.proto import DataProto
+from verl.data.rl_dataset import RLDataset
+from verl.errors import CheckpointError, ConfigError, DataError, VerlError
+from verl.models.external_model import avoid_slow_bf16, unwrapped
+from verl.observe.metrics import Metric, average_metrics
+from verl.rollout.base import Response
+from verl.trainer.api import handed_back
+from verl.trainer.external_batches import rows_of
+from verl.trainer.preflight import preflight
+from verl.trainer.session_config import model_name, refuse_several_processes, session_config
+from verl.trainer.session_loss import (
+    CROSS_ENTROPY,
+    LossFunction,
+    check_policy_columns,
+    cross_entropy,
+    engine_loss,
+)
+from verl.trainer.setup import whole_number
+from verl.trainer.worker_api import with_texts
+from verl.workers.group import mini_batches
+from verl.workers.local import LocalGroup
+from verl.workers.roles import ActorRole, step_metrics, training_settings
+
+_ROWS = ("input_ids", "attention_mask", "response_mask")
+_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+class Session:
+    """A policy that samples and learns.
+
+    >>> with Session("path/or/hub-id", lr=1e-6) as session:  # doctest: +SKIP
+    ...     batch = session.sample(prompts, n=8, max_tokens=256)
+    ...     batch.batch["advantages"] = advantages  # [B] or [B, T]
+    ...     session.forward_backward(batch, "vanilla")
+    ...     session.optim_step()
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        tokenizer: Any = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        lora_rank: int = 0,
+        lr: float | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        reference: bool = False,
+        overrides: dict[str, Any] | None = None,
+    ) -> None:
+        """`model`: a folder, a hub id, or a loaded transformers model, which then learns in place. `optimizer`: your
+        own, made from that model's parameters. `reference`: keep a frozen copy of the start from the beginning; of a
+        folder it is otherwise loaded when first asked for. `overrides` reaches every other config key."""
+        refuse_several_processes()
+        given = isinstance(model, nn.Module)
+        if not given and not (isinstance(model, (str, Path)) and str(model)):
+            raise ConfigError(
+                f"the model is {model!r}; give a folder, a hub id, or a loaded transformers model"
+            )
+        if optimizer is not None and not given:
+            raise ConfigError(
+                "an optimizer of your own holds the parameters of a loaded model: give that model, not its path"
+            )
+        self.cfg = session_config(
+            overrides or {},
+            {
+                "actor_rollout_ref.model.path": model_name(model),
+                "actor_rollout_ref.model.dtype": dtype,
+                "actor_rollout_ref.model.lora_rank": lora_rank,
+                "trainer.device": device,
+                **({} if lr is None else {"actor_rollout_ref.actor.optim.lr": lr}),
+            },
+        )
+        preflight(self.cfg, given_model=given, given_data=True)
+        section = self.cfg.actor_rollout_ref.model
+        if tokenizer is None:
+            if given and not getattr(model, "name_or_path", ""):
+                raise ConfigError(
+                    "the model does not say which folder it came from; give Session(..., tokenizer=...)"
+                )
+            source = section.tokenizer_path or section.path
+            tokenizer = load_tokenizer(source, section.trust_remote_code, self.cfg.data.chat_template)
+        self.tokenizer = tokenizer
+        with ExitStack() as stack:
+            self._group = self._build(stack, model, optimizer, reference)
+            self._stack = stack.pop_all()
+        self._loadable = not given
+        self._optimizer = optimizer
+        self._roles: dict[str, ActorRole] = {}
+        self._samples = 0
+        self._pending = 0
+        self._closed = False
+
+    def _build(
+        self,
+        stack: ExitStack,
+        model: str | Path | nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        reference: bool,
+    ) -> LocalGroup:
+        """The models; closing `stack` releases them and hands the given one back."""
+        section = self.cfg.actor_rollout_ref.model
+        reference = reference and section.lora_rank == 0  # with LoRA it is in the model
+        module = frozen = None
+        if isinstance(model, nn.Module):
+            module = stack.enter_context(unwrapped(model))
+            stack.enter_context(handed_back(module))
+            if section.dtype == "auto":
+                avoid_slow_bf16(module, torch.device("cpu" if on_cpu(self.cfg) else "cuda"))
+            if reference:
+                frozen = copy.deepcopy(module)  # before the engine prepares it for training
+        steps = self.cfg.trainer.total_training_steps
+        group = LocalGroup(self.cfg, self.tokenizer, training_steps=steps, model=module, optimizer=optimizer)
+        stack.callback(group.close)
+        if reference and group.ref_engine is None:
+            group.build_reference(frozen)
+        return group
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps taken, those before a `load` included."""
+        return self._group.policy_version
+
+    # -- sampling -------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompts: Sequence[Any] | DataProto,
+        n: int | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        *,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        stop: Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        seed: int | None = None,
+    ) -> DataProto:
+        """`n` responses for each prompt (a string, messages, or a row of a data file) from the current weights, as rows
+        to train on. What is not given comes from the config (`actor_rollout_ref.rollout`, `data`); without `seed` every
+        call draws anew, and the same in a session that was loaded."""
+        self._check_open()
+        rollout, data = self.cfg.actor_rollout_ref.rollout, self.cfg.data
+        changes: dict[str, Any] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "stop": None if stop is None else tuple(stop),
+            "stop_token_ids": None if stop_token_ids is None else tuple(stop_token_ids),
+        }
+        rows = self._prompts(prompts)
+        longest = data.max_response_length if max_tokens is None else max_tokens
+        settings = training_settings(rollout, longest, self._samples)
+        sampling = dataclasses.replace(
+            settings.sampling, **{name: value for name, value in changes.items() if value is not None}
+        )
+        settings = dataclasses.replace(
+            settings,
+            sampling=sampling,
+            n=rollout.n if n is None else n,
+            seed=settings.seed if seed is None else seed,
+        )
+        if settings.n < 1:
+            raise ConfigError(f"sample(n={settings.n}): at least 1 response per prompt is needed")
+        return with_texts(self._group.generate(rows, settings), self.tokenizer, sampling)
+
+    def encode(self, prompts: Sequence[Any] | DataProto, responses: Sequence[str]) -> DataProto:
+        """Rows like those of `sample` for responses that are given as texts, each with the end token after it."""
+        self._check_open()
+        rows = self._prompts(prompts)
+        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        answers = [
+            Response("", 0, [*self.tokenizer.encode(text, add_special_tokens=False), *end], [], "stop")
+            for text in responses
+        ]
+        out = assemble_rollouts(rows, answers, self._group.pad_token_id)
+        del out.non_tensor_batch["policy_version"]  # no policy drew them
+        return out
+
+    def _prompts(self, prompts: Sequence[Any] | DataProto) -> DataProto:
+        """With a `uid` each that no other call gives."""
+        self._samples += 1
+        if isinstance(prompts, DataProto):
+            return prompts
+        if isinstance(prompts, (str, list, tuple)) and not prompts:
+            raise DataError("there are no prompts; give at least one")
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        rows = Rows.from_list(rows_of(prompts, self.cfg.data.prompt_key, "the prompts are a"), "the prompts")
+        dataset = RLDataset(self.cfg.data, rows, self.tokenizer, files_key="the prompts")
+        positions = range(len(dataset))
+        return dataset.batch(positions, [f"{self._samples}-{position}" for position in positions])
+
+    # -- log-probs --------------------------------------------------------------------------------------------------
+
+    def log_probs(self, batch: DataProto, *, reference: bool = False) -> torch.Tensor:
+        """[B, T] on the CPU, 0 where the response mask is: of the current weights, or of the `reference`, which are the
+        weights this session began with."""
+        self._check_open()
+        batch = self._with_temperature(batch)
+        if not reference:
+            return self._group.log_probs(batch).batch["old_log_probs"]
+        if self._group.ref_engine is None and self.cfg.actor_rollout_ref.model.lora_rank == 0:
+            if not self._loadable:
+                raise ConfigError(
+                    "there is no reference: the model was given as an object and learns in place. Session(model, "
+                    "reference=True) keeps a copy of its start"
+                )
+            self._group.build_reference()
+        return self._group.ref_log_probs(batch).batch["ref_log_prob"]
+
+    def _with_temperature(self, batch: DataProto) -> DataProto:
+        missing = [name for name in _ROWS if name not in batch.batch]
+        if missing:
+            raise DataError(
+                f"the batch has no {missing[0]!r}; it has: {', '.join(sorted(batch.batch)) or 'no tensors'}. Rows come "
+                "from sample() or encode()"
+            )
+        return DataProto(
+            dict(batch.batch), dict(batch.non_tensor_batch), {"temperature": 1.0, **batch.meta_info}
+        )
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, batch: DataProto, loss: str | LossFunction | None = None, *, of: DataProto | None = None
+    ) -> dict[str, float]:
+        """Add the gradients of a batch; its metrics. `loss`: a policy loss by its name (default: the config's),
+        "cross_entropy", or a function. Means are over the whole batch; `of` is a larger one that this is a part of, so
+        that the calls for all parts add up to one call for all of it. A pass that raises drops all gradients."""
+        self._check_open()
+        mini = self._mini_batch(batch, of)
+        loss = self.cfg.actor_rollout_ref.actor.policy_loss.loss_mode if loss is None else loss
+        if isinstance(loss, str) and loss != CROSS_ENTROPY:
+            run = self._policy_gradient(mini, loss)
+        else:
+            function = engine_loss(cross_entropy if isinstance(loss, str) else loss, self.cfg)
+            run = partial(
+                self._group.actor_engine.forward_backward,
+                mini,
+                function,
+                temperature=mini.meta_info["temperature"],
+            )
+        try:
+            metrics = run()
+        except BaseException:
+            self.zero_grad()  # those of the micro-batches before are in them
+            raise
+        self._pending += 1
+        return average_metrics([metrics])
+
+    def optim_step(self, lr: float | None = None) -> dict[str, float]:
+        """One optimiser step with the gradients added since the last one, at the schedule's rate or at `lr`; `sample`
+        then uses the new weights. A gradient that is not finite changes nothing (`actor/skipped_updates` is 1)."""
+        self._check_open()
+        if not self._pending:
+            raise VerlError(
+                "optim_step() has no gradients to apply: call forward_backward(batch, loss) first"
+            )
+        if lr is not None and not (math.isfinite(lr) and lr >= 0):
+            raise ConfigError(f"optim_step(lr={lr}): the learning rate must be a number of at least 0")
+        with self._group.resident("actor", optimizer=True):
+            step = self._group.actor_engine.optimizer_step(lr)
+        self._pending = 0
+        metrics = average_metrics([step_metrics("actor", step)])
+        if not step["skipped"]:
+            self._group.policy_version += 1
+            metrics |= self._group.sync_weights()
+        return metrics
+
+    def zero_grad(self) -> None:
+        """Drop the gradients added since the last step."""
+        self._group.actor_engine.zero_grad()
+        self._pending = 0
+
+    def _mini_batch(self, batch: DataProto, of: DataProto | None) -> DataProto:
+        """A copy with the counts of the whole batch."""
+        batch = self._with_temperature(batch)
+        minis = list(mini_batches(batch, max(len(batch), 1), 1, seed=0))
+        counted = minis if of is None else list(mini_batches(of, max(len(of), 1), 1, seed=0))
+        if not minis or not counted or not counted[0].meta_info["batch_num_tokens"]:
+            raise DataError("the batch has no token to learn from: its response_mask is 0 everywhere")
+        counts = {name: counted[0].meta_info[name] for name in ("batch_num_tokens", "global_batch_size")}
+        minis[0].meta_info |= counts
+        return minis[0]
+
+    def _policy_gradient(self, mini: DataProto, name: str) -> Callable[[], dict[str, Metric]]:
+        """The pass, after all that can be refused."""
+        role = self._role(name)
+        check_policy_columns(mini, name, role.cfg, self.step)
+        prepare = get_policy_loss_prepare(name)
+        prepared = None if prepare is None else self._group.prepared(mini, prepare, self._pending)
+        return partial(role.forward_backward, mini, prepared)
+
+    def _role(self, name: str) -> ActorRole:
+        if name not in self._roles:
+            known = [CROSS_ENTROPY, *policy_loss_names()]
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f"loss={name!r} is unknown; allowed: {', '.join(known)}, or a function (log_probs, batch).{hint}"
+                )
+            actor = copy.deepcopy(self._group.actor.cfg)
+            actor.policy_loss.loss_mode = name
+            self._roles[name] = ActorRole(
+                self._group.actor_engine, actor, loss_scale_factor=self.cfg.data.max_response_length
+            )
+        return self._roles[name]
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `folder/global_step_N`: all that `load` needs, and in `actor/huggingface` a folder that transformers
+        and vLLM open. Returns its path; an earlier save of the same step is replaced."""
+        self._check_open()
+        if self._pending:
+            raise VerlError(
+                f"save() would lose the gradients of {self._pending} forward_backward calls: call optim_step() or "
+                "zero_grad() first"
+            )
+        contents = [part for part in _CONTENTS if part != "optimizer" or self._optimizer is None]
+        manager = CheckpointManager(folder, {"actor": PartSettings(save_contents=contents)})
+        state: dict[str, Any] = {"step": self.step, "policy_version": self.step, "samples": self._samples}
+        if self._optimizer is not None:  # its state has a form of its own, and is empty before the first step
+            state["optimizer"] = self._optimizer.state_dict()
+        saved = manager.save(self.step, self._group.checkpoint_parts(), state, tokenizer=self.tokenizer)
+        manager.wait()
+        if saved is None:
+            raise CheckpointError(f"the checkpoint could not be written to {folder}: {manager.failure}")
+        return saved
+
+    def load(self, folder: str | Path) -> int:
+        """Continue from a checkpoint, `global_step_N` or a folder whose newest one is meant; its step. Weights,
+        optimiser, schedule and draws are those of the session that saved it, gradients are dropped."""
+        self._check_open()
+        path = Path(folder).expanduser()
+        if not (path / MANIFEST).exists() and not list_steps(path):
+            seen = "no checkpoint" if path.is_dir() else "not a folder"
+            raise CheckpointError(f"{path} is {seen}: give a folder that save() or a training run wrote")
+        contents = (
+            None if self._optimizer is None else [part for part in _CONTENTS[:3] if part != "optimizer"]
+        )
+        manager = CheckpointManager(
+            path,
+            {"actor": PartSettings(load_contents=contents)},
+            resume_mode="resume_path",
+            resume_from_path=path,
+        )
+        state = manager.resume(self._group.checkpoint_parts(), _check_counts)
+        assert state is not None
+        self.zero_grad()
+        if self._optimizer is not None and "optimizer" in state:
+            self._optimizer.load_state_dict(state["optimizer"])
+        self._group.policy_version, self._samples = _counts(state)
+        self._group.sync_weights()
+        return self.step
+
+    def close(self) -> None:
+        """Release the models. One given as an object keeps its new weights and gets back the attention it came with."""
+        if not self._closed:
+            self._closed = True
+            self._stack.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise VerlError("the session is closed; open another one with Session(model, ...)")
+
+
+def _check_counts(state: dict[str, Any]) -> None:
+    """Before weights change."""
+    _counts(state)
+
+
+def _counts(state: dict[str, Any]) -> tuple[int, int]:
+    """Optimiser steps and calls of `sample`; a training run counts one such call a step."""
+    steps = whole_number(state, "policy_version")
+    return steps, whole_number(state, "samples") if "samples" in state else whole_number(state, "step")
