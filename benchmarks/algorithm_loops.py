@@ -27,6 +27,7 @@ class Batch:
     advantages: Tensor
     sum_pi_squared: Tensor
     baselines: Tensor
+    process_rewards: Tensor
     by_key: dict[str, Tensor]
     gamma: float = 0.99
     lam: float = 0.95
@@ -215,6 +216,22 @@ def optimal_token_baseline(b: Any) -> Pair:
     return advantages, returns
 
 
+def prime(b: Any) -> Pair:
+    """With both weights at their default of 5."""
+    process = masked_rows(b, b.process_rewards)
+    means = [row.sum() / max(int(b.mask[i].sum()), 1) for i, row in enumerate(process)]
+    returns = 5 * rloo(b)[0]
+    for group in members(b).values():
+        for i in group if len(group) > 1 else ():
+            baseline = sum(means[j] for j in group if j != i) / (len(group) - 1)
+            running = 0.0
+            for t in reversed(range(len(b.mask[i]))):
+                if b.mask[i, t]:
+                    running = running + process[i][t] - baseline
+                    returns[i, t] += 5 * running
+    return whiten(b, returns), returns
+
+
 ESTIMATORS: dict[str, Callable[[Any], Pair]] = {
     "gae": gae,
     "grpo": grpo,
@@ -228,6 +245,7 @@ ESTIMATORS: dict[str, Callable[[Any], Pair]] = {
     "remax": remax,
     "gdpo": gdpo,
     "optimal_token_baseline": optimal_token_baseline,
+    "prime": prime,
 }
 
 LOW = HIGH = 0.2
@@ -269,6 +287,8 @@ def token_losses(name: str, old: Tensor, logp: Tensor, a: Tensor, chosen: Tensor
         return torch.where(far, torch.zeros_like(a), -a * ratio.detach().clamp(max=BOUND) * logp)
     if name == "dro":
         return -(logp * a - 0.1 / 2 * delta.square())
+    if name == "distillation":
+        return logp  # in the place of the KL, which the engine computes
     raise ValueError(f"no loop for the loss {name!r}")
 
 

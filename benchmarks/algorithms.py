@@ -25,6 +25,7 @@ from verl.algorithms import (
     get_policy_loss_prepare,
     policy_loss_names,
 )
+from verl.config.known import GROUP_LOSSES
 
 CONFIG = SimpleNamespace()  # every loss at its defaults
 
@@ -72,6 +73,7 @@ def make_batch(rows: int, width: int, group: int, device: str, seed: int) -> loo
         advantages=normal(rows, width),
         sum_pi_squared=torch.rand(rows, width, generator=g),
         baselines=normal(rows),
+        process_rewards=normal(rows, width),
         by_key={"correct": normal(rows), "format": normal(rows)},
     )
     for name, value in vars(batch).items():
@@ -112,6 +114,7 @@ def estimator_calls(name: str, b: loops.Batch) -> tuple[Callable[[], Any], Calla
             reward_baselines=b.baselines,
             old_log_probs=b.old,
             sum_pi_squared=b.sum_pi_squared,
+            process_rewards=b.process_rewards,
             rewards_by_key=b.by_key,
         )
 
@@ -143,6 +146,7 @@ def loss_calls(name: str, b: loops.Batch) -> tuple[Callable[[], Any], Callable[[
                 loss_agg_mode="token-mean",
                 config=CONFIG,
                 rollout_is_weights=None,
+                kl=leaf,
                 **more,
             )[0]
         )
@@ -162,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     kinds = [("estimator", name, estimator_calls) for name in loops.ESTIMATORS]
-    kinds += [("loss", name, loss_calls) for name in policy_loss_names()]
+    kinds += [("loss", name, loss_calls) for name in policy_loss_names() if name not in GROUP_LOSSES]
     if args.only:
         known = {name for _, name, _ in kinds}
         unknown = sorted(set(args.only) - known)
