@@ -8,6 +8,7 @@ import torch
 
 from verl.engines import backbone_graphs
 from verl.engines.backbone_graphs import BackboneGraphs, graph_size, padded_lengths
+from verl.models.attention import dense_runs
 
 
 @pytest.mark.parametrize("lengths", [[1], [64] * 64, [700, 3, 128], [5] * 1000, [1024] * 15 + [1], [3000]])
@@ -62,7 +63,8 @@ class Adder:
 def attend(self, module, q, k, v, *, scaling=None, sliding_window=None, softcap=None):
     """Of sequences whose bounds are read at each pass, as the kernel does."""
     self.lengths = [length for length in self.cu_seqlens.diff().tolist() if length]
-    return self._dense_runs(q, k, v, scaling, sliding_window, softcap)
+    lengths = [(length, length) for length in self.lengths]
+    return dense_runs(q, k, v, lengths, scaling, sliding_window, softcap)
 
 
 @pytest.fixture

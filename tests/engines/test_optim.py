@@ -318,3 +318,14 @@ def test_an_engine_resumes_in_another_precision(tools):
     state["extra"]["loss_scale"] = 64.0
     half.load_state(state)
     assert half.state()["extra"]["loss_scale"] == 64.0
+
+
+def test_a_norm_found_before_the_optimiser_was_moved_is_not_used():
+    """Gradients added while it is in host memory are in the same tensors."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = MasterAdamW([("w", param)], schedule=Schedule(lr=0.0))
+    param.sum().backward()
+    optimizer._prepared = (optimizer.named_gradients(), optimizer.gradient_norm())
+    optimizer.move(torch.device("cpu"))
+    (2 * param).sum().backward()
+    assert optimizer.step()["grad_norm"] == pytest.approx(3 * 3**0.5)

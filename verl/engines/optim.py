@@ -359,6 +359,7 @@ class MasterAdamW:
             if master is not self.params[name]:
                 master.data = master.data.to(device)
         self.rule.move(device)
+        self._prepared = None  # a pass while it is elsewhere prepares no other
 
     def close(self) -> None:
         for hook in self._hooks:

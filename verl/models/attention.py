@@ -172,30 +172,11 @@ class PackedAttention:
             return self._varlen(q, k, v, scaling, sliding_window)
         if backend == "flex":
             return self._flex(q, k, v, scaling, sliding_window, softcap)
-        return self._dense_runs(q, k, v, scaling, sliding_window, softcap)
+        lengths = [(length, length) for length in self.lengths]
+        return dense_runs(q, k, v, lengths, scaling, sliding_window, softcap)
 
     def _uniform(self) -> bool:
         return len(set(self.lengths)) == 1
-
-    def _dense_runs(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """Dense attention over each run of neighbours of one length: a run is an ordinary batch, and no token is
-        copied. (`pack` lays sequences out by length, so that runs are long.)"""
-        runs = [(length, sum(1 for _ in same)) for length, same in groupby(self.lengths)]
-        sizes = [length * rows for length, rows in runs]
-        parts = []
-        for (_, rows), *chunk in zip(runs, *(x.split(sizes, dim=2) for x in (q, k, v)), strict=True):
-            q_r, k_r, v_r = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in chunk)  # [rows, H, L, D]
-            out = dense_attention(q_r, k_r, v_r, scaling, window, softcap)
-            parts.append(out.transpose(1, 2).flatten(0, 1))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
     def _varlen(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
@@ -239,6 +220,28 @@ class PackedAttention:
                 same_sequence_causal, None, None, total, total, device=device
             )
         return self._flex_masks[window]
+
+
+def dense_runs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[tuple[int, int]],
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Dense attention over each run of neighbours with the same numbers of queries and keys (`lengths`): a run is an
+    ordinary batch, and no token is copied. (`pack` lays sequences out by length, so that runs are long.)"""
+    runs = [(each, sum(1 for _ in same)) for each, same in groupby(lengths)]
+    split_q = q.split([queries * rows for (queries, _), rows in runs], dim=2)
+    split_k, split_v = (x.split([keys * rows for (_, keys), rows in runs], dim=2) for x in (k, v))
+    parts = []
+    for (_, rows), *chunk in zip(runs, split_q, split_k, split_v, strict=True):
+        q_r, k_r, v_r = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in chunk)  # [rows, H, L, D]
+        out = dense_attention(q_r, k_r, v_r, scaling, window, softcap)
+        parts.append(out.transpose(1, 2).flatten(0, 1))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
 
 def choose_backend(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
-from verl.models.attention import PackedAttention, choose_backend, dense_attention, varlen_kernel
+from verl.models.attention import PackedAttention, choose_backend, dense_runs, varlen_kernel
 
 
 class SharedPrefixAttention:
@@ -64,25 +63,5 @@ class SharedPrefixAttention:
                 q, k, v, queries.cu_seqlens, max(queries.lengths), scaling, window, keys=ends
             ).unsqueeze(0)
         else:
-            rest = self._dense_runs(q, k, v, scaling, window, softcap)
+            rest = dense_runs(q, k, v, self.rests, scaling, window, softcap)
         return torch.cat([first, rest], dim=1)
-
-    def _dense_runs(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """As those of `PackedAttention`; a run has one number of queries and one of keys."""
-        runs = [(lengths, sum(1 for _ in same)) for lengths, same in groupby(self.rests)]
-        split_q = q.split([queries * rows for (queries, _), rows in runs], dim=2)
-        split_k, split_v = (x.split([keys * rows for (_, keys), rows in runs], dim=2) for x in (k, v))
-        parts = []
-        for (_, rows), *chunk in zip(runs, split_q, split_k, split_v, strict=True):
-            q_r, k_r, v_r = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in chunk)  # [rows, H, L, D]
-            out = dense_attention(q_r, k_r, v_r, scaling, window, softcap)
-            parts.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts).unsqueeze(0)
