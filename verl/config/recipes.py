@@ -19,7 +19,7 @@ from verl.config.sources import from_mapping, load_yaml
 from verl.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-_COMMANDS: dict[Any, str] = {
+COMMANDS: dict[Any, str] = {
     PPOConfig: "verl train",
     SFTConfig: "verl sft",
     DPOConfig: "verl dpo",
@@ -89,7 +89,7 @@ def recipe_for(kind: Any, name: Any) -> Recipe:
         return recipe
     commands = [
         command
-        for other, command in _COMMANDS.items()
+        for other, command in COMMANDS.items()
         if all(key in schema_keys(other) for key in recipe.keys)
     ]
     raise ConfigError(

@@ -30,6 +30,16 @@ class HealthConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Traces of torch's profiler."""
+
+    steps: list[int] = key(
+        [], "training steps to profile, e.g. [2,3]; traces go to profile/ in the run folder", ge=1
+    )
+    ranks: list[int] = key([0], "ranks to profile", ge=0, used_if=".steps")
+
+
+@dataclass
 class PlacementConfig:
     """Where a command runs, the same for training and generating."""
 
@@ -67,15 +77,34 @@ class BaseTrainerConfig(PlacementConfig):
     wandb_proxy: str | None = key(None, "HTTP proxy used for wandb only", used_if=".logger=wandb")
     prometheus: PrometheusConfig = section(PrometheusConfig, "metrics endpoint")
     health: HealthConfig = section(HealthConfig, "bounds of the health rules")
+    profile: ProfileConfig = section(ProfileConfig, "traces of torch's profiler")
     max_restarts: int = key(0, "restarts after a worker died", ge=0, used_if="@workers")
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
+        errors = self.profile_errors(name, self.total_training_steps)
         if self.resume_mode == "resume_path" and not self.resume_from_path:
-            return [
+            errors.append(
                 f"'{name}.resume_mode' is resume_path; it needs '{name}.resume_from_path', a global_step_N folder"
-            ]
-        return []
+            )
+        return errors
+
+    def profile_errors(self, name: str, total_steps: int | None) -> list[str]:
+        """Profiled ranks and steps that the run does not have; `total_steps`: None while it is not known."""
+        profile, ranks = self.profile, self.n_gpus_per_node * self.nnodes
+        errors = []
+        if profile.steps and not profile.ranks:
+            errors.append(f"'{name}.profile.steps' is {profile.steps}, but '{name}.profile.ranks' is empty")
+        if profile.steps and (absent := [rank for rank in profile.ranks if rank >= ranks]):
+            errors.append(
+                f"'{name}.profile.ranks' has {', '.join(map(str, absent))}; this run has {ranks} "
+                f"({name}.n_gpus_per_node={self.n_gpus_per_node} x {name}.nnodes={self.nnodes}), counted from 0"
+            )
+        if total_steps is not None and (absent := [step for step in profile.steps if step > total_steps]):
+            errors.append(
+                f"'{name}.profile.steps' has {', '.join(map(str, absent))}; this run has steps 1 to {total_steps}"
+            )
+        return errors
 
 
 @dataclass
@@ -148,6 +177,10 @@ class TrainerConfig(BaseTrainerConfig):
         "validation responses; default: validation/ in the run folder",
         path=True,
         used_if="data.val_files",
+    )
+    token_data: bool = key(
+        True,
+        "write log-prob, entropy, ratio, mask and age of every token of the training responses for the viewer",
     )
     log_val_generations: int = key(0, "validation samples for the loggers", ge=0, used_if="data.val_files")
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, "generating ahead of training")
