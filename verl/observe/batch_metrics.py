@@ -51,6 +51,7 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 # A response of at least this many tokens with fewer distinct ones than the share below is going round in circles.
 _LONG_ENOUGH = 32
 _DISTINCT_SHARE = 0.1
+_WORTH_COMPARING = 8
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,8 @@ class BatchFacts:
     constant_groups: int = 0
     empty_share: float = 0.0
     repetitive_share: float = 0.0
+    identical_groups: int = 0
+    """Prompts whose responses are all the same; short answers are rightly equal and do not count."""
 
 
 def batch_facts(batch: DataProto) -> BatchFacts:
@@ -251,6 +254,8 @@ def batch_facts(batch: DataProto) -> BatchFacts:
         uids = batch.non_tensor_batch.get("uid")
         if uids is not None:
             facts |= _group_facts(score_S, list(uids[rows.first.numpy()]))
+            if "responses" in tensors and len(length_S) == len(length_B):
+                facts["identical_groups"] = _identical_groups(tensors["responses"], length_B, list(uids))
     return BatchFacts(**facts)  # type: ignore[arg-type]
 
 
@@ -276,6 +281,14 @@ def _group_facts(score_S: torch.Tensor, uids: list[str]) -> dict[str, float | in
         groups.setdefault(uid, []).append(score)
     several = [values for values in groups.values() if len(values) > 1]
     return {"groups": len(several), "constant_groups": sum(min(v) == max(v) for v in several)}
+
+
+def _identical_groups(responses_BT: torch.Tensor, length_B: torch.Tensor, uids: list[str]) -> int:
+    tokens, lengths = responses_BT.cpu().numpy(), length_B.tolist()
+    groups: dict[str, list[bytes]] = {}
+    for uid, row, length in zip(uids, tokens, lengths, strict=True):
+        groups.setdefault(uid, []).append(row[:length].tobytes() if length >= _WORTH_COMPARING else b"")
+    return sum(len(texts) > 1 and texts[0] != b"" and len(set(texts)) == 1 for texts in groups.values())
 
 
 def _repetitive(batch: DataProto) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from verl.observe.health import validation_summary
+from verl.observe.diagnoses.base import validation_summary
+from verl.observe.progress import StepProgress
 from verl.observe.terminal import SafeStream, escape_control, protect_terminal, raw
 
 if TYPE_CHECKING:
@@ -133,9 +135,22 @@ class StepConsole:
         self._last = ""
         self._step = 0
         self._live: Live | None = None
-        if live and self.console.is_terminal:
-            self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=8)
+        self._progress = StepProgress()
+        self._shown_at = time.monotonic()
+        self._closed = threading.Event()
+        if live and self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=4)
             start_live(self._live)
+        else:
+            threading.Thread(target=self._print_progress, name="console", daemon=True).start()
+
+    def _print_progress(self) -> None:
+        """A line every `LINE_S` seconds while a step is running."""
+        while not self._closed.wait(min(LINE_S, 5.0)):
+            line = self._progress.line()
+            if line and time.monotonic() - self._shown_at >= LINE_S:
+                self._shown_at = time.monotonic()
+                self.console.print(Text(f"step {self._step + 1}  {line}"))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._step = step
@@ -144,6 +159,7 @@ class StepConsole:
         if curve is not None:
             self._rewards.append(float(curve))
         if self._live is None:
+            self._shown_at = time.monotonic()
             self.console.print(Text(line))
         else:
             self._last = line
@@ -154,6 +170,7 @@ class StepConsole:
         self.console.print(Text(text))
 
     def close(self) -> None:
+        self._closed.set()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -163,6 +180,8 @@ class StepConsole:
         from rich.progress_bar import ProgressBar
 
         rows: list[Any] = [Text(self._last or "starting ...", overflow="fold")]
+        if now := self._progress.line():
+            rows.append(Text(now, style="dim", overflow="fold"))
         if len(self._rewards) > 1:
             rows.append(Text(sparkline(self._rewards, 60), style="cyan"))
         if self.total_steps:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl.observe.live import live
+
 Reduction = Literal["mean", "sum", "max", "min"]
 
 
@@ -70,7 +72,7 @@ def average_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class Timer:
-    """Collects the seconds of named spans of a step; a span that raises is counted too.
+    """Collects the seconds of named spans of a step, which are phases of the process; one that raises is counted too.
 
     >>> timer = Timer()
     >>> with timer("gen"):
@@ -87,7 +89,8 @@ class Timer:
     def __call__(self, name: str) -> Iterator[None]:
         start = self._clock()
         try:
-            yield
+            with live.phase(name):
+                yield
         finally:
             self.add(name, self._clock() - start)
 

@@ -1,34 +1,41 @@
 """The run folder: the files a run writes for its user.
 
     config.yaml              the resolved configuration
-    metrics.jsonl            one line per step: {"step": N, name: number, ...}
-    health.jsonl             what the health rules found: {"step": N, "rule": name, "line": text}
+    metrics.jsonl            one line per step: {"step": N, name: number, ...}, with "findings" where there are any
     rollouts/{step}.jsonl    samples of training
+    rollouts/{step}.tokens   numbers of every token of them (`verl.observe.token_table`)
     validation/{step}.jsonl  samples of validation
+    profile/step_{N}_rank_{R}.json.gz   traces of torch's profiler
+    phases/{process}.jsonl   when phases of steps began and ended, by process
+    counters.json            what the counters for Prometheus had reached
     crash.txt                cause and fix, when a run ended badly
+    lineage.json             of a fork: the run and the step it continues
     metrics.previous.jsonl   of an earlier run, where a new one began in its folder
 
-One process at a time uses a folder. Files are replaced atomically, except `metrics.jsonl` and `health.jsonl`, which
-grow: lines of them that a full disk or a kill cut short are skipped by readers and removed on resume.
+One process at a time uses a folder. Files are replaced atomically, except `metrics.jsonl`, which
+grows: lines of it that a full disk or a kill cut short are skipped by readers and removed on resume.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
+import json
 import logging
 import os
+import re
 import socket
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config.parallelism import offload_section
-from verl.errors import RESUME, ConfigError, VerlError
+from verl.errors import ConfigError, VerlError
+from verl.observe.findings import Finding
 from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_metrics
+from verl.observe.lineage import LINEAGE, read_lineage
 
 logger = logging.getLogger(__name__)
 
@@ -62,21 +69,26 @@ class RunFolder:
         ):
             _require_writable(folder, key)
         self._lock = _FolderLock(self.path)
+        self._writer: threading.Thread | None = None
         self._crash_file = self.path / "crash.txt"
         if self._crash_file.exists():
             _move_aside(self._crash_file, "crash.previous.txt")
-        for file in (self.metrics_file, self.health_file):
-            if file.exists() and not file.is_file():
-                aside = _move_aside(file, f"{file.name}.unusable")
-                logger.warning("%s is not a regular file; renamed to %s", file, aside.name)
+        file = self.metrics_file
+        if file.exists() and not file.is_file():
+            aside = _move_aside(file, f"{file.name}.unusable")
+            logger.warning("%s is not a regular file; renamed to %s", file, aside.name)
 
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 
     @property
-    def health_file(self) -> Path:
-        return self.path / "health.jsonl"
+    def counters_file(self) -> Path:
+        return self.path / "counters.json"
+
+    @property
+    def phases_dir(self) -> Path:
+        return self.path / "phases"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """The resolved configuration, so that `--config-path` with this file repeats the run."""
@@ -97,16 +109,9 @@ class RunFolder:
         except ConfigError:
             return None
 
-    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        append_line(self.metrics_file, dumps({"step": step, **metrics}))
-
-    def append_health(self, step: int, notices: Mapping[str, str]) -> None:
-        """What the rules, by name, reported in a step; a full disk does not stop the run."""
-        try:
-            for rule, line in notices.items():
-                append_line(self.health_file, dumps({"step": step, "rule": rule, "line": line}))
-        except OSError as error:
-            logger.warning("%s could not be written: %s. The run continues", self.health_file, error)
+    def append_metrics(self, step: int, metrics: Mapping[str, Any], findings: Sequence[Finding] = ()) -> None:
+        noted = {"findings": [finding.to_row() for finding in findings]} if findings else {}
+        append_line(self.metrics_file, dumps({"step": step, **metrics, **noted}))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.metrics_file)
@@ -114,12 +119,39 @@ class RunFolder:
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         return self._write_rows(self.rollout_dir / f"{step}.jsonl", rows)
 
+    def tokens_file(self, step: int) -> Path:
+        return self.rollout_dir / f"{step}.tokens"
+
+    def in_background(self, *writes: Callable[[], None]) -> None:
+        """Call `writes`, which write samples, in a thread, after those before them are done. A failure is a warning."""
+
+        def act() -> None:
+            for write in writes:
+                try:
+                    write()
+                except Exception as error:
+                    kind = type(error).__name__
+                    logger.warning("samples could not be written: %s: %s. The run continues", kind, error)
+
+        self.wait()
+        self._writer = threading.Thread(target=act, name="samples")
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Until what is written in the background is in its files."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
     def write_validation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         return self._write_rows(self.validation_dir / f"{step}.jsonl", rows)
 
     def rewind(self, step: int) -> bool:
-        """Remove what came after `step`, which a resumed run writes again; whether the metrics of `step` are there."""
-        found = False
+        """Remove what came after `step`, which a resumed run writes again; whether the metrics of `step` are there, or
+        in the run that this one was forked from."""
+        self.wait()
+        lineage = read_lineage(self.path)
+        found = lineage is not None and lineage.step == step
 
         def keep(row: Mapping[str, Any]) -> bool:
             nonlocal found
@@ -130,33 +162,50 @@ class RunFolder:
             text, changed = kept_lines(self.metrics_file, keep)
             if changed:
                 write_atomically(self.metrics_file, text)
-        if self.health_file.exists():
-            text, changed = kept_lines(self.health_file, lambda row: row["step"] <= step)
-            if changed:
-                write_atomically(self.health_file, text)
         for folder in (self.rollout_dir, self.validation_dir):
             for file in _sample_files(folder):
                 if int(file.stem) > step:
                     _remove(file)
+        for number, _, file in profile_files(self.path):
+            if number > step:
+                _remove(file)
+        self._cut_phases(step)
         return found
 
     def restart(self) -> None:
         """For a run that starts over: rename the metrics of an earlier one and remove its samples."""
+        self.wait()
         if self.metrics_file.exists() and self.metrics_file.stat().st_size:
             _move_aside(self.metrics_file, "metrics.previous.jsonl")
-        if self.health_file.exists():
-            _remove(self.health_file)
+        # health.jsonl: of a version that did not keep findings in metrics.jsonl
+        for name in (LINEAGE, "health.jsonl"):
+            if (self.path / name).exists():
+                _remove(self.path / name)
         for folder in (self.rollout_dir, self.validation_dir):
             if folder.parent != self.path:
                 continue  # a folder the user chose may be others' as well
             for file in _sample_files(folder):
                 _remove(file)
+        for _, _, file in profile_files(self.path):
+            _remove(file)
+        self._cut_phases(None)
+        if self.counters_file.exists():
+            _remove(self.counters_file)
+
+    def _cut_phases(self, step: int | None) -> None:
+        """Remove the phases after `step` (None: all). In place: ranks have these files open, to append to them."""
+        for file in self.phases_dir.glob("*.jsonl"):
+            try:
+                os.truncate(file, 0 if step is None else _length_up_to(file, step))
+            except OSError as error:
+                logger.warning("the phases in %s could not be removed: %s", file, error)
 
     def write_crash(self, error: BaseException, fix: str = "") -> None:
         """Cause first, fix second, traceback last."""
         parts = [f"{type(error).__name__}: {error}".rstrip()]
         if fix:
             parts.append(f"What to do: {fix}")
+            logger.error("%s", fix)
         parts.append(f"When: {time.strftime('%Y-%m-%d %H:%M:%S %Z')}")
         parts.append("".join(traceback.format_exception(error)).rstrip())
         try:
@@ -165,6 +214,7 @@ class RunFolder:
             logger.warning("%s could not be written: %s", self._crash_file, failed)
 
     def close(self) -> None:
+        self.wait()
         self._lock.release()
 
     def __enter__(self) -> RunFolder:
@@ -232,12 +282,12 @@ def locked_by_this_process(folder: Path) -> bool:
     return (os.getpid(), str(folder.resolve())) in _locked_folders
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` atomically, also when the machine stops in the middle."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace `path` by `content` atomically, also when the machine stops in the middle."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -258,15 +308,40 @@ def _move_aside(path: Path, name: str) -> Path:
 
 
 def _remove(file: Path) -> None:
-    """Remove samples or notices; failing to does not stop the run."""
+    """Remove samples; failing to does not stop the run."""
     try:
         file.unlink()
     except OSError as error:
         logger.warning("%s, of a step that is written again, could not be removed: %s", file, error)
 
 
+def _length_up_to(file: Path, step: int) -> int:
+    """Bytes before the first line of a later step, or before one that is damaged."""
+    length = 0
+    with open(file, "rb") as lines:
+        for line in lines:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            length += len(line)
+    return length
+
+
 def _sample_files(folder: Path) -> list[Path]:
-    return [file for file in folder.glob("*.jsonl") if file.stem.isdecimal() and not file.is_dir()]
+    """With those of their tokens."""
+    found = [*folder.glob("*.jsonl"), *folder.glob("*.tokens")]
+    return [file for file in found if file.stem.isdecimal() and not file.is_dir()]
+
+
+def profile_files(folder: Path) -> list[tuple[int, int, Path]]:
+    """(step, rank, file) of `profile/`, in this order."""
+    matches = (
+        (re.fullmatch(r"step_(\d{1,15})_rank_(\d{1,9})\.json\.gz", file.name), file)
+        for file in folder.glob("profile/*.json.gz")
+    )
+    return sorted((int(match[1]), int(match[2]), file) for match, file in matches if match)
 
 
 def _require_writable(folder: Path, key: str) -> None:
@@ -281,52 +356,3 @@ def _require_writable(folder: Path, key: str) -> None:
 
 def _cannot_write(folder: Path, error: OSError, key: str) -> str:
     return f"cannot write to the folder {folder}: {error.strerror or error}. Set {key} to a folder you may write to"
-
-
-# -- the advice in crash.txt -----------------------------------------------------------------------------------------
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Device or host: torch has its own class on devices and a plain RuntimeError on the CPU."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
-
-
-def likely_fix(error: BaseException, config: Any = None) -> str:
-    """One line, or nothing when the error itself says it (a VerlError does). `config`: the PPOConfig of the run."""
-    if isinstance(error, VerlError):
-        return ""
-    if is_out_of_memory(error) and config is not None:
-        return out_of_memory_advice(config)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            "the disk is full: free some space, set trainer.default_local_dir to another disk, or keep fewer "
-            "checkpoints with trainer.max_actor_ckpt_to_keep=1"
-        )
-    return f"stopped by hand; {RESUME}" if isinstance(error, KeyboardInterrupt) else RESUME
-
-
-def out_of_memory_advice(config: Any) -> str:
-    """Keys with amounts, those that cost least first."""
-    key = "actor_rollout_ref"
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    tokens, sequences = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
-    steps: list[str] = []
-    if actor.use_dynamic_bsz and tokens:
-        steps.append(f"{key}.actor.ppo_max_token_len_per_gpu={max(1, tokens // 2)}")
-    elif sequences is None or sequences > 1:
-        steps.append(f"{key}.actor.ppo_micro_batch_size_per_gpu={max(1, (sequences or 8) // 2)}")
-    if not config.actor_rollout_ref.model.enable_gradient_checkpointing:
-        steps.append(f"{key}.model.enable_gradient_checkpointing=True")
-    section, offload = offload_section(actor)
-    if not offload.optimizer_offload:
-        steps.append(f"{key}.actor.{section}.optimizer_offload=True")
-    elif not offload.param_offload:
-        steps.append(f"{key}.actor.{section}.param_offload=True")
-    if rollout.gpu_memory_utilization > 0.2:
-        lower = max(0.2, round(rollout.gpu_memory_utilization - 0.2, 2))
-        steps.append(f"{key}.rollout.gpu_memory_utilization={lower:g}")
-    steps.append(f"data.max_response_length={max(1, config.data.max_response_length // 2)}")
-    return "out of memory. In this order, until it fits: " + ", then ".join(steps)

@@ -14,16 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from verl.errors import ConfigError, DataError
 from verl.json_input import open_regular
+from verl.observe.findings import Finding, read_findings
 from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_metrics, parse_row
 from verl.observe.run_folder import locked_by_this_process
 
 TAIL_BYTES = 64 << 20
 KEPT_ROWS = 2000
+KEPT_FINDINGS = 10_000
 RUN_FILES = ("metrics.jsonl", "config.yaml", "crash.txt", ".lock")
 
 
@@ -35,6 +36,8 @@ class MetricsLog:
         self.rows: list[dict[str, Any]] = []
         """Numbers by name. One that was not finite is NaN."""
         self.first: dict[str, Any] = {}
+        self.findings: list[tuple[int, Finding]] = []
+        """(step, finding), the newest `KEPT_FINDINGS`."""
         self.damaged = 0
         self.problem = ""
         """Why nothing can be read, where it is no file of lines."""
@@ -47,7 +50,7 @@ class MetricsLog:
                 known = os.fstat(file.fileno())
                 if known.st_ino != self._inode or known.st_size < self._offset:
                     self._inode, self._offset = known.st_ino, 0
-                    self.rows, self.first, self.damaged = [], {}, 0
+                    self._reset()
                     self._skip_to_tail(file, known.st_size)
                 file.seek(self._offset)
                 return self._read(file)[-KEPT_ROWS:]
@@ -77,16 +80,24 @@ class MetricsLog:
             self._offset = file.tell()
             self.problem = "metrics.jsonl is very large: only its end was read"
 
-    def _read(self, file: Any) -> list[dict[str, Any]]:
-        new: list[dict[str, Any]] = []
+    def _reset(self) -> None:
+        self.rows, self.first, self.findings, self.damaged = [], {}, [], 0
+
+    def _new_rows(self, file: Any) -> Iterator[dict[str, Any]]:
         for line in complete_lines(file):
             self._offset = file.tell()
             row = parse_metrics(line)
             if row is None:
                 self.damaged += bool(line.strip())
                 continue
+            self.findings += ((row["step"], found) for found in read_findings(row.get("findings")))
+            del self.findings[:-KEPT_FINDINGS]
             row = {name: math.nan if value is None else value for name, value in row.items()}
-            numbers = {n: v for n, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+            yield {n: v for n, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+    def _read(self, file: Any) -> list[dict[str, Any]]:
+        new: list[dict[str, Any]] = []
+        for numbers in self._new_rows(file):
             self.first = self.first or numbers
             new.append(numbers)
             if len(new) > 2 * KEPT_ROWS:
@@ -128,6 +139,8 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     config_problem: str = ""
     log: MetricsLog = field(default_factory=lambda: MetricsLog(Path()))
+    ended: bool = False
+    """Said by the run's own process, which still holds the lock."""
 
     @property
     def name(self) -> str:
@@ -251,7 +264,7 @@ class State:
 
 def state_of(run: Run) -> State:
     """From the lock file, crash.txt, the metrics and the checkpoints."""
-    owner, alive = lock_owner(run.path)
+    owner, alive = ("", False) if run.ended else lock_owner(run.path)
     quiet_s = time.time() - last_written(run.path)
     late = quiet_s > max(600.0, 10 * (run.seconds_per_step() or 60.0))
     wrote = f"last wrote {duration(quiet_s)} ago"
@@ -348,57 +361,43 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86_400:.0f} days"
 
 
-# -- health -------------------------------------------------------------------------------------------------------
+# -- findings -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Notice:
-    """What a health rule reported last, and at which steps it did."""
+    """What a diagnosis reported last, and at which steps it did."""
 
-    line: str
+    finding: Finding
     first: int
     last: int
-    times: int = 1
-    recent: bool = False
+    times: int
+    recent: bool
 
     @property
     def when(self) -> str:
-        if not self.last:
-            return "at start"
         return (
             f"step {self.last}" if self.times == 1 else f"steps {self.first}-{self.last}, {self.times} times"
         )
 
 
-def health_rows(run: Run) -> Iterator[tuple[int, str, str]]:
-    """(step, rule, line) of `health.jsonl`, oldest first."""
-    try:
-        with open_regular(run.path / "health.jsonl") as file:
-            for row in filter(None, map(parse_metrics, complete_lines(file))):
-                yield row["step"], str(row.get("rule")), str(row.get("line"))
-    except (OSError, ValueError):
-        return
-
-
 def notices(run: Run) -> list[Notice]:
-    """What the health rules reported while the run ran, recent ones first."""
-    from verl.observe.health import QUIET_STEPS, HealthMonitor
+    """What the diagnoses reported while the run ran, recent ones first."""
+    from verl.observe.health import QUIET_STEPS
 
-    if run.is_sft or not run.config:
-        return []
-    try:
-        at_start = HealthMonitor(_attributes(run.config)).at_start()
-    except (AttributeError, TypeError):
-        at_start = []  # the config of another version
-    found = {line: Notice(line, 0, 0, recent=True) for line in at_start}
-    for step, rule, line in health_rows(run):
-        before = found.get(rule)
+    found: dict[str, Notice] = {}
+    for step, finding in [*_health_file(run), *run.log.findings]:
+        before = found.get(finding.rule)
         first, times = (before.first, before.times + 1) if before else (step, 1)
-        found[rule] = Notice(line, first, step, times, (run.step or 0) - step < QUIET_STEPS)
+        found[finding.rule] = Notice(finding, first, step, times, (run.step or 0) - step < QUIET_STEPS)
     return sorted(found.values(), key=lambda notice: (not notice.recent, -notice.last))
 
 
-def _attributes(value: Any) -> Any:
-    if isinstance(value, dict):
-        return SimpleNamespace(**{str(name): _attributes(each) for name, each in value.items()})
-    return value
+def _health_file(run: Run) -> Iterator[tuple[int, Finding]]:
+    """Of runs whose findings are in `health.jsonl`, as whole lines."""
+    try:
+        with open_regular(run.path / "health.jsonl") as file:
+            for row in filter(None, map(parse_metrics, complete_lines(file))):
+                yield row["step"], Finding(str(row.get("rule")), str(row.get("line")))
+    except (OSError, ValueError):
+        return

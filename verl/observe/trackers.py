@@ -7,19 +7,19 @@ run folder is never switched off: each failure to write to it is reported.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.config.known import LOGGERS
-from verl.errors import ConfigError, missing_package
+from verl.errors import ConfigError
+from verl.observe.background import Background
 from verl.observe.console import StepConsole
-from verl.observe.jsonl import jsonable
+from verl.observe.tracker_services import open_service, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
+    from verl.observe.findings import Finding
     from verl.observe.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -79,23 +79,20 @@ def build_trackers(
         raise ConfigError(
             f"unknown logger {unknown[0]!r} in trainer.logger={wanted}; known: {', '.join(known)}"
         )
-    makers: dict[str, Callable[[], Tracker]] = {
-        "console": lambda: ConsoleTracker(
-            StepConsole(total_steps, live=live, title=f"{project}/{experiment}")
-        ),
-        "wandb": lambda: WandbTracker(project, experiment, config, run_folder, wandb_proxy),
-        "tensorboard": lambda: TensorboardTracker(run_folder),
-    }
     built: dict[str, Tracker] = {"file": FileTracker(run_folder)}
     for name in dict.fromkeys(wanted):
         if name in _registered:
             built[name] = _registered[name](project, experiment, config, run_folder)
+        elif name == "console":
+            built[name] = ConsoleTracker(StepConsole(total_steps, live=live, title=f"{project}/{experiment}"))
         elif name != "file":
-            built[name] = makers[name]()
+            service = open_service(name, project, experiment, config, run_folder, wandb_proxy)
+            built[name] = Background(name, service)
     if prometheus is not None:
         from verl.observe.prometheus import PrometheusTracker
 
-        built["prometheus"] = PrometheusTracker(*prometheus, run=f"{project}/{experiment}")
+        device = str(config.get("trainer", {}).get("device", "auto"))
+        built["prometheus"] = PrometheusTracker(*prometheus, project, experiment, run_folder.path, device)
     return FanOut(built)
 
 
@@ -105,8 +102,14 @@ class FanOut:
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self.trackers = dict(trackers)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any], findings: Sequence[Finding] = ()) -> None:
+        """The findings of a step are in its row of `metrics.jsonl`, and lines below it on the console."""
+        file = self.trackers.get("file")
+        if isinstance(file, FileTracker):
+            file.findings = findings
         self._each("log", step, metrics)
+        for finding in findings:
+            self.note(finding.line)
 
     def log_samples(self, step: int, rows: list[Any]) -> None:
         self._each("log_samples", step, rows)
@@ -145,9 +148,11 @@ class FileTracker:
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
+        self.findings: Sequence[Finding] = ()
+        """Of the step that is logged next."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run_folder.append_metrics(step, metrics)
+        self._run_folder.append_metrics(step, metrics, self.findings)
 
     def log_samples(self, step: int, rows: list[Any]) -> None:
         return None
@@ -174,100 +179,6 @@ class ConsoleTracker:
         self.console.close()
 
 
-class WandbTracker:
-    """Weights & Biases. `proxy` applies to its traffic alone, not to the rest of the program."""
-
-    def __init__(
-        self,
-        project: str,
-        experiment: str,
-        config: Mapping[str, Any],
-        run_folder: RunFolder,
-        proxy: str | None = None,
-    ) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise missing_package("wandb", "wandb", "trainer.logger=wandb") from None
-        self._wandb = wandb
-        settings = wandb.Settings(http_proxy=proxy, https_proxy=proxy) if proxy else None
-        try:
-            self._run = wandb.init(
-                project=project,
-                name=experiment,
-                config=jsonable(config),
-                dir=str(run_folder.path),
-                settings=settings,
-            )
-        except wandb.errors.Error as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".")
-            raise ConfigError(
-                f"trainer.logger names wandb, which failed to start: {reason}. Log in (`wandb login`, WANDB_API_KEY), "
-                f"set WANDB_MODE=offline, check trainer.wandb_proxy (now {proxy}), or remove it from trainer.logger"
-            ) from error
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        # Without `commit` it keeps a step back until the next one begins: seen late, and lost with a killed process.
-        self._run.log(dict(metrics), step=step, commit=True)
-
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        if rows:
-            columns = list(rows[0])
-            data = [[_plain(row.get(column)) for column in columns] for row in rows]
-            table = self._wandb.Table(columns=columns, data=data)
-            self._run.log(
-                {"validation/samples": table}, step=step
-            )  # the step's metrics follow and complete it
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TensorboardTracker:
-    """Event files in `{run folder}/tensorboard`."""
-
-    def __init__(self, run_folder: RunFolder) -> None:
-        try:
-            with _quiet_tensorflow():
-                from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise missing_package("tensorboard", "tensorboard", "trainer.logger=tensorboard") from None
-        self._writer = SummaryWriter(log_dir=str(run_folder.path / "tensorboard"))
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def log_samples(self, step: int, rows: list[Any]) -> None:
-        for index, row in enumerate(rows):
-            text = "\n\n".join(f"**{name}**: {_plain(value)}" for name, value in row.items())
-            self._writer.add_text(f"validation/sample_{index}", text, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-@contextmanager
-def _quiet_tensorflow() -> Iterator[None]:
-    # An installed tensorflow is imported by the event writer and greets the terminal unless told not to.
-    before = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TF_CPP_MIN_LOG_LEVEL"]
-        else:
-            os.environ["TF_CPP_MIN_LOG_LEVEL"] = before
-
-
-def _plain(value: Any) -> Any:
-    value = jsonable(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
 def _shorten(value: Any, limit: int = 160) -> str:
-    text = repr(_plain(value))
+    text = repr(plain(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."

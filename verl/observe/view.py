@@ -1,4 +1,4 @@
-"""`verl view [RUN]`: state, metrics, health and samples of a run in the terminal.
+"""`verl view [RUN]`: state, metrics, findings and samples of a run in the terminal.
 
 Reads only the files of the run folder. No control character of a sample reaches the terminal, and text is not read
 as markup.
@@ -7,6 +7,7 @@ as markup.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import heapq
 import itertools
@@ -19,19 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, DataError
+from verl.observe.run_facts import facts, notes
 from verl.observe.run_reader import (
     Run,
     SampleFiles,
     State,
-    checkpoint_steps,
     duration,
     find_runs,
-    health_rows,
     is_run,
     last_written,
     notices,
     open_run,
-    read_crash,
     state_of,
     with_turns,
 )
@@ -72,10 +71,14 @@ _UID = re.compile(r"(?:\d+-)?(\d+)(?:\.\d+)?(?:#\d+)?")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_help = f"a run folder, or a folder of runs to list them; default: the newest run below {HOME}"
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=run_help)
+    parser.add_argument("run", nargs="*", type=Path, metavar="RUN", help=run_help)
     parser.add_argument("--metric", action="append", metavar="NAME", help="show these metrics (with * and ?)")
     parser.add_argument("--follow", "-f", action="store_true", help="update while the run runs")
-    parser.add_argument("--html", action="store_true", help="write report.html again and print its path")
+    parser.add_argument("--html", action="store_true", help="write report.html and print its path")
+    parser.add_argument(
+        "--serve", action="store_true", help="serve a page for the browser; several RUNs compare"
+    )
+    parser.add_argument("--port", type=int, help="of --serve; default: 8265, or a free one")
     samples = parser.add_argument_group("samples")
     samples.add_argument("--step", type=int, help="of this step")
     samples.add_argument("--best", type=int, metavar="K", help="the K with the highest score")
@@ -102,7 +105,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
-    path: Path = args.run or next(iter(find_runs(HOME)), HOME)
+    paths: list[Path] = args.run or find_runs(HOME)[:1] or [HOME]
+    if args.serve:
+        return _serve(paths, args.port, console)
+    if args.port is not None:
+        raise ConfigError("--port is the port of --serve, which was not given")
+    if len(paths) > 1 and not args.html:
+        raise ConfigError("several runs are compared in the browser: add --serve, or --html for one file")
+    path = paths[0]
     if path.is_dir() and not is_run(path):
         found = find_runs(path)
         if not found:
@@ -114,7 +124,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         from verl.observe.report import write_report
 
         try:
-            write(console, styled(str(write_report(seen.path))))
+            write(console, styled(str(write_report(seen.path, others=paths[1:]))))
         except OSError as error:
             raise DataError(f"report.html cannot be written to {path}: {error.strerror or error}") from None
         return 0
@@ -132,6 +142,24 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _serve(paths: list[Path], port: int | None, console: Console) -> int:
+    from verl.observe.web_data import WebData
+    from verl.observe.web_server import WebServer
+
+    if port is not None and not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port is {port}; it must be between 0 (any free port) and 65535")
+    found = [
+        run for path in paths for run in (find_runs(path) if path.is_dir() and not is_run(path) else [path])
+    ]
+    if not found:
+        raise DataError(f"there is no run in or below {paths[0]}; give a run folder: verl view RUN --serve")
+    with WebServer(WebData(found, live=True), port) as server:
+        write(console, styled(f"{server.url}   (Ctrl-C ends)"))
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
 # -- one run ------------------------------------------------------------------------------------------------------
 
 
@@ -141,11 +169,11 @@ def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = Tr
 
     blocks: list[RenderableType] = [*_header(seen), styled(""), metrics_table(seen, patterns)]
     found = notices(seen)
-    blocks.append(styled("\nhealth", "bold"))
+    blocks.append(styled("\nfindings", "bold"))
     for notice in found[:8]:
-        blocks.append(styled(f"{notice.when}: {notice.line}", "yellow" if notice.recent else "dim"))
+        blocks.append(styled(f"{notice.when}: {notice.finding.line}", "yellow" if notice.recent else "dim"))
     if not found:
-        blocks.append(styled("not judged for fine-tuning" if seen.is_sft else "nothing to report", "dim"))
+        blocks.append(styled("nothing to report", "dim"))
     validation = not seen.rollouts.steps()
     if samples and (seen.validation if validation else seen.rollouts).steps():
         args = argparse.Namespace(step=None, best=1, worst=1, grep=None, uid=None, val=validation, limit=None)
@@ -157,38 +185,11 @@ def overview(seen: Run, patterns: list[str] | None = None, *, samples: bool = Tr
 
 
 def _header(seen: Run) -> Iterator[Text]:
-    state = state_of(seen)
-    step, total, each = seen.step, seen.total_steps, seen.seconds_per_step()
-    progress = "none yet" if step is None else f"{step} of {total}" if total else str(step)
-    if each is not None:
-        progress += f", {each:.3g} s each"
-        if step is not None and total and total > step and state.name == "running":
-            progress += f", about {duration((total - step) * each)} left"
-    model = "model" if seen.is_sft else "actor_rollout_ref.model"
-    checkpoints = ", ".join(map(str, checkpoint_steps(seen.path)[-6:]))
-    yield styled(f"run          {seen.name}   {seen.path}", "bold")
-    yield styled(f"state        {state.text}", _STATE_STYLES.get(state.name, "red"))
-    crash, earlier = read_crash(seen.path), read_crash(seen.path, "crash.previous.txt")
-    if state.name == "crashed" and crash is not None and crash[1]:
-        yield styled(f"fix          {crash[1]}")
-    yield styled(f"model        {seen.get(f'{model}.path', 'unknown')}")
-    if not seen.is_sft:
-        prompts, n = seen.get("data.train_batch_size", "?"), seen.get("actor_rollout_ref.rollout.n", "?")
-        estimator = seen.get("algorithm.adv_estimator", "?")
-        engine = seen.get("actor_rollout_ref.rollout.name", "?")
-        yield styled(f"algorithm    {estimator}, {prompts} prompts x {n} responses, engine {engine}")
-    yield styled(f"steps        {progress}")
-    yield styled(f"checkpoints  {checkpoints or 'none yet'}")
-    bad = len(list((seen.path / "bad_batches").glob("*")))
-    for problem in (
-        seen.config_problem,
-        seen.log.problem,
-        f"an earlier start crashed: {earlier[0].splitlines()[0]}" if earlier else "",
-        f"{bad} batches without a finite gradient are in {seen.path / 'bad_batches'}" if bad else "",
-        f"{seen.log.damaged} lines of metrics.jsonl cannot be read" if seen.log.damaged else "",
-    ):
-        if problem:
-            yield styled(f"note         {problem}", "yellow")
+    styles = {"run": "bold", "state": _STATE_STYLES.get(state_of(seen).name, "red")}
+    for label, text in facts(seen):
+        yield styled(f"{label:<13}{text}", styles.get(label, ""))
+    for note in notes(seen):
+        yield styled(f"note         {note}", "yellow")
 
 
 def metrics_table(seen: Run, patterns: list[str] | None = None) -> RenderableType:
@@ -342,12 +343,11 @@ def follow(
         if live is not None:
             live.update(overview(seen, patterns, samples=False), refresh=True)
             return
-        reported = list(health_rows(seen)) if rows else []
         for row in rows:
             metrics = {name: value for name, value in row.items() if name != "step"}
             write(console, styled(step_line(row["step"], metrics, seen.total_steps)))
-            for line in (line for step, _, line in reported if step == row["step"]):
-                write(console, styled(line))
+            for finding in (found for step, found in seen.log.findings if step == row["step"]):
+                write(console, styled(finding.line))
 
     live = Live(console=console, auto_refresh=False, screen=True) if console.is_terminal else None
     try:

@@ -1,0 +1,100 @@
+"""What a run is, in a few lines: facts, notes, its configuration against another, and the run it was forked from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.observe.jsonl import jsonable
+from verl.observe.lineage import Lineage
+from verl.observe.run_reader import Run, checkpoint_steps, duration, is_run, read_crash, state_of
+
+
+def facts(run: Run) -> Iterator[tuple[str, str]]:
+    """(label, text), the most important first."""
+    state = state_of(run)
+    step, total, each = run.step, run.total_steps, run.seconds_per_step()
+    progress = "none yet" if step is None else f"{step} of {total}" if total else str(step)
+    if each is not None:
+        progress += f", {each:.3g} s each"
+        if step is not None and total and total > step and state.name == "running":
+            progress += f", about {duration((total - step) * each)} left"
+    crash = read_crash(run.path)
+    yield "run", f"{run.name}   {run.path}"
+    yield "state", state.text
+    if state.name == "crashed" and crash is not None and crash[1]:
+        yield "fix", crash[1]
+    yield "model", str(run.get(f"{'model' if run.is_sft else 'actor_rollout_ref.model'}.path", "unknown"))
+    if not run.is_sft:
+        prompts, n = run.get("data.train_batch_size", "?"), run.get("actor_rollout_ref.rollout.n", "?")
+        estimator = run.get("algorithm.adv_estimator", "?")
+        engine = run.get("actor_rollout_ref.rollout.name", "?")
+        yield "algorithm", f"{estimator}, {prompts} prompts x {n} responses, engine {engine}"
+    yield "steps", progress
+    yield "checkpoints", ", ".join(map(str, checkpoint_steps(run.path)[-6:])) or "none yet"
+
+
+def notes(run: Run) -> list[str]:
+    """What a reader should know about the files."""
+    earlier = read_crash(run.path, "crash.previous.txt")
+    bad = len(list((run.path / "bad_batches").glob("*")))
+    found = (
+        run.config_problem,
+        run.log.problem,
+        f"an earlier start crashed: {earlier[0].splitlines()[0]}" if earlier else "",
+        f"{bad} batches without a finite gradient are in {run.path / 'bad_batches'}" if bad else "",
+        f"{run.log.damaged} lines of metrics.jsonl cannot be read" if run.log.damaged else "",
+    )
+    return [note for note in found if note]
+
+
+# -- configuration ------------------------------------------------------------------------------------------------
+
+
+def flat_config(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; lists are values."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found.update(flat_config(value, f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = jsonable(value)
+    return found
+
+
+def default_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of the command whose config this is most likely; none for that of another program."""
+    from verl.config.keys import schema_keys
+    from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
+
+    mine = flat_config(config).keys()
+    defaults = [
+        {name: jsonable(key.default) for name, key in schema_keys(kind).items()}
+        for kind in (PPOConfig, SFTConfig, DPOConfig, RewardTrainingConfig)
+    ]
+    best = max(defaults, key=lambda each: len(each.keys() & mine) - len(each.keys() - mine))
+    return best if len(best.keys() & mine) > len(mine) / 2 else {}
+
+
+def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, value before, value after) of flat configs, where they differ; a key that one lacks is null there."""
+    if not before:
+        return []
+    names = [*after, *(name for name in before if name not in after)]
+    return [
+        (name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)
+    ]
+
+
+# -- lineage ------------------------------------------------------------------------------------------------------
+
+
+def parent_folder(path: Path, lineage: Lineage | None) -> Path | None:
+    """The run a fork came from, where it was or, when both were moved, beside the fork; None where it is gone."""
+    if lineage is None or not lineage.parent:
+        return None
+    for folder in (Path(lineage.parent), path.parent / Path(lineage.parent).name):
+        if folder.absolute() != path and is_run(folder):
+            return folder.absolute()
+    return None

@@ -1,0 +1,278 @@
+"""Columns over all responses of a run, and random access to their texts.
+
+Files are streamed: memory grows by about a hundred bytes per response, whatever its text is. A file is read again only
+when it has changed. Codes of a uid never change while an index lives, so that what a page knows of them stays true.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.json_input import open_regular
+from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_row
+from verl.observe.run_reader import SampleFiles
+
+INDEX_BYTES = 2 << 30
+"""Files beyond this are indexed in part: every second step, every fourth, ..."""
+INDEX_ROWS = 300_000
+_PROBE_BYTES = 1 << 18
+
+Fingerprint = tuple[int, int, int]
+
+
+class Names:
+    """Numbers for texts that repeat, in the order of their first appearance."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._codes: dict[str, int] = {}
+
+    def code(self, name: str) -> int:
+        known = self._codes.setdefault(name, len(self.names))
+        if known == len(self.names):
+            self.names.append(name)
+        return known
+
+
+@dataclass
+class StepColumns:
+    """The responses of one file: row i of every column belongs to one response."""
+
+    step: int
+    fingerprint: Fingerprint
+    line: array[int] = field(default_factory=lambda: array("q"))
+    offset: array[int] = field(default_factory=lambda: array("q"))
+    uid: array[int] = field(default_factory=lambda: array("q"))
+    finish: array[int] = field(default_factory=lambda: array("q"))
+    source: array[int] = field(default_factory=lambda: array("q"))
+    turns: array[int] = field(default_factory=lambda: array("q"))
+    error: array[int] = field(default_factory=lambda: array("b"))
+    score: array[float] = field(default_factory=lambda: array("d"))
+    advantage: array[float] = field(default_factory=lambda: array("d"))
+    length: array[float] = field(default_factory=lambda: array("d"))
+
+
+class SampleIndex:
+    """The index of `rollouts/` or `validation/`."""
+
+    def __init__(self, files: SampleFiles) -> None:
+        self.files = files
+        self.uids, self.finishes, self.sources = Names(), Names(), Names()
+        self.steps: dict[int, StepColumns] = {}
+        """What `refresh` or `read_step` read, by step."""
+        self.left_out = ""
+        self.version = 0
+        """Another number after every change of `steps`."""
+
+    def refresh(self) -> None:
+        """Read what is new or changed, within the limits above."""
+        there = self.files.steps()
+        chosen = self._within_limits(there)
+        for step in self.steps.keys() - set(chosen):
+            self._forget(step)
+        for step in chosen:
+            before = self.steps.get(step)
+            if before is None or before.fingerprint != fingerprint(self._path(step)):
+                self.read_step(step)
+        self.left_out = (
+            f"{len(chosen)} of {len(there)} steps are shown: the files of all are larger than the viewer reads"
+            if len(chosen) < len(there)
+            else ""
+        )
+
+    def step(self, step: int) -> StepColumns | None:
+        """A step that `refresh` read, as its file is now; no other file is looked at."""
+        known = self.steps.get(step)
+        if known is None or known.fingerprint == fingerprint(self._path(step)):
+            return known
+        return self.read_step(step)
+
+    def in_order(self) -> list[StepColumns]:
+        """By step. What `search` needs: columns do not change after they were read."""
+        return [self.steps[step] for step in sorted(self.steps)]
+
+    def read_step(self, step: int) -> StepColumns | None:
+        """Index one file; None, and forgotten, where it cannot be read."""
+        mark = fingerprint(self._path(step))
+        columns = StepColumns(step, mark) if mark is not None else None
+        if columns is None or not self._fill(columns):
+            self._forget(step)
+            return None
+        self.steps[step] = columns
+        self.version += 1
+        return columns
+
+    def _forget(self, step: int) -> None:
+        if self.steps.pop(step, None) is not None:
+            self.version += 1
+
+    def rows(self, columns: StepColumns, chosen: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(row of the columns, sample) of the chosen rows. What a file no longer holds is left out."""
+        try:
+            with open_regular(self._path(columns.step)) as file:
+                for row in chosen:
+                    file.seek(columns.offset[row])
+                    sample = parse_row(file.readline(LINE_BYTES))
+                    if (
+                        sample is not None
+                        and uid_of(sample, columns.line[row]) == self.uids.names[columns.uid[row]]
+                    ):
+                        yield row, sample
+        except (OSError, ValueError):
+            return
+
+    def group(self, columns: StepColumns, code: int) -> list[int]:
+        """The rows of a prompt in a step."""
+        return [row for row, uid in enumerate(columns.uid) if uid == code]
+
+    def to_json(self) -> dict[str, Any]:
+        """The columns as the page reads them, steps in order."""
+        steps = self.in_order()
+
+        def joined(name: str) -> list[Any]:
+            return [value for columns in steps for value in getattr(columns, name)]
+
+        def numbers(name: str, digits: int) -> list[float | None]:
+            return [None if math.isnan(value) else _short(value, digits) for value in joined(name)]
+
+        return {
+            "count": sum(len(columns.line) for columns in steps),
+            "step": [columns.step for columns in steps for _ in columns.line],
+            "line": joined("line"),
+            "uid": {"names": self.uids.names, "codes": joined("uid")},
+            "score": numbers("score", 12),
+            "advantage": numbers("advantage", 6),
+            "length": numbers("length", 12),
+            "turns": joined("turns"),
+            "finish": {"names": self.finishes.names, "codes": joined("finish")},
+            "source": {"names": self.sources.names, "codes": joined("source")},
+            "error": joined("error"),
+            "left_out": self.left_out,
+        }
+
+    def search(self, text: str, steps: Sequence[StepColumns]) -> list[int]:
+        """Numbers of the rows of `to_json` that contain a text, in any case; `steps` is what `in_order` gave."""
+        wanted = text.casefold()
+        # A quick look at the bytes of a line, where escapes and letters that fold to others cannot hide the text.
+        plain = wanted.isascii() and wanted.isprintable() and not set(wanted) & set('"\\')
+        needle = wanted.encode("utf-8", "surrogatepass")
+        matches, first = [], 0
+        for columns in steps:
+            row = 0
+            for number, _, line in _lines(self._path(columns.step)):
+                if row < len(columns.line) and columns.line[row] == number:
+                    skipped = plain and line.isascii() and b"\\" not in line and needle not in line.lower()
+                    if not skipped and (sample := parse_row(line)) is not None:
+                        uid = self.uids.names[columns.uid[row]]
+                        if wanted in searchable(uid, sample).casefold():
+                            matches.append(first + row)
+                    row += 1
+            first += len(columns.line)
+        return matches
+
+    def _path(self, step: int) -> Path:
+        return self.files.folder / f"{step}.jsonl"
+
+    def _fill(self, columns: StepColumns) -> bool:
+        try:
+            for number, offset, line in _lines(self._path(columns.step), strict=True):
+                sample = parse_row(line)
+                if sample is None:
+                    continue
+                turns = sample.get("turns")
+                columns.line.append(number)
+                columns.offset.append(offset)
+                columns.uid.append(self.uids.code(uid_of(sample, number)))
+                columns.finish.append(self.finishes.code(_text(sample.get("finish_reason"))))
+                columns.source.append(self.sources.code(_text(sample.get("data_source"))))
+                columns.turns.append(len(turns) if isinstance(turns, list) else 0)
+                columns.error.append(sample.get("error") is not None)
+                columns.score.append(number_or_nan(sample.get("score")))
+                columns.advantage.append(number_or_nan(sample.get("advantage")))
+                columns.length.append(number_or_nan(sample.get("length")))
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _within_limits(self, steps: list[int]) -> list[int]:
+        """Every step, or each second, fourth, ... and the newest."""
+        sizes = {step: mark[1] for step in steps if (mark := fingerprint(self._path(step))) is not None}
+        if not sizes:
+            return []
+        rows_per_byte = 1.0 / _line_bytes(self._path(max(sizes, key=lambda step: sizes[step])))
+        present, stride = [step for step in steps if step in sizes], 1
+        while True:
+            chosen = [
+                step for place, step in enumerate(present) if place % stride == 0 or step == present[-1]
+            ]
+            size = sum(sizes[step] for step in chosen)
+            if len(chosen) <= 2 or (size <= INDEX_BYTES and size * rows_per_byte <= INDEX_ROWS):
+                return chosen
+            stride *= 2
+
+
+def fingerprint(path: Path) -> Fingerprint | None:
+    """What changes when a file is written again; None where there is none."""
+    try:
+        known = path.stat()
+    except OSError:
+        return None
+    return known.st_mtime_ns, known.st_size, known.st_ino
+
+
+def uid_of(sample: dict[str, Any], line: int) -> str:
+    """The prompt a response belongs to; one without is a group of its own."""
+    uid = sample.get("uid")
+    return f"line {line}" if uid is None else _text(uid)
+
+
+def searchable(uid: str, sample: dict[str, Any]) -> str:
+    """All that a search compares, of one response."""
+    turns = sample.get("turns")
+    contents = (
+        [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    )
+    parts = [uid, *(sample.get(name) for name in ("prompt", "response", "ground_truth", "error")), *contents]
+    return "\n".join(_text(part) for part in parts)
+
+
+def number_or_nan(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return math.nan
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else str(value)
+
+
+def _short(value: float, digits: int) -> float | int:
+    return int(value) if value.is_integer() and abs(value) < 1e15 else float(f"{value:.{digits}g}")
+
+
+def _lines(path: Path, strict: bool = False) -> Iterator[tuple[int, int, bytes]]:
+    """(number, offset, line) of the complete lines of a file."""
+    try:
+        with open_regular(path) as file:
+            offset = 0
+            for number, line in enumerate(complete_lines(file)):
+                yield number, offset, line
+                offset = file.tell() if not line else offset + len(line)
+    except (OSError, ValueError):
+        if strict:
+            raise
+
+
+def _line_bytes(path: Path) -> float:
+    """The mean length of the first lines of a file."""
+    try:
+        with open_regular(path) as file:
+            start = file.read(_PROBE_BYTES)
+    except (OSError, ValueError):
+        return float(_PROBE_BYTES)
+    return max(1.0, len(start) / max(1, start.count(b"\n")))

@@ -1,0 +1,68 @@
+"use strict";
+// The first page of a run: what it is, how it goes, what the rules found, its main curves.
+
+const Overview = (() => {
+  const { h, fill, number } = Dom;
+
+  function when(finding) {
+    if (!finding.last) return "at start";
+    if (finding.times === 1) return `step ${number(finding.last)}`;
+    return `steps ${number(finding.first)} to ${number(finding.last)}, ${number(finding.times)} times`;
+  }
+
+  function findingCard(finding) {
+    return h("article", { class: `card finding ${finding.recent ? "" : "past"}`, "data-rule": finding.rule },
+      h("div", { class: "row" }, h("span", { class: "seen grow" }, finding.seen), h("span", { class: "when" }, when(finding))),
+      finding.meaning ? h("p", {}, finding.meaning) : null,
+      finding.try ? h("p", { class: "try" }, h("span", { class: "muted" }, "Try "), h("code", {}, finding.try)) : null);
+  }
+
+  function findings(list) {
+    if (!list.length) return null;
+    const recent = list.filter((each) => each.recent);
+    const past = list.filter((each) => !each.recent);
+    return [
+      h("h2", {}, "Findings"),
+      recent.map(findingCard),
+      past.length ? h("details", { class: "section", open: recent.length === 0 }, h("summary", {}, `Earlier findings (${past.length})`), past.map(findingCard)) : null,
+    ];
+  }
+
+  const crashCard = (crash) => crash && h("article", { class: "card crash" }, h("strong", { class: "bad" }, "The run crashed"),
+    h("pre", {}, crash.cause), crash.fix ? h("p", { class: "try" }, "What to do: ", crash.fix) : null);
+
+  /** @returns {Promise<{element: HTMLElement, refresh: Function, close: Function, theme: Function}>} */
+  async function page({ run, href }) {
+    const family = Charts.family("overview");
+    const top = h("div", {});
+    const grid = h("div", { class: "curves" });
+    const charts = new Map();
+    const mark = run.fork_step === null || run.fork_step === undefined ? [] : [run.fork_step];
+
+    async function refresh() {
+      const [summary, metrics] = await Promise.all([Source.get(`run/${run.id}/summary.json`), Source.get(`run/${run.id}/metrics.json`)]);
+      fill(top, crashCard(summary.crash),
+        h("dl", { class: "card facts" }, summary.facts.map(([label, text]) => h("div", {}, h("dt", {}, label), h("dd", {}, text)))),
+        summary.notes.map((note) => h("p", { class: "muted" }, note)),
+        findings(summary.findings),
+        h("h2", {}, "Curves ", h("a", { class: "muted", href: href("curves", { run: run.id }) }, `all ${number(Object.keys(metrics.series).length)}`)));
+      for (const name of metrics.shown) {
+        if (!charts.has(name)) {
+          charts.set(name, Charts.card(name, { family, height: 150, mark }));
+          grid.append(charts.get(name).element);
+        }
+        charts.get(name).set(await Charts.linesOf([run], name, Charts.bySteps), { smooth: 0, log: false, x: "step" });
+      }
+      if (!metrics.shown.length) fill(grid, Dom.empty("No step has finished yet."));
+    }
+
+    await refresh();
+    return {
+      element: h("div", {}, top, grid), refresh,
+      theme: () => charts.forEach((chart) => chart.redraw()),
+      close: () => charts.forEach((chart) => chart.close()),
+    };
+  }
+
+  return { page };
+})();

@@ -1,0 +1,60 @@
+"use strict";
+// One response: its scores, then its text, its conversation or its coloured tokens.
+
+const ResponseCard = (() => {
+  const { h, number, signed, text } = Dom;
+
+  const plain = (value) => (typeof value === "string" ? value : value === null || value === undefined ? "" : JSON.stringify(value, null, 1));
+
+  const field = (name, value) => (value === null || value === undefined || value === "" ? null
+    : h("div", { class: "field" }, h("div", { class: "role" }, name), h("p", { class: "text" }, plain(value))));
+
+  const isTool = (turn) => turn.role === "tool" || turn.role === "environment";
+
+  function toolCalls(turn) {
+    return (turn.tool_calls || []).map((call) => h("details", { class: "turn tool" },
+      h("summary", {}, call && call.name ? `call ${call.name}` : "call", h("span", { class: "peek" }, plain(call && (call.failure || call.arguments)).slice(0, 80))),
+      h("p", { class: "text mono" }, JSON.stringify(call, null, 1))));
+  }
+
+  function turnCard(turn) {
+    const reward = typeof turn.reward === "number" ? `, reward ${number(turn.reward)}` : "";
+    const content = plain(turn.content);
+    if (!isTool(turn)) return h("div", { class: `turn ${turn.role === "assistant" ? "assistant" : "user"}` }, h("div", { class: "role" }, `${turn.role}${reward}`), h("p", { class: "text" }, content), toolCalls(turn));
+    return h("details", { class: "turn tool" },
+      h("summary", {}, `${turn.role}${reward}`, h("span", { class: "peek" }, content.trim().replace(/\s+/g, " ").slice(0, 80))), h("p", { class: "text" }, content), toolCalls(turn));
+  }
+
+  function scores(row) {
+    const tone = row.score === null ? "muted" : row.score > 0 ? "good" : "bad";
+    return [
+      h("span", { class: `score ${tone}`, title: "reward" }, number(row.score)),
+      typeof row.advantage === "number" ? h("span", { class: `advantage ${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "muted"}`, title: "advantage, mean over the tokens" }, `adv ${signed(row.advantage)}`) : null,
+      h("span", { class: "muted" }, `${number(row.length)} tokens`),
+      row.finish_reason ? h("span", { class: row.finish_reason === "length" ? "badge stopped" : "badge" }, row.finish_reason) : null,
+    ];
+  }
+
+  function extras(row) {
+    const entries = Object.entries(row.extra || {});
+    if (!entries.length) return null;
+    return h("div", { class: "field row" }, entries.map(([name, value]) => h("span", { class: "muted" }, `${name} `, h("span", { class: "mono" }, text(value)))));
+  }
+
+  /**
+   * @param {Object} row a row of a group
+   * @param {{colour: string, limit: number, number: number, prompt: boolean}} options
+   */
+  function card(row, options) {
+    const coloured = options.colour && row.tokens && row.tokens[options.colour] !== null && row.tokens[options.colour] !== undefined;
+    const body = coloured ? Tokens.view(row.tokens, options.colour, options.limit)
+      : row.turns && row.turns.length ? row.turns.map(turnCard) : h("p", { class: "text" }, row.response);
+    return h("article", { class: "card response", "data-line": row.line },
+      h("header", {}, options.number ? h("span", { class: "muted" }, `#${options.number}`) : null, scores(row)),
+      h("div", { class: "body" }, row.error ? h("p", { class: "error" }, plain(row.error)) : null,
+        options.prompt ? [h("details", { class: "turn user", open: true }, h("summary", {}, "prompt"), h("p", { class: "text fold" }, row.prompt)), field("ground truth", row.ground_truth)] : null,
+        h("div", { class: "answer" }, body), extras(row)));
+  }
+
+  return { card, field };
+})();

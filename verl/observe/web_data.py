@@ -1,0 +1,256 @@
+"""What the page of the viewer reads, as plain JSON by path (docs/viewer.md lists the paths).
+
+Everything comes from the files of run folders and is text or numbers, never HTML. A number that is not finite is null.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.observe.curves import CurveLog, timeline
+from verl.observe.jsonl import jsonable
+from verl.observe.lineage import read_lineage
+from verl.observe.run_facts import (
+    config_changes,
+    default_config,
+    facts,
+    flat_config,
+    notes,
+    parent_folder,
+)
+from verl.observe.run_reader import Notice, Run, notices, open_run, read_crash, state_of
+from verl.observe.sample_index import SampleIndex, StepColumns, number_or_nan
+from verl.observe.web_tokens import StepTokens
+
+KINDS = ("rollouts", "validation")
+MAX_PARENTS = 20
+_ROW_FIELDS = ("prompt", "response", "ground_truth", "score", "advantage", "length", "finish_reason", "error")
+
+
+class RunData:
+    """One run folder. Methods of one object may be called from several threads."""
+
+    def __init__(self, identity: str, path: Path) -> None:
+        self.id = identity
+        self.run: Run = open_run(path)
+        self.lineage = read_lineage(self.run.path)
+        self.parent: RunData | None = None
+        self._curves = CurveLog(self.run.path / "metrics.jsonl")
+        self._indexes = {kind: SampleIndex(self.files(kind)) for kind in KINDS}
+        self._packed: dict[str, tuple[int, bytes]] = {}
+        # The first look at a large folder takes seconds: the other parts of the page do not wait for it.
+        self._lock, self._curve_lock = threading.Lock(), threading.Lock()
+        self._index_locks = {kind: threading.RLock() for kind in KINDS}
+
+    def files(self, kind: str) -> Any:
+        return self.run.rollouts if kind == "rollouts" else self.run.validation
+
+    def entry(self) -> dict[str, Any]:
+        """This run in `runs.json`."""
+        with self._lock:
+            self.run.log.poll()
+            state = state_of(self.run)
+            return {
+                "id": self.id,
+                "name": self.run.name,
+                "path": str(self.run.path),
+                "state": state.name,
+                "state_text": state.text,
+                "step": self.run.step,
+                "total_steps": self.run.total_steps,
+                "kind": "offline" if self.run.is_sft else "rl",
+                "parent": self.parent.id if self.parent else None,
+                "parent_name": self.lineage.parent_name if self.lineage else None,
+                "fork_step": self.lineage.step if self.lineage else None,
+            }
+
+    def summary(self) -> dict[str, Any]:
+        with self._lock:
+            self.run.log.poll()
+            crash = read_crash(self.run.path) if state_of(self.run).name == "crashed" else None
+            config = flat_config(self.run.config)
+            before = flat_config(self.parent.run.config) if self.parent else default_config(self.run.config)
+            return jsonable(  # type: ignore[no-any-return]
+                {
+                    "facts": list(facts(self.run)),
+                    "crash": {"cause": crash[0], "fix": crash[1]} if crash else None,
+                    "findings": [_finding(notice) for notice in notices(self.run)],
+                    "config": config,
+                    "config_changes": config_changes(before, config),
+                    "notes": notes(self.run),
+                }
+            )
+
+    def metrics(self) -> dict[str, Any]:
+        with self._curve_lock:
+            self._curves.poll()
+            return self._curves.to_json()
+
+    def timeline(self) -> dict[str, Any]:
+        with self._lock:
+            self.run.log.poll()
+            return timeline(self.run.path, self.run.log.rows)
+
+    def index(self, kind: str) -> bytes:
+        """The columns of all responses, as JSON text; built again only when a file changed."""
+        with self._index_locks[kind]:
+            index = self._indexes[kind]
+            index.refresh()
+            if kind not in self._packed or self._packed[kind][0] != index.version:
+                self._packed[kind] = index.version, dumps(index.to_json())
+            return self._packed[kind][1]
+
+    def group(self, kind: str, step: int, code: int) -> dict[str, Any]:
+        """The responses to one prompt in one step; KeyError where there are none."""
+        index = self._indexes[kind]
+        with self._index_locks[kind]:
+            if not index.version:
+                index.refresh()
+            columns = index.step(step)
+        rows = index.group(columns, code) if columns else []
+        if columns is None or not rows:
+            raise KeyError(code)
+        return _group(index, columns, code, rows, self._tokens(index, kind, step))
+
+    def search(self, kind: str, text: str) -> dict[str, Any]:
+        """The rows of the index that contain a text."""
+        index = self._indexes[kind]
+        with self._index_locks[kind]:
+            index.refresh()
+            steps = index.in_order()
+        return {"matches": index.search(text, steps)}
+
+    def _tokens(self, index: SampleIndex, kind: str, step: int, left_out: bool = False) -> StepTokens:
+        wanted = self.run.get("trainer.token_data")
+        return StepTokens(index.files.folder, step, wanted, training=kind == "rollouts", left_out=left_out)
+
+    def groups_of_step(
+        self, index: SampleIndex, kind: str, step: int, with_tokens: bool
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """("STEP/UIDCODE", group) of a step, for a page without a server; `index` gains the step."""
+        columns = index.read_step(step)
+        if columns is None:
+            return
+        tokens = self._tokens(index, kind, step, left_out=not with_tokens)
+        rows: dict[int, list[int]] = {}
+        for row, code in enumerate(columns.uid):
+            rows.setdefault(code, []).append(row)
+        for code, chosen in rows.items():
+            yield f"{step}/{code}", _group(index, columns, code, chosen, tokens)
+
+
+class WebData:
+    """Several runs, and with a fork the runs it descends from. `get` answers the paths of the page."""
+
+    def __init__(self, paths: Iterable[Path], *, live: bool) -> None:
+        self.live = live
+        self.runs: list[RunData] = []
+        for path in paths:
+            if path.expanduser().absolute() not in self._folders():
+                self._add(path)
+        for child in list(self.runs):
+            self._add_parents(child)
+
+    def _folders(self) -> dict[Path, RunData]:
+        return {each.run.path: each for each in self.runs}
+
+    def _add(self, path: Path) -> RunData:
+        self.runs.append(RunData(str(len(self.runs)), path))
+        return self.runs[-1]
+
+    def _add_parents(self, child: RunData) -> None:
+        for _ in range(MAX_PARENTS):
+            folder = parent_folder(child.run.path, child.lineage)
+            if folder is None or child.parent is not None or folder == child.run.path:
+                return
+            parent = self._folders().get(folder) or self._add(folder)
+            if child in _ancestors(parent):
+                return  # lineage files that name each other
+            child.parent = parent
+            child = parent
+
+    def runs_json(self) -> dict[str, Any]:
+        return {"version": 1, "live": self.live, "runs": [each.entry() for each in self.runs]}
+
+    def get(self, path: str, query: Mapping[str, str]) -> bytes:
+        """The JSON text at a path; KeyError where there is nothing."""
+        if path == "runs.json":
+            return dumps(self.runs_json())
+        start, identity, *rest = path.split("/")
+        found = {each.id: each for each in self.runs}[identity]
+        if start != "run":
+            raise KeyError(path)
+        answers: dict[str, Callable[[], dict[str, Any]]] = {
+            "summary.json": found.summary,
+            "metrics.json": found.metrics,
+            "timeline.json": found.timeline,
+        }
+        match rest:
+            case [name] if name in answers:
+                return dumps(answers[name]())
+            case ["index", name] if name.removesuffix(".json") in KINDS:
+                return found.index(name.removesuffix(".json"))
+            case ["group", kind, step, code] if kind in KINDS:
+                return dumps(found.group(kind, _count(step), _count(code.removesuffix(".json"))))
+            case ["search", kind] if kind in KINDS:
+                return dumps(found.search(kind, query.get("q", "")))
+        raise KeyError(path)
+
+
+def dumps(value: Any) -> bytes:
+    """JSON in UTF-8; half of a surrogate pair, which UTF-8 does not have, stays an escape."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _group(
+    index: SampleIndex, columns: StepColumns, code: int, rows: list[int], tokens: StepTokens
+) -> dict[str, Any]:
+    found = []
+    for row, sample in index.rows(columns, rows):
+        line = columns.line[row]
+        found.append({**_response(line, sample), "tokens": tokens.row(line)})
+    return {
+        "step": columns.step,
+        "uid": index.uids.names[code],
+        "tokens": any(row["tokens"] is not None for row in found),
+        "tokens_note": tokens.note,
+        "rows": found,
+    }
+
+
+def _response(line: int, sample: dict[str, Any]) -> dict[str, Any]:
+    turns = sample.get("turns")
+    conversation = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
+    known = {*_ROW_FIELDS, "uid", "turns"}
+    row = {"line": line, **{name: jsonable(sample.get(name)) for name in _ROW_FIELDS}}
+    for name in ("score", "advantage", "length"):
+        value = number_or_nan(sample.get(name))
+        row[name] = None if value != value else sample[name]
+    row["extra"] = jsonable({name: value for name, value in sample.items() if name not in known})
+    row["turns"] = jsonable(turns) if conversation else None
+    return row
+
+
+def _finding(notice: Notice) -> dict[str, Any]:
+    row: dict[str, Any] = notice.finding.to_row()
+    return {**row, **{name: getattr(notice, name) for name in ("first", "last", "times", "recent")}}
+
+
+def _ancestors(run: RunData) -> list[RunData]:
+    found = [run]
+    while found[-1].parent is not None:
+        found.append(found[-1].parent)
+    return found
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise KeyError(text)
+    return int(text)
