@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from verl.agents.tool_processes import Instance
 from verl.agents.tools import HostedInfo
 from verl.agents.toolset import SINGLE_TURN, Agents, agent_name
 from verl.agents.users import EndpointUser
+from verl.observe.live import live
 
 
 @dataclass
@@ -30,6 +32,18 @@ class Answer:
     """Of the turn."""
     error: str | None = None
     """Why the turn has no reward though the environment gives one."""
+
+
+@contextmanager
+def counted_call(record: ToolRecord) -> Iterator[None]:
+    """A tool is at work inside this block; in the event loop's thread."""
+    live.add("tool_calls_waiting")
+    try:
+        yield
+        live.add("tool_calls_total")
+        live.add("tool_calls_failed_total", record.failure is not None)
+    finally:
+        live.add("tool_calls_waiting", -1)
 
 
 class Session:
@@ -106,7 +120,13 @@ class Session:
         return Answer(records)
 
     async def _run(self, call: ToolCall) -> ToolRecord:
-        record, started = ToolRecord(call.name, call.arguments), time.monotonic()
+        record = ToolRecord(call.name, call.arguments)
+        with counted_call(record):
+            await self._fill(record, call)
+        return record
+
+    async def _fill(self, record: ToolRecord, call: ToolCall) -> None:
+        started = time.monotonic()
         try:
             schemas = {schema["function"]["name"]: schema for schema in self.agents.schemas(self.row)}
             if call.name not in schemas:
@@ -117,7 +137,6 @@ class Session:
         except ToolFailed as error:
             record.result, record.failure = f"Error: {error.text}", error.kind
         record.seconds = time.monotonic() - started
-        return record
 
     async def _call(self, call: ToolCall) -> str:
         for info, instance in self._instances:
@@ -135,14 +154,16 @@ class Session:
         assert self.agents.text_server is not None
         started = time.monotonic()
         fields = self.row.get("extra_info") or {}
-        try:
-            seen = await self.agents.text_server.observe(self.key, text, fields, False, self._timeout_s)
-        except ToolFailed as error:
-            record = ToolRecord("tool_server", {}, f"Error: {error.text}", error.kind)
-        else:
-            if seen.done and not seen.text:
-                return Answer(done=True)
-            record = ToolRecord("tool_server", {}, seen.text, None if seen.valid else "malformed")
+        record = ToolRecord("tool_server", {})
+        with counted_call(record):
+            try:
+                seen = await self.agents.text_server.observe(self.key, text, fields, False, self._timeout_s)
+            except ToolFailed as error:
+                record.result, record.failure = f"Error: {error.text}", error.kind
+            else:
+                if seen.done and not seen.text:
+                    return Answer(done=True)
+                record.result, record.failure = seen.text, None if seen.valid else "malformed"
         record.seconds = time.monotonic() - started
         return Answer([record], done=record.failure is None and seen.done)
 

@@ -21,7 +21,7 @@ from verl.checkpoint.steps import checked_path, in_use, newest_complete, step_na
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError, ConfigError, VerlError
-from verl.observe.run_folder import is_out_of_memory
+from verl.observe.diagnoses.crashes import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     from verl.runtime import run_command
 
     arguments = sys.argv[1:] if argv is None else argv
-    return run_command(lambda: run(parser().parse_intermixed_args(arguments)))
+    parsed = parser().parse_intermixed_args(arguments)  # may exit, as argparse does
+    return run_command(lambda: run(parsed))
 
 
 def parser() -> argparse.ArgumentParser:

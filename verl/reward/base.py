@@ -3,6 +3,7 @@ account of samples without a score."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RewardError, TrainingHalted
+from verl.observe.live import live
 
 if TYPE_CHECKING:
     from verl.reward.functions import Signature
@@ -74,6 +76,24 @@ class RewardManager(ABC):
 
     def close(self) -> None:  # noqa: B027 - a manager without processes has nothing to end
         """End worker processes."""
+
+
+_counting = threading.Lock()
+"""Backends answer from threads of their own."""
+
+
+def count_asked(count: int) -> None:
+    """So many rewards were asked for (`verl.observe.live`)."""
+    with _counting:
+        live.add("rewards_waiting", count)
+
+
+def count_answered(results: Collection[RewardResult]) -> None:
+    """These rewards, asked for before, are there."""
+    with _counting:
+        live.add("rewards_waiting", -len(results))
+        live.add("rewards_total", len(results))
+        live.add("rewards_failed_total", sum(result.score is None for result in results))
 
 
 class Backend(ABC):

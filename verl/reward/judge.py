@@ -21,7 +21,7 @@ import httpx
 
 from verl.config.sections.reward import JudgeConfig
 from verl.errors import ConfigError
-from verl.reward.base import Backend, RewardResult, RewardSample
+from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
 from verl.reward.functions import Signature
 from verl.reward.scoring import interpret
 
@@ -67,6 +67,7 @@ class JudgeBackend(Backend):
         return [Signature("judge", by_name=("prompt", "response", "ground_truth"))]
 
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
+        count_asked(len(samples))
         self._pending[key] = self._threads.submit(lambda: [self._judge(sample) for sample in samples])
 
     def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
@@ -79,6 +80,11 @@ class JudgeBackend(Backend):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _judge(self, sample: RewardSample) -> RewardResult:
+        result = self._result(sample)
+        count_answered([result])
+        return result
+
+    def _result(self, sample: RewardSample) -> RewardResult:
         try:
             text = self._ask(sample)
             found = self._pattern.findall(_THOUGHT.sub("", text))

@@ -20,7 +20,7 @@ from verl.config.sections.reward import RewardModelConfig
 from verl.data.chat import conversation_ids
 from verl.errors import ModelError, TrainingHalted
 from verl.models.loading import torch_dtype
-from verl.reward.base import Backend, RewardResult, RewardSample
+from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
 from verl.reward.functions import Signature
 
 DEFAULT_BATCH = 8
@@ -134,6 +134,7 @@ class ModelBackend(Backend):
         return [Signature("reward_model", by_name=("prompts", "completions"))]
 
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
+        count_asked(len(samples))
         self._tasks[key] = samples
 
     def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
@@ -145,7 +146,11 @@ class ModelBackend(Backend):
         model = self.model
         model.onload()
         try:
-            return {key: model.results(samples) for key, samples in tasks.items()}
+            found = {}
+            for key, samples in tasks.items():
+                found[key] = model.results(samples)
+                count_answered(found[key])
+            return found
         finally:
             if self._config.param_offload:
                 model.offload()

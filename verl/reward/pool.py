@@ -28,7 +28,7 @@ from verl import processes
 from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
 from verl.memory import host_memory_limit
-from verl.reward.base import Backend, RewardResult, RewardSample
+from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
 from verl.reward.functions import FunctionSpec, Signature
 from verl.reward.pending import PendingCalls
 from verl.reward.scoring import rows_text
@@ -111,6 +111,7 @@ class WorkerPool(Backend):
 
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
         task_id, samples = next(self._ids), list(samples)
+        count_asked(len(samples))
         try:
             payload = pickle.dumps((task_id, function, samples))
         except Exception as error:  # pickling calls whatever __reduce__ the data has
@@ -118,8 +119,10 @@ class WorkerPool(Backend):
                 f"The row cannot be sent to a reward worker process ({type(error).__name__}: {error}); "
                 f"set reward.in_process=True or drop that column."
             )
+            results = [RewardResult(None, error=text) for _ in samples]
             with self._changed:
-                self._results[key] = [RewardResult(None, error=text) for _ in samples]
+                self._results[key] = results
+            count_answered(results)
             return
         task = Task(task_id, key, function, tuple(sample.index for sample in samples), payload)
         with self._changed:
@@ -238,6 +241,7 @@ class WorkerPool(Backend):
         self._dispatch()
 
     def _answer(self, task: Task, results: list[RewardResult]) -> None:
+        count_answered(results)
         with self._changed:
             self._results[task.key] = results
             self.calls += 1

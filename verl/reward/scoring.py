@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from verl.errors import RewardError
-from verl.reward.base import Backend, RewardResult, RewardSample
+from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
 from verl.reward.functions import RewardFunction, Signature
 from verl.user_code import error_line
 
@@ -106,6 +106,7 @@ class InProcessBackend(Backend):
         return [function.signature for function in self.functions]
 
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
+        count_asked(len(samples))
         self._tasks[key] = (self.functions[function], samples)
 
     def drain(self, keys: Collection[Hashable] | None = None) -> dict[Hashable, list[RewardResult]]:
@@ -113,7 +114,7 @@ class InProcessBackend(Backend):
         self.calls += len(tasks)
         concurrent = [task for task in tasks if task[1].signature.is_async]
         results = {
-            key: score(function, samples, self.timeout_s)
+            key: self._counted(score(function, samples, self.timeout_s))
             for key, function, samples in tasks
             if not function.signature.is_async
         }
@@ -126,10 +127,15 @@ class InProcessBackend(Backend):
 
         async def one(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
             async with limit:
-                return await score_async(function, samples, self.timeout_s)
+                return self._counted(await score_async(function, samples, self.timeout_s))
 
         scored = await asyncio.gather(*(one(function, samples) for _, function, samples in tasks))
         return dict(zip((key for key, _, _ in tasks), scored, strict=True))
+
+    @staticmethod
+    def _counted(results: list[RewardResult]) -> list[RewardResult]:
+        count_answered(results)
+        return results
 
     def close(self) -> None:
         self._tasks.clear()

@@ -113,6 +113,10 @@ class RolloutStats:
     kv_blocks: int = 0
     generated_tokens: int = 0
     """Of responses returned since the engine was built."""
+    drawn_tokens: int = 0
+    """Since the engine was built, as far as it knows those of unfinished samples."""
+    longest: int = 0
+    """Tokens of the longest response being generated; 0 where that is not known."""
     prefilled_tokens: int = 0
     """Prompt tokens computed since the engine was built; those found in the KV cache do not count."""
     preemptions: int = 0
@@ -210,6 +214,8 @@ class BatchEngine(RolloutEngine):
     _unanswered = 0
     """Samples of the running batch without a response."""
     _generated_tokens = 0
+    _drawn_tokens = 0
+    """Of an engine that counts them as they are drawn."""
 
     @abstractmethod
     def run_batch(self, requests: list[Request]) -> Iterator[Response]:
@@ -277,7 +283,10 @@ class BatchEngine(RolloutEngine):
         with self._batch_lock:
             waiting = sum(request.n for request in (*self._queued, *self._aborted_queued))
             return RolloutStats(
-                running=self._unanswered, waiting=waiting, generated_tokens=self._generated_tokens
+                running=self._unanswered,
+                waiting=waiting,
+                generated_tokens=self._generated_tokens,
+                drawn_tokens=self._drawn_tokens or self._generated_tokens,
             )
 
     def _drop_batches(self) -> None:

@@ -30,6 +30,7 @@ from verl.rollout.base import (
     check_requests,
 )
 from verl.rollout.external_sample import Sample
+from verl.rollout.live_stats import LiveStats
 from verl.rollout.model_info import model_info
 from verl.rollout.stale_files import new_path, remove, sweep
 from verl.rollout.weight_sync.broadcast import ReceivedWeights
@@ -96,6 +97,7 @@ class ExternalRollout(RolloutEngine):
         self._updating = False
         """Weights are on their way: no sample runs, and those submitted now wait."""
         self._generated_tokens = 0
+        self._live = LiveStats()
         self._base_sent = False
         self._unproven = False
         self._probes: ProbeCheck | None = None
@@ -182,6 +184,7 @@ class ExternalRollout(RolloutEngine):
             while not responses and self._outstanding:
                 left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
                 responses = self._advance(left)
+                self._live.write(self.stats, now=not self._outstanding)
                 if deadline is not None and time.monotonic() >= deadline:
                     break
         except BaseException:
@@ -215,10 +218,13 @@ class ExternalRollout(RolloutEngine):
         with self._lock:
             running = sum(sample.started for sample in self._outstanding.values())
             waiting = len(self._outstanding) - running
+            known = [len(sample.log_probs) for sample in self._outstanding.values()]
         return RolloutStats(
             running=running,
             waiting=waiting,
             generated_tokens=self._generated_tokens,
+            drawn_tokens=self._generated_tokens + sum(known),
+            longest=max(known, default=0),
             weight_sync={} if self._probes is None else self._probes.metrics(),
         )
 

@@ -25,6 +25,7 @@ from verl.rollout.base import (
     check_requests,
     eos_token_ids,
 )
+from verl.rollout.live_stats import LiveStats
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import SamplingBatch, sample, seen_tokens
 from verl.rollout.source import as_source, causal_lm, generation_mode, verify
@@ -80,6 +81,7 @@ class HFRollout(BatchEngine):
         self._abort_all = False
         self._stopper = Stopper(tokenizer, frozenset())
         self._vocab_size = 0
+        self._live = LiveStats()
         self._known: weakref.ref[Any] | None = None
         """The model that was compared with its own forward."""
 
@@ -104,6 +106,7 @@ class HFRollout(BatchEngine):
                 self._require_equal(model)
                 finished = self._run_batch(model, rows[start : start + self.batch_size], stopper)
             yield from finished
+        self._live.write(self.stats, now=True)
 
     def _require_equal(self, model: Any) -> None:
         """Compare a model not met before with its own forward without a cache."""
@@ -142,6 +145,7 @@ class HFRollout(BatchEngine):
             log_probs = log_probs_B.tolist()
             check_finite(log_probs)
             self._record(rows, alive, tokens_B.tolist(), log_probs, stopper, done)
+            self._live.write(self.stats)
             kept = [index for index, row_index in enumerate(alive) if row_index is not None]
             if not kept:
                 return done
@@ -174,6 +178,7 @@ class HFRollout(BatchEngine):
             row = rows[row_index]
             row.tokens.append(tokens[index])
             row.log_probs.append(log_probs[index])
+            self._drawn_tokens += 1
             end = stopper.end(row.tokens, row.length - 1, row.request.sampling, row.prompt_length)
             reason = end[1] if end is not None else None
             if reason is None and (self._abort_all or row.request.request_id in self._aborted):

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike
 
 from verl.data.proto import DataProto
 from verl.errors import RolloutError
+from verl.observe.live import live
 from verl.rollout.base import FinishReason, GenerationSettings, Request, Response, RolloutEngine
 from verl.rollout.requests import SuspendableRequests
 
@@ -72,6 +73,20 @@ class SampleStream(ABC):
         `poll` without being generated, and unfinished ones continue from their tokens."""
 
 
+def count_finished(finished: Sequence[Finished]) -> None:
+    """In the live table: these samples ended."""
+    for each in finished:
+        live.add("responses_total")
+        live.add("responses_done")
+        live.observe("response_length_tokens", len(each.result.token_ids))
+
+
+def begin_counting(wanted: int, done: int = 0) -> None:
+    """In the live table: a generation of so many samples begins, of which some are there."""
+    live.set("responses_done", min(done, wanted))
+    live.set("responses_wanted", wanted)
+
+
 def collect_samples(
     stream: SampleStream,
     prompts: DataProto,
@@ -83,10 +98,12 @@ def collect_samples(
     n = settings.n
     first_row = {str(uid): i * n for i, uid in enumerate(prompts.non_tensor_batch["uid"])}
     rows: dict[int, Any] = {}
+    begin_counting(len(prompts) * n)
     try:
         stream.add(prompts, settings)
         while stream.outstanding:
             for finished in stream.poll():
+                count_finished([finished])
                 row = first_row[finished.group] + finished.sample
                 rows[row] = finished.result
                 if on_finish is not None:

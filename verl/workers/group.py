@@ -9,6 +9,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from verl.algorithms.sessions import Sessions
 from verl.config.known import CRITIC_ESTIMATORS, ESTIMATORS, GROUP_LOSSES
 from verl.config.parallelism import needs_reference as needs_reference
 from verl.data.proto import DataProto
+from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.samples import ResponseStream, SampleStream
-from verl.workers.roles import OnFinish, generate_batch
+from verl.workers.roles import OnFinish, generate_batch, joined_outputs
+from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
     from verl.agents.runner import ConversationRunner
@@ -88,6 +91,10 @@ class WorkerGroup(ABC):
         `prepared`: what the policy loss's `prepare` computed from the mini-batch, a row for each of its rows."""
 
     @abstractmethod
+    def kept_tokens(self) -> list[Mapping[str, torch.Tensor]]:
+        """What the ranks kept in an update with `keep_tokens` (`TokenOutputs.take`)."""
+
+    @abstractmethod
     def refresh_reference(self) -> None:
         """The reference policy becomes the actor as it is now."""
 
@@ -97,8 +104,16 @@ class WorkerGroup(ABC):
         engine reports about them; over several engines, the worst."""
 
     @abstractmethod
+    def profile(self, step: int, run_folder: Path) -> AbstractContextManager[None]:
+        """Around step `step`: its traces of torch's profiler, where `trainer.profile` asks for them."""
+
+    @abstractmethod
     def checkpoint_parts(self) -> dict[str, Any]:
         """The engines whose state a checkpoint holds, by name (actor, critic, implicit_reward)."""
+
+    def live_snapshots(self) -> list[Snapshot]:
+        """The newest live numbers of the other processes; waits a moment at most, and may be called from any thread."""
+        return []
 
     @abstractmethod
     def close(self) -> None:
@@ -117,9 +132,11 @@ class WorkerGroup(ABC):
             **implicit,
         }[role]
 
-    def update(self, role: str, batch: DataProto, *, sync: bool = True) -> dict[str, float]:
+    def update(
+        self, role: str, batch: DataProto, *, sync: bool = True, keep_tokens: bool = False
+    ) -> dict[str, float]:
         """Train `role` (actor, critic or implicit_reward) on the batch; with `sync` the rollout engine then has the
-        actor's new weights."""
+        actor's new weights. `keep_tokens`: `token_outputs` will be asked for."""
         section = self.section(role)
         prepare, together = None, 1
         if role == "actor":
@@ -130,7 +147,7 @@ class WorkerGroup(ABC):
         seed = self.cfg.data.seed + self.policy_version
         steps: list[dict[str, Metric]] = []
         for number, mini in enumerate(
-            mini_batches(batch, size, section.ppo_epochs, seed=seed, together=together)
+            mini_batches(batch, size, section.ppo_epochs, seed=seed, together=together, numbered=keep_tokens)
         ):
             if mini.meta_info["batch_num_tokens"] == 0:
                 continue
@@ -144,6 +161,11 @@ class WorkerGroup(ABC):
             if sync:
                 metrics |= self.sync_weights()
         return metrics
+
+    def token_outputs(self, batch: DataProto) -> dict[str, torch.Tensor] | None:
+        """`log_probs` and `entropy` [B, T] of the actor in the first pass over each row of the last update, which was
+        on `batch` and with `keep_tokens`; 0 where a token was not trained, NaN in rows that were left out."""
+        return joined_outputs(self.kept_tokens(), len(batch))
 
     def prepared(
         self, mini: DataProto, prepare: Prepare, number: int, *, unchanged: bool = False
@@ -188,14 +210,14 @@ def sessions_of(batch: DataProto) -> Sessions:
 
 
 def mini_batches(
-    batch: DataProto, size: int, epochs: int, *, seed: int, together: int = 1
+    batch: DataProto, size: int, epochs: int, *, seed: int, together: int = 1, numbered: bool = False
 ) -> Iterator[DataProto]:
     """`epochs` passes over `batch` in mini-batches of `size` sequences, each with its own denominators.
 
     The first pass keeps the order (groups stay together); later ones are shuffled, with `together` the sequences of a
     prompt stay neighbours. Rows that are turns of one
     conversation are one sequence: they stay together and count once, and `sequence_num_tokens` [B] has the policy
-    tokens of all of them."""
+    tokens of all of them. `numbered`: those of the first pass have `TOKEN_ROW`."""
     generator = torch.Generator().manual_seed(seed)
     rows = sessions_of(batch).rows()
     for epoch in range(epochs):
@@ -204,7 +226,10 @@ def mini_batches(
             blocks = order.view(-1, together)
             order = blocks[torch.randperm(len(blocks), generator=generator)].flatten()
         for chosen in order.split(size):
-            mini = batch[torch.cat([rows[number] for number in chosen.tolist()])]
+            index = torch.cat([rows[number] for number in chosen.tolist()])
+            mini = batch[index]
+            if numbered and epoch == 0:
+                mini.batch[TOKEN_ROW] = index
             mask = mini.batch["response_mask"]
             counts = batch_counts(mask)
             if "session" in mini.non_tensor_batch:

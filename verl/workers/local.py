@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from verl.errors import ConfigError, ModelError
 from verl.models.distillation import Teacher
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
+from verl.observe.profiling import profiled
 from verl.rollout import build_rollout
 from verl.rollout.samples import SampleStream
 from verl.workers.group import (
@@ -228,6 +229,9 @@ class LocalGroup(WorkerGroup):
             assert self.critic is not None
             return self.critic.train_mini_batch(mini)
 
+    def kept_tokens(self) -> list[Mapping[str, torch.Tensor]]:
+        return [self.actor.tokens.take()]
+
     def refresh_reference(self) -> None:
         with self.resident("actor", optimizer=True):
             if self.ref_engine is None:
@@ -239,6 +243,9 @@ class LocalGroup(WorkerGroup):
     def sync_weights(self) -> dict[str, float]:
         self.rollout.update_weights(self.actor_engine.weights(), self.policy_version)
         return self.rollout.stats().weight_sync
+
+    def profile(self, step: int, run_folder: Path) -> AbstractContextManager[None]:
+        return profiled(self.cfg.trainer.profile, step, self.actor_engine.info.rank, run_folder)
 
     def model_size(self) -> ModelSize:
         info = self.actor_engine.info

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from verl.observe.live import live
 from verl.workers.rpc_server import RPCServer
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class RankSetup(Generic[Config]):
     tokenizer: Any
     training_steps: int
     run_folder: Path
+    repeat_to: int | None = None
+    """The last step of `verl replay`, where every rank runs the loop."""
     store: tuple[str, int] | None = None
     """Address of rank 0's store; None: a single rank."""
     threads: int | None = None
@@ -60,6 +63,13 @@ def prepare_process(setup: RankSetup[Any], address: str) -> None:
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     use_interface_of("127.0.0.1" if setup.one_host else address)
+    if setup.run_folder != Path():  # a command without a run, such as generation, has none
+        live.record_phases(setup.run_folder / "phases" / f"{live.process}.jsonl", live.process)
+
+
+def record_rank_phases(run_folder: Path, rank: int) -> None:
+    """For a process of torchrun."""
+    live.record_phases(run_folder / "phases" / f"rank_{rank}.jsonl", f"rank_{rank}")
 
 
 def use_interface_of(address: str) -> None:

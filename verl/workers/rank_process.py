@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from verl.observe.live import live
 from verl.workers.rpc_server import Outcome
 
 PARENT_S = 1.0
@@ -26,7 +27,8 @@ def _end_with(parent: int) -> None:
 
 
 class RankProcess:
-    """Hosts the server that `server` names as `module:Class`."""
+    """Hosts the server that `server` names as `module:Class`. Calls come with the driver's training step, to which the
+    phases of this process belong."""
 
     def __init__(self, server: str, rank: int, world_size: int, threads: int | None) -> None:
         if threads is not None:
@@ -36,18 +38,21 @@ class RankProcess:
         module, _, name = server.partition(":")
         self._server = getattr(importlib.import_module(module), name)(rank, world_size)
 
-    def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
+    def serve(self, step: int, call: str, *args: Any, **kwargs: Any) -> Outcome:
+        live.begin_step(step)
         if call == "handshake":
             kwargs["address"] = ray.util.get_node_ip_address()
             kwargs["log"] = os.path.realpath("/proc/self/fd/2")
         outcome: Outcome = self._server.serve(call, *args, **kwargs)
         return outcome
 
-    def stream(self, call: str, *args: Any) -> Iterator[Outcome]:
+    def stream(self, step: int, call: str, *args: Any) -> Iterator[Outcome]:
+        live.begin_step(step)
         yield from self._server.stream(call, *args)
 
     @ray.method(concurrency_group="between_polls")
-    def serve_between_polls(self, call: str, *args: Any) -> Outcome:
+    def serve_between_polls(self, step: int, call: str, *args: Any) -> Outcome:
+        live.begin_step(step)
         outcome: Outcome = self._server.serve_between_polls(call, *args)
         return outcome
 

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from verl.errors import RESUME, TrainingHalted, VerlError, WorkersLost
+from verl.observe.live import live
 from verl.watchdog import RankStatus, format_hang_report, short_name
 from verl.workers.rpc_server import Failure, Outcome
 
@@ -98,7 +99,7 @@ class RankCalls:
     ) -> list[Any]:
         """One call to every rank, each with its own arguments."""
         refs = {
-            getattr(actor, lane).remote(call, *own, **(kwargs or {})): rank
+            getattr(actor, lane).remote(live.step, call, *own, **(kwargs or {})): rank
             for rank, (actor, lane, own) in enumerate(zip(self.actors, self._lanes, args, strict=True))
         }
         return self._collect(call, refs)
@@ -108,7 +109,7 @@ class RankCalls:
 
     def start(self, rank: int, call: str, *args: Any) -> Any:
         """A call whose answer is read with `result` when it is `ready`."""
-        return self.actors[rank].serve.remote(call, *args)
+        return self.actors[rank].serve.remote(live.step, call, *args)
 
     def result(self, call: str, ref: Any, pending: dict[Any, int]) -> Any:
         """The value of a call that is `ready`; it leaves `pending`."""
@@ -121,7 +122,7 @@ class RankCalls:
 
     def open_stream(self, rank: int, call: str, *args: Any) -> Any:
         """A call that answers several times; read it with `read_stream`."""
-        return self.actors[rank].stream.options(num_returns="streaming").remote(call, *args)
+        return self.actors[rank].stream.options(num_returns="streaming").remote(live.step, call, *args)
 
     def read_stream(self, call: str, stream: Any, pending: dict[Any, int]) -> list[Any]:
         """The next value of a stream that is `ready`, in a list; empty at its end, when it leaves `pending`."""
@@ -322,7 +323,7 @@ class RankCalls:
     def shutdown(self, seconds: float) -> None:
         """Let the ranks close what they opened, for at most `seconds`."""
         if not self.broken:
-            refs = [actor.serve.remote("close") for actor in self.actors]
+            refs = [actor.serve.remote(live.step, "close") for actor in self.actors]
             ray.wait(refs, num_returns=len(refs), timeout=seconds)
 
 

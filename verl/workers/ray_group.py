@@ -9,8 +9,8 @@ import copy
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from verl.config.parallelism import ROLLOUT, Layout, engine_size, layout_of, rol
 from verl.data.proto import DataProto
 from verl.models.distillation import TEACHER_TENSORS
 from verl.observe.batch_metrics import ModelSize
+from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, reduce_metrics
 from verl.rollout.samples import SampleStream
 from verl.rollout.weight_sync.fingerprint import compare
@@ -31,8 +32,18 @@ from verl.workers.local import pad_id
 from verl.workers.rank import RankSetup
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
+from verl.workers.ray_live import RankSnapshots
 from verl.workers.ray_rollout import RayRollout
-from verl.workers.shard_batch import for_ranks, join, pad_rows, reported, shard_rows, to_arrays
+from verl.workers.shard_batch import (
+    TOKEN_ROW,
+    for_ranks,
+    from_arrays,
+    join,
+    pad_rows,
+    reported,
+    shard_rows,
+    to_arrays,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +62,7 @@ _INPUTS = ("input_ids", "attention_mask", "response_mask")
 _TRAINING_TENSORS = {
     "actor": (
         "old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "rollout_is_weights",
-        "sequence_num_tokens", *TEACHER_TENSORS,
+        "sequence_num_tokens", TOKEN_ROW, *TEACHER_TENSORS,
     ),
     "critic": ("values", "returns", "sequence_num_tokens"),
     "implicit_reward": ("start_log_prob", "outcome"),
@@ -85,6 +96,7 @@ class RayGroup(WorkerGroup):
             self._start_actors()
             self._build(tokenizer, training_steps, run_folder, model)
             self._size = self.calls.all("model_size")[0]
+            self._live = RankSnapshots([self.calls, *([self.pool.calls] if self.pool else [])])
         except BaseException:
             self._end(ask=False)
             raise
@@ -163,6 +175,9 @@ class RayGroup(WorkerGroup):
         ]
         return reduce_metrics(self._each(layout, f"train_{role}", args))
 
+    def kept_tokens(self) -> list[Mapping[str, torch.Tensor]]:
+        return [from_arrays(found).batch for found in self.calls.all("token_outputs")]
+
     def refresh_reference(self) -> None:
         self.calls.all("refresh_reference")
 
@@ -174,6 +189,16 @@ class RayGroup(WorkerGroup):
         self.rollout.weights_updated(self.policy_version)
         return metrics
 
+    @contextmanager
+    def profile(self, step: int, run_folder: Path) -> Iterator[None]:
+        """Of the trainer's ranks; after a step that failed they are asked for nothing more."""
+        chosen = step in self.cfg.trainer.profile.steps
+        if chosen:
+            self.calls.all("start_profile", step, run_folder)
+        yield
+        if chosen:
+            self.calls.all("end_profile")
+
     def model_size(self) -> ModelSize:
         return self._size
 
@@ -182,7 +207,11 @@ class RayGroup(WorkerGroup):
         roles = {"critic": needs_critic, "implicit_reward": needs_implicit_reward}
         return {"actor": None, **{name: None for name, needed in roles.items() if needed(self.cfg)}}
 
+    def live_snapshots(self) -> list[Snapshot]:
+        return self._live.take()
+
     def close(self) -> None:
+        self._live.close()
         broken = self.calls.broken or (self.pool is not None and self.pool.broken())
         if not broken:
             self.calls.shutdown(CLOSE_S)

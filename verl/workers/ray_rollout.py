@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from verl.errors import RolloutError
+from verl.observe.live import live
 from verl.rollout.base import Request, Response, RolloutEngine, RolloutStats
 from verl.workers.ray_calls import STATUS_S, RankCalls
 from verl.workers.request_scheduler import RequestScheduler
@@ -58,6 +59,7 @@ class RayRollout(RolloutEngine):
             while True:
                 responses = self._scheduler.take_cancelled(self._version)
                 self.dispatch()
+                live.set("sequences_waiting", self._scheduler.waiting())  # at no rank yet
                 # A stream may have ended while requests were on their way to it: they come back and are sent again.
                 if not self._streams and not self._submits:
                     return responses

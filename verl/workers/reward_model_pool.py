@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.config.parallelism import rollout_pool, world_size
 from verl.errors import TrainingHalted, VerlError
-from verl.reward.base import Backend, RewardResult, RewardSample
+from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
 from verl.reward.functions import Signature
 from verl.reward.model import check_path, estimated_work, next_share
 from verl.reward.pending import PendingCalls
@@ -166,6 +166,7 @@ class ModelPoolBackend(Backend):
 
     def submit(self, key: Hashable, function: int, samples: Sequence[RewardSample]) -> None:
         hidden_size = self.pool.facts.hidden_size
+        count_asked(len(samples))
         with self._changed:
             self._raise_failure()
             self._results[key] = [None] * len(samples)
@@ -240,6 +241,7 @@ class ModelPoolBackend(Backend):
             return share
 
     def _add_results(self, rank: int, share: list[Waiting], results: Sequence[RewardResult]) -> None:
+        count_answered(results)
         with self._changed:
             for item, result in zip(share, results, strict=True):
                 self._results[item.key][item.position] = result

@@ -15,6 +15,7 @@ from verl.data.proto import DataProto, object_column
 from verl.observe.metrics import Metric
 from verl.rollout.base import GenerationSettings, SamplingParams
 from verl.rollout.samples import SampleStream, collect_samples
+from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
     from verl.config.schema import ActorConfig, CriticConfig, RolloutConfig
@@ -78,6 +79,43 @@ class RolloutGap:
         }
 
 
+class TokenOutputs:
+    """Log-probs and entropies of an update's forward passes, on the device till they are asked for."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, torch.Tensor]] = []
+
+    def add(self, out: ModelOutput, rows: torch.Tensor) -> None:
+        """`rows`: their numbers in the batch. A pass repeated with smaller micro-batches adds its rows again."""
+        found = {"log_probs": out.log_probs, "entropy": out.entropy}
+        kept = {name: values.detach().float() for name, values in found.items() if values is not None}
+        self._parts.append({TOKEN_ROW: rows, **kept})
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """On the host, with `TOKEN_ROW`; of a row that is there twice the last counts. Nothing is kept any longer."""
+        parts, self._parts = self._parts, []
+        return {name: torch.cat([part[name] for part in parts]).cpu() for name in (parts[0] if parts else ())}
+
+
+def joined_outputs(parts: Sequence[Mapping[str, torch.Tensor]], rows: int) -> dict[str, torch.Tensor] | None:
+    """What the ranks kept, in the order of a batch of `rows` rows; NaN for rows that were not trained."""
+    joined: dict[str, torch.Tensor] = {}
+    for part in parts:
+        if not part:
+            continue
+        # Rows that fill up the share of a rank have the number -1.
+        last = {row: at for at, row in enumerate(part[TOKEN_ROW].tolist()) if row >= 0}
+        to, taken = (
+            torch.tensor(list(last), dtype=torch.long),
+            torch.tensor(list(last.values()), dtype=torch.long),
+        )
+        for name, values in part.items():
+            if name != TOKEN_ROW:
+                whole = joined.setdefault(name, torch.full((rows, values.shape[1]), torch.nan))
+                whole[to] = values[taken]
+    return joined or None
+
+
 class ActorRole:
     """Wraps a TrainEngine with the policy loss; one per rank."""
 
@@ -87,6 +125,7 @@ class ActorRole:
         self.policy_loss = get_policy_loss_fn(cfg.policy_loss.loss_mode)
         self._loss_scale_factor = cfg.loss_scale_factor or loss_scale_factor
         self._gap = RolloutGap()
+        self.tokens = TokenOutputs()
         self.teacher: Teacher | None = None
         """Set where the policy is distilled."""
 
@@ -116,6 +155,8 @@ class ActorRole:
         info = denominators(micro, self._loss_scale_factor)
         log_prob = out.log_probs
         assert log_prob is not None
+        if TOKEN_ROW in tensors:
+            self.tokens.add(out, tensors[TOKEN_ROW])
         # One optimiser step on fresh samples: the behaviour policy is the current one, no second pass needed.
         old_log_prob = tensors.get("old_log_probs", log_prob.detach())
         if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl import errors
 from verl.errors import TrainingHalted, VerlError
+from verl.observe.live import Snapshot, live
 from verl.watchdog import RankStatus, StackWatchdog
 
 # How the heartbeat reports that a connection to another rank broke (`verl.watchdog`).
@@ -115,6 +116,7 @@ class RPCServer:
         self.rank, self.world_size = rank, world_size
         self.watchdog = StackWatchdog(rank, self.role)
         self.address = "127.0.0.1"
+        live.process = f"{self.role} {rank}".replace(" ", "_")
         self._logs = LogBuffer(rank)
         root = logging.getLogger()
         root.addHandler(self._logs)
@@ -123,7 +125,7 @@ class RPCServer:
     def serve(self, call: str, *args: Any, **kwargs: Any) -> Outcome:
         value, failure = None, None
         try:
-            with self.watchdog.serving(call):
+            with self.watchdog.serving(call), live.phase(call):
                 value = getattr(self, f"do_{call}")(*args, **kwargs)
         # SystemExit would end this process, or its thread, without a message.
         except (Exception, SystemExit) as error:
@@ -133,7 +135,7 @@ class RPCServer:
     def stream(self, call: str, *args: Any) -> Iterator[Outcome]:
         """Like `serve`, for a call that yields several values."""
         try:
-            with self.watchdog.serving(call):
+            with self.watchdog.serving(call), live.phase(call):
                 for value in getattr(self, f"do_{call}")(*args):
                     yield Outcome(value, None, self._logs.take())
         except (Exception, SystemExit) as error:
@@ -141,6 +143,9 @@ class RPCServer:
 
     def control_status(self) -> RankStatus:
         return self.watchdog.status()
+
+    def control_live(self) -> Snapshot:
+        return live.snapshot()
 
     def do_handshake(self, address: str = "127.0.0.1", log: str = "") -> dict[str, Any]:
         self.address = address

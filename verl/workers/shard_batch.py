@@ -17,6 +17,8 @@ from verl.data.proto import DataProto
 
 Arrays = dict[str, np.ndarray]
 T = TypeVar("T")
+TOKEN_ROW = "token_row"
+"""Tensor [B] of a mini-batch whose outputs are kept: the number of each row in the batch of the update."""
 
 
 def pad_rows(tensors: Mapping[str, torch.Tensor], divisor: int) -> dict[str, torch.Tensor]:
@@ -30,6 +32,8 @@ def pad_rows(tensors: Mapping[str, torch.Tensor], divisor: int) -> dict[str, tor
         fill = tensor[:1].expand(missing, *tensor.shape[1:]).clone()
         if name == "response_mask":
             fill.zero_()
+        elif name == TOKEN_ROW:
+            fill.fill_(-1)
         elif name == "attention_mask":
             # One attended token, before the response: a row of none would be a row without softmax.
             fill.zero_()

@@ -199,6 +199,10 @@ class TrainRank(JoinedRank, RolloutServer):
     _checkpoints: CheckpointManager | None = None
     _broadcast: Broadcast | None = None
 
+    def __init__(self, rank: int, world_size: int = 1) -> None:
+        super().__init__(rank, world_size)
+        self._profile = ExitStack()
+
     @property
     def group(self) -> RankGroup:
         assert self._group is not None
@@ -268,12 +272,23 @@ class TrainRank(JoinedRank, RolloutServer):
                 plain.pop(f"{role}/{name}", None)
         return plain
 
+    def do_token_outputs(self) -> Arrays:
+        kept = self.group.actor.tokens.take()
+        return to_arrays(kept) if self.group.layout("actor").reports(self.rank) else {}
+
     def do_refresh_reference(self) -> None:
         self.group.refresh_reference()
 
     def do_update_weights(self, version: int) -> dict[str, float]:
         self.group.policy_version = version
         return self.group.sync_weights()
+
+    def do_start_profile(self, step: int, run_folder: Path) -> None:
+        """Calls are served by one thread, which the profiler needs."""
+        self._profile.enter_context(self.group.profile(step, run_folder))
+
+    def do_end_profile(self) -> None:
+        self._profile.close()
 
     def do_model_size(self) -> Any:
         return self.group.model_size()

@@ -225,6 +225,7 @@ class CPURunner:
         samplers, tokens, log_probs = self.forward(step)
         check_finite(log_probs)
         scheduler.complete(step)
+        scheduler.stats.drawn_tokens += len(samplers)
         ended: list[tuple[Sequence, FinishReason]] = []
         for sequence, token, log_prob in zip(samplers, tokens, log_probs, strict=True):
             sequence.tokens.append(token)

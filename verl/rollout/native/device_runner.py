@@ -90,6 +90,8 @@ class DeviceRunner:
         """Those that are free."""
         self._in_flight = 0
         """Decode steps enqueued since the last poll that was read."""
+        self._drawn = 0
+        """Tokens found to be drawn and not yet in the scheduler's stats."""
         self._poll: tuple[list[Row], Poll] | None = None
         self._tables_moved = False
         self.graphs: dict[tuple[int, Kinds | None], torch.cuda.CUDAGraph] = {}
@@ -149,6 +151,8 @@ class DeviceRunner:
         self._prefill_step(scheduler, step)
         finished = self.poll_finished()
         scheduler.finish_all([sequence for sequence, _ in finished])
+        scheduler.stats.drawn_tokens += self._drawn
+        self._drawn = 0
         return [*ended, *finished]
 
     def _make_free(self, scheduler: Scheduler, step: Step) -> list[tuple[Sequence, FinishReason]]:
@@ -199,6 +203,7 @@ class DeviceRunner:
         self._draw(logits, start, end)
         for sequence in sequences:
             sequence.on_device = 1
+        self._drawn += len(sequences)
         self.rows += rows
 
     def _draw(self, logits: torch.Tensor, start: int, end: int) -> None:
@@ -305,6 +310,7 @@ class DeviceRunner:
         for row, active, generated in zip(before[0], *before[1].read(), strict=True) if before else ():
             if row.removed:
                 continue
+            self._drawn += generated - row.fetched - row.sequence.on_device
             row.sequence.on_device = generated - row.fetched
             if not active:
                 ended.append(row)
@@ -330,6 +336,7 @@ class DeviceRunner:
         running: list[Row] = []
         for row, active, generated in zip(self.rows, *self.state.poll(len(self.rows)).read(), strict=True):
             if id(row.sequence) in wanted:
+                self._drawn += generated - row.fetched - row.sequence.on_device
                 row.sequence.on_device = generated - row.fetched
                 (running if active else ended).append(row)
         answers = self._finalize(ended, running)

@@ -33,6 +33,7 @@ from verl.rollout.base import (
     check_requests,
     eos_token_ids,
 )
+from verl.rollout.live_stats import LiveStats
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.kv_cache import CacheLayout, cache_layout
 from verl.rollout.native.model import position_limit
@@ -89,6 +90,7 @@ class NativeRollout(RolloutEngine):
         self._suspended = False
         """Sequences wait for a session."""
         self._stats = RolloutStats()
+        self._live: LiveStats | None = LiveStats()
         self._module: ExitStack | None = None
         """Open while requests are outstanding: gathered weights, generation mode."""
         self._model: Any = None
@@ -134,6 +136,7 @@ class NativeRollout(RolloutEngine):
             waiting=max(outstanding - running, 0),
             kv_blocks=blocks.num_blocks,
             kv_blocks_used=blocks.num_blocks - blocks.free,
+            longest=max((sequence.produced for sequence in scheduler.running), default=0),
         )
 
     def _read_model(self) -> None:
@@ -173,6 +176,8 @@ class NativeRollout(RolloutEngine):
                     assert self.session is not None
                     self._answer(self.session.runner.step(self._scheduler))
                     self._note_refused_graph()
+                    if self._live is not None:
+                        self._live.write(self.stats)
                 elif not self._finished:
                     break
                 if self._finished or (deadline is not None and time.monotonic() >= deadline):
@@ -190,8 +195,11 @@ class NativeRollout(RolloutEngine):
                 if not self._outstanding[response.request_id]:
                     del self._outstanding[response.request_id]
                 self._stats.generated_tokens += len(response.token_ids)
-            if not self._outstanding:
+            idle = not self._outstanding
+            if idle:
                 self._become_idle()
+        if idle and self._live is not None:
+            self._live.write(self.stats, now=True)
         return responses
 
     def _become_idle(self) -> None:
@@ -418,4 +426,6 @@ def _small_run(model: Any, requests: list[Request], on_device: bool) -> list[Res
     """What a small engine generates: prompts in chunks and with a shared beginning, then decode steps."""
     budget = max(len(request.prompt_ids) for request in requests) - 4
     limits = Limits(max_num_batched_tokens=max(budget, 4), cache_tokens=1024, enforce_eager=True)
-    return list(NativeRollout(model, None, limits, on_device, verify=False).generate(requests))
+    engine = NativeRollout(model, None, limits, on_device, verify=False)
+    engine._live = None  # no part of the run
+    return list(engine.generate(requests))
