@@ -20,6 +20,10 @@ _OVERRIDES = {
         "responses for a file of prompts: verl generate key=value ...",
     ),
     "eval": ("verl.trainer.main_eval", "scores for a file of responses: verl eval key=value ..."),
+    "fork": (
+        "verl.trainer.fork",
+        "a new run from a checkpoint under other settings: verl fork RUN --step N key=value ...",
+    ),
     "merge": ("verl.model_merger", "checkpoint to a Hugging Face folder, verified"),
     "doctor": ("verl.doctor.cli", "what works on this machine: verl doctor [RUN or CONFIG] [key=value ...]"),
 }
@@ -44,7 +48,12 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
         "verl.agents.serve",
         "tools over HTTP: Python in a sandbox, a calculator, search, your own",
     ),
-    "view": ("verl.observe.view", "state, metrics, health and samples of a run in the terminal"),
+    "replay": ("verl.trainer.replay", "repeat steps of a run and report the first number that differs"),
+    "trace": ("verl.observe.trace", "phases, metrics and profiles of a run in one file for Perfetto"),
+    "view": (
+        "verl.observe.view",
+        "state, metrics, findings and samples of a run: terminal, browser, one file",
+    ),
 }
 
 

@@ -123,9 +123,16 @@ def run_command(body: Callable[[], int | None]) -> int:
 
     0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 130: interrupted;
     143: terminated. Anything else is a defect of ours and keeps its traceback."""
+    from verl.observe.background import leave_given_up
     from verl.observe.terminal import protect_terminal
 
     protect_terminal()
+    code = _exit_code(body)
+    leave_given_up(code)
+    return code
+
+
+def _exit_code(body: Callable[[], int | None]) -> int:
     setup_logging()
     try:
         with closed_on_sigterm(), exits_as_errors():
@@ -136,7 +143,7 @@ def run_command(body: Callable[[], int | None]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        from verl.observe.run_folder import likely_fix
+        from verl.observe.diagnoses.crashes import likely_fix
 
         sys.stderr.write(f"error: {error}. {likely_fix(error)}\n")
         return VerlError.exit_code

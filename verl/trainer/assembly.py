@@ -16,14 +16,24 @@ from verl.config.model_path import vocabulary_size
 from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
-from verl.observe.run_folder import RunFolder, likely_fix
+from verl.observe.diagnoses.crashes import likely_fix
+from verl.observe.live import live as live_table
+from verl.observe.run_folder import RunFolder
 from verl.reward import RewardManager, RewardSample, build_reward_manager
 from verl.reward.managers import NoRewards, chooses_reward
 from verl.rollout.base import Response
 from verl.runtime import exits_as_errors, quiet_transformers, seed_everything
 from verl.trainer.experience import reward_sample
 from verl.trainer.loop import RLLoop
-from verl.trainer.setup import fit_to, open_agents, open_run_folder, open_tracker, record_config
+from verl.trainer.setup import (
+    fit_to,
+    open_agents,
+    open_run_folder,
+    open_tracker,
+    record_config,
+    require_profiled_steps,
+    try_write_report,
+)
 from verl.workers.group import learns_from_data
 from verl.workers.placement import build_checkpoints, build_group, build_reward_model
 
@@ -60,7 +70,8 @@ def open_run(
     reward_function: Callable[..., Any] | None = None,
     train_loader: Any = None,
 ) -> Iterator[RunParts]:
-    """Open everything but the models; a crash inside the block is recorded in the run folder."""
+    """Open everything but the models; a crash inside the block is recorded in the run folder, and at its
+    end the report is written."""
     seed_everything(cfg.trainer.seed)
     quiet_transformers()
     model = cfg.actor_rollout_ref.model
@@ -103,6 +114,8 @@ def open_run(
         stack.callback(rewards.close)
         check_rewards(rewards, loaders, several_turns=agents is not None)
         total = cfg.trainer.total_training_steps or len(train_loader) * cfg.trainer.total_epochs
+        if not cfg.trainer.val_only:
+            require_profiled_steps(cfg.trainer, total)
         with open_run_folder(cfg.trainer) as folder:
             record_config(cfg, folder)
             logger.info("%s", render_batches(batch_plan(cfg, total_steps=total)))
@@ -112,6 +125,8 @@ def open_run(
             except Exception as error:
                 folder.write_crash(error, likely_fix(error, cfg))
                 raise
+            finally:
+                try_write_report(folder)  # after crash.txt, which it shows
 
 
 def build_loop(
@@ -119,27 +134,32 @@ def build_loop(
 ) -> RLLoop:
     """Load the models and hand everything to the loop."""
     tracker = open_tracker(cfg, parts.folder, total_steps=parts.total_steps, live=live)
-    workers = build_group(
-        cfg,
-        parts.tokenizer,
-        training_steps=parts.total_steps,
-        run_folder=parts.folder.path,
-        model=model,
-    )
-    workers.agents = parts.agents
-    return RLLoop(
-        cfg,
-        workers=workers,
-        rewards=parts.rewards,
-        tokenizer=parts.tokenizer,
-        train_loader=parts.train_loader,
-        val_loader=parts.val_loader,
-        run_folder=parts.folder,
-        tracker=tracker,
-        checkpoints=build_checkpoints(cfg, workers, parts.folder.path),
-        total_steps=parts.total_steps,
-        model_size=workers.model_size(),
-    )
+    try:
+        workers = build_group(
+            cfg,
+            parts.tokenizer,
+            training_steps=parts.total_steps,
+            run_folder=parts.folder.path,
+            model=model,
+        )
+        workers.agents = parts.agents
+        live_table.others = workers.live_snapshots
+        return RLLoop(
+            cfg,
+            workers=workers,
+            rewards=parts.rewards,
+            tokenizer=parts.tokenizer,
+            train_loader=parts.train_loader,
+            val_loader=parts.val_loader,
+            run_folder=parts.folder,
+            tracker=tracker,
+            checkpoints=build_checkpoints(cfg, workers, parts.folder.path),
+            total_steps=parts.total_steps,
+            model_size=workers.model_size(),
+        )
+    except BaseException:  # another attempt needs the terminal and the port of the metrics endpoint
+        tracker.close()
+        raise
 
 
 def check_rewards(rewards: RewardManager, loaders: Sequence[Any], *, several_turns: bool = False) -> None:

@@ -103,7 +103,8 @@ class SyncExperience(Experience):
     def collect(self, step: int, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         rollout, longest = self.cfg.actor_rollout_ref.rollout, self.cfg.data.max_response_length
         self.call_metrics()  # those of validation do not belong to this step
-        drawn = self._next_prompts()
+        with timer("data"):
+            drawn = self._next_prompts()
         batch = self.score(drawn, training_settings(rollout, longest, step), timer)
         metrics = agent_metrics(batch)
         if self.cfg.algorithm.adv_estimator == "remax":

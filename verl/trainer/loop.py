@@ -6,6 +6,7 @@ The loop reaches models only through the worker group. Two runs of one config on
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,11 @@ from verl.data.proto import DataProto
 from verl.errors import CheckpointError
 from verl.models.distillation import TEACHER_TENSORS
 from verl.observe.batch_metrics import ModelSize, age_metrics, batch_metrics, step_metrics
+from verl.observe.findings import Finding, read_findings
 from verl.observe.health import HealthMonitor
+from verl.observe.live import live
 from verl.observe.metrics import Timer
+from verl.observe.token_table import TokenTable
 from verl.trainer import advantage
 from verl.trainer.experience import DynamicSampling
 from verl.trainer.setup import resume_note, whole_number
@@ -38,6 +42,8 @@ from verl.workers.group import (
 from verl.workers.implicit_reward import reward_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from verl.checkpoint import CheckpointManager
     from verl.config.schema import PPOConfig
     from verl.data.loader import Loader
@@ -85,6 +91,8 @@ class RLLoop:
         self.step_number = 0
         self.saved_step = 0
         self.stop_requested = False
+        self.repeat_to: int | None = None
+        """The last step of `verl replay`, which saves nothing."""
 
     def fit(self) -> dict[str, float]:
         """Run to the end (or to `request_stop`) and return the last metrics."""
@@ -92,25 +100,31 @@ class RLLoop:
             return self._fit()
         finally:
             self.experience.close()
+            live.record_phases(None)
 
     def _fit(self) -> dict[str, float]:
         trainer = self.cfg.trainer
         self.resume()
-        for line in self.health.at_start():
-            self.tracker.note(line)
+        live.begin_step(self.step_number)
+        live.record_phases(self.run_folder.phases_dir / "controller.jsonl")
+        found = self.health.at_start(self.step_number)
         last: dict[str, float] = {}
         if trainer.val_only or (trainer.val_before_train and self.step_number == 0):
             last = self.validate()
             if last:
-                self.tracker.log(self.step_number, last)
+                self.tracker.log(self.step_number, last, found)
+                found = []
         if trainer.val_only:
             return last
         stopping = self.stop_requested
-        while self.step_number < self.total_steps and not stopping:
+        last_step = self.total_steps if self.repeat_to is None else self.repeat_to
+        while self.step_number < last_step and not stopping:
             complete = self.step_number
             self.step_number += 1
+            live.begin_step(self.step_number)
             try:
-                last = self.step()
+                with self.workers.profile(self.step_number, self.run_folder.path):
+                    last = self.step()
                 complete = self.step_number
                 ending = self.step_number == self.total_steps
                 if self.due(trainer.test_freq) or ending:
@@ -118,15 +132,14 @@ class RLLoop:
             except ToolsLost:
                 self.save_complete_step(complete, last)
                 raise
-            noticed = self.health.check(self.step_number, last, self.batch)
+            found += self.health.check(self.step_number, last, self.batch)
             # Read once: a stop requested after this gets another step, so that the last step has its checkpoint.
             stopping = self.stop_requested
             if self.due(trainer.save_freq) or ending or stopping:
-                last |= self.save(last)
-            self.run_folder.append_health(self.step_number, noticed)
-            self.tracker.log(self.step_number, last)
-            for line in noticed.values():
-                self.tracker.note(line)
+                last |= self.save(last, found)
+            live.end_step(self.step_number)
+            self.tracker.log(self.step_number, last, found)
+            found = []
         if self.checkpoints.wait() is not None:
             self.saved_step = self.step_number
         return last
@@ -137,6 +150,7 @@ class RLLoop:
         with timer("step"):
             batch, metrics = self.collect(timer)
             metrics |= age_metrics(batch, self.workers.policy_version, self.experience.staleness)
+            live.set("sample_age", metrics.get("training/age/max", 0.0))
             if needs_teacher(cfg):
                 with timer("teacher"):
                     batch = batch.union(self.workers.teacher_outputs(batch))
@@ -151,9 +165,12 @@ class RLLoop:
             if needs_critic(cfg):
                 with timer("update_critic"):
                     metrics |= self.workers.update("critic", batch)
+            outputs, version = None, self.workers.policy_version
             if self.step_number > cfg.trainer.critic_warmup:
                 with timer("update_actor"):
-                    metrics |= self.workers.update("actor", batch, sync=False)
+                    keep = cfg.trainer.token_data
+                    metrics |= self.workers.update("actor", batch, sync=False, keep_tokens=keep)
+                    outputs = self.workers.token_outputs(batch) if keep else None
                     metrics |= self.experience.weights_changed(self.step_number)
             if self.due(cfg.trainer.ref_update_freq):
                 with timer("refresh_reference"):
@@ -162,7 +179,7 @@ class RLLoop:
         for name in TEACHER_TENSORS:  # as large as all the rest of the batch many times over
             batch.batch.pop(name, None)
         self.batch = sampled = sampled_rows(batch)
-        self.run_folder.write_rollouts(self.step_number, sample_rows(sampled, self.tokenizer))
+        self.write_samples(batch, outputs, version)
         return {
             **metrics,
             **batch_metrics(
@@ -181,6 +198,20 @@ class RLLoop:
             "training/global_step": self.step_number,
             "training/epoch": self.train_loader.epoch,
         }
+
+    def write_samples(
+        self, batch: DataProto, outputs: Mapping[str, torch.Tensor] | None, version: int
+    ) -> None:
+        """The responses of the step for people, and the numbers of their tokens; the next step does not wait for it."""
+        step, folder, tokenizer = self.step_number, self.run_folder, self.tokenizer
+
+        def tokens() -> None:
+            TokenTable.of(batch, tokenizer, outputs, version).write(folder.tokens_file(step))
+
+        def samples() -> None:
+            folder.write_rollouts(step, sample_rows(sampled_rows(batch), tokenizer))
+
+        folder.in_background(*([tokens] if self.cfg.trainer.token_data else []), samples)
 
     def collect(self, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         """Scored responses with final rewards; with dynamic sampling, as many rounds as fill the batch."""
@@ -276,13 +307,20 @@ class RLLoop:
             self.tracker.log_samples(self.step_number, rows[: self.cfg.trainer.log_val_generations])
         return metrics | timer.metrics()
 
-    def save(self, metrics: dict[str, float]) -> dict[str, float]:
+    def save(self, metrics: dict[str, float], findings: Sequence[Finding] = ()) -> dict[str, float]:
+        if self.repeat_to is not None:
+            return {}
         timer = Timer()
+        self.run_folder.wait()  # or a run resumed from this checkpoint would not have the samples of its step
         with timer("save_checkpoint"):
             saved = self.checkpoints.save(
                 self.step_number,
                 self.workers.checkpoint_parts(),
-                {**self.state_dict(), "metrics": metrics},
+                {
+                    **self.state_dict(),
+                    "metrics": metrics,
+                    "findings": [finding.to_row() for finding in findings],
+                },
                 tokenizer=self.tokenizer,
                 metrics=metrics,
             )
@@ -308,7 +346,7 @@ class RLLoop:
                 pass  # writes no steps, so keeps later ones in the run folder
             elif not self.run_folder.rewind(self.step_number) and "metrics" in state:
                 # The run ended between the checkpoint and its line in the metrics.
-                self.tracker.log(self.step_number, state["metrics"])
+                self.tracker.log(self.step_number, state["metrics"], read_findings(state.get("findings")))
             # val_only runs even after the last step.
             left = self.step_number + 1 if self.cfg.trainer.val_only else self.total_steps
             self.tracker.note(resume_note(self.step_number, left))

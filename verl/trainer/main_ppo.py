@@ -54,9 +54,10 @@ def run(
     model: nn.Module | None = None,
     tokenizer: Any = None,
     train_loader: Any = None,
-    live: bool = False,
+    live: bool = True,
 ) -> RunResult:
-    """Train with `cfg`; objects passed in replace what the config names."""
+    """Train with `cfg`; objects passed in replace what the config names. `live`: with the live display, where output is
+    a terminal."""
     from verl.trainer.preflight import preflight
 
     preflight(cfg, given_model=model is not None, given_data=train_loader is not None)
@@ -71,7 +72,7 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
     """One attempt: from the last checkpoint (or the start) to the end."""
     from verl.trainer.assembly import build_loop, open_run
     from verl.trainer.preflight import require_disk
-    from verl.trainer.setup import require_saved, try_write_report
+    from verl.trainer.setup import require_saved
 
     with open_run(cfg, **given) as parts:
         require_disk(cfg, parts.folder.path, parts.total_steps, model)
@@ -84,7 +85,6 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
         finally:
             loop.tracker.close()
             loop.workers.close()
-            try_write_report(parts.folder)
         return RunResult(parts.folder.path, metrics, loop.step_number)
 
 

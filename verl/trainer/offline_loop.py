@@ -4,7 +4,7 @@ ranks on Ray."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,11 @@ from verl.data.chat import load_tokenizer, warn_of_vocabulary
 from verl.data.preference_dataset import preference_loader, use_of
 from verl.data.sft_dataset import sft_loader
 from verl.errors import CheckpointError
+from verl.observe.findings import Finding, read_findings
+from verl.observe.health import HealthMonitor
+from verl.observe.live import live
 from verl.observe.metrics import Timer
+from verl.observe.profiling import profiled
 from verl.runtime import quiet_transformers, seed_everything
 from verl.trainer.early_stop import EarlyStop
 from verl.trainer.reward_padding import set_padding
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from verl.watchdog import StackWatchdog
     from verl.workers.offline import OfflineRole
     from verl.workers.ray_calls import RankCalls
+    from verl.workers.ray_live import RankSnapshots
 
 
 @dataclass
@@ -69,14 +74,18 @@ def load_data(cfg: OfflineConfig) -> OfflineData:
 
 
 def build_loop(
-    cfg: OfflineConfig, data: OfflineData, folder: Path, watchdog: StackWatchdog | None = None
+    cfg: OfflineConfig,
+    data: OfflineData,
+    folder: Path,
+    watchdog: StackWatchdog | None = None,
+    repeat_to: int | None = None,
 ) -> OfflineLoop:
     """Load this rank's shard of the model."""
     kind: type[OfflineRole] = SFTRole
     if isinstance(cfg, PreferenceConfig):
         kind = PreferenceRole if isinstance(cfg, DPOConfig) else RewardRole
     role = kind(cfg, training_steps=data.total_steps, bad_batch_dir=folder / "bad_batches")
-    return OfflineLoop(cfg, role=role, data=data, run_folder=folder, watchdog=watchdog)
+    return OfflineLoop(cfg, role=role, data=data, run_folder=folder, watchdog=watchdog, repeat_to=repeat_to)
 
 
 @dataclass
@@ -90,6 +99,19 @@ class Update:
     """start, resumed, step or end."""
     notice: str = ""
     """Why the run ended before its last step."""
+    findings: Sequence[Finding] = ()
+
+
+def timed(batches: Iterable[DataProto]) -> Iterator[tuple[DataProto, dict[str, float]]]:
+    """Each batch and, as a metric, the seconds it was waited for."""
+    waiting = iter(batches)
+    while True:
+        timer = Timer()
+        with timer("data"):
+            batch = next(waiting, None)
+        if batch is None:
+            return
+        yield batch, timer.metrics()
 
 
 class OfflineLoop:
@@ -103,7 +125,9 @@ class OfflineLoop:
         data: OfflineData,
         run_folder: Path,
         watchdog: StackWatchdog | None = None,
+        repeat_to: int | None = None,
     ) -> None:
+        """`repeat_to`: the last step of `verl replay`, which saves nothing."""
         self.cfg = cfg
         self.role = role
         self.data = data
@@ -113,25 +137,32 @@ class OfflineLoop:
         self.saved_step = 0
         self.stop_requested = False
         self.early_stop = EarlyStop.from_config(cfg.trainer)
+        self.repeat_to = repeat_to
+        self.health = HealthMonitor(cfg)
         self._watchdog = watchdog
 
     def run(self) -> Iterator[Update]:
         """To the end, to `request_stop` on any rank, or until validations no longer improve."""
         trainer, total = self.cfg.trainer, self.data.total_steps
-        with self._serving("prepare"):
+        with live.phase("prepare"), self._serving("prepare"):
             self.role.prepare([self.data.train, self.data.val], self.run_folder)
         state = self.checkpoints.resume(self.role.checkpoint_parts(), self.load_state_dict)
         if state is None:
             yield Update(0, kind="start")
         else:
-            yield Update(self.step_number, dict(state.get("metrics", {})), self.step_number, kind="resumed")
+            found = read_findings(state.get("findings"))
+            metrics = dict(state.get("metrics", {}))
+            yield Update(self.step_number, metrics, self.step_number, kind="resumed", findings=found)
         last: dict[str, float] = {}
         ending = self.step_number >= total or self.role.on_any_rank(self.stop_requested)
         ending = ending or self.early_stop.reached
+        live.begin_step(self.step_number)
         while not ending:
-            for batch in self.data.train:
+            for batch, waited in timed(self.data.train):
                 self.step_number += 1
-                last = self.step(batch)
+                live.begin_step(self.step_number)
+                with profiled(trainer.profile, self.step_number, self.role.rank, self.run_folder):
+                    last = {**self.step(batch), **waited}
                 # All ranks must take the same branch: they agree whether a signal reached one of them.
                 ending = self.role.on_any_rank(self.stop_requested) or self.step_number == total
                 improved = False
@@ -141,9 +172,11 @@ class OfflineLoop:
                 if self.due(trainer.test_freq):
                     improved = self.judge(last)
                     ending = ending or self.early_stop.reached
+                found = self.health.check(self.step_number, last)
                 if self.due(trainer.save_freq) or ending or improved:
-                    last |= self.save(last)
-                yield Update(self.step_number, last, self.saved_step)
+                    last |= self.save(last, found)
+                ending = ending or self.step_number == self.repeat_to
+                yield Update(self.step_number, last, self.saved_step, findings=found)
                 if ending:
                     break
         if self.checkpoints.wait() is not None:
@@ -191,7 +224,9 @@ class OfflineLoop:
     def due(self, frequency: int) -> bool:
         return frequency > 0 and self.step_number % frequency == 0
 
-    def save(self, metrics: dict[str, float]) -> dict[str, float]:
+    def save(self, metrics: dict[str, float], findings: Sequence[Finding] = ()) -> dict[str, float]:
+        if self.repeat_to is not None:
+            return {}
         timer = Timer()
         with timer("save_checkpoint"), self._serving("save"):
             state = {
@@ -199,6 +234,8 @@ class OfflineLoop:
                 "loader": self.data.train.state_dict(),
                 "metrics": metrics,
                 "early_stop": self.early_stop.state_dict(),
+                "health": self.health.state_dict(),
+                "findings": [finding.to_row() for finding in findings],
             }
             saved = self.checkpoints.save(
                 self.step_number,
@@ -218,8 +255,13 @@ class OfflineLoop:
             raise CheckpointError("its metrics are no mapping")
         early_stop = EarlyStop.from_config(self.cfg.trainer)
         early_stop.load_state_dict(state.get("early_stop", {}))
-        self.data.train.load_state_dict(state["loader"])
-        self.step_number, self.early_stop = step, early_stop
+        health = HealthMonitor(self.cfg)
+        if "health" in state:
+            health.load_state_dict(state["health"])
+        self.data.train.load_state_dict(
+            state["loader"]
+        )  # the last that may refuse; it changes all or nothing
+        self.step_number, self.early_stop, self.health = step, early_stop, health
 
     def request_stop(self) -> None:
         """End after the step that is running, with a checkpoint."""
@@ -239,7 +281,9 @@ class OfflineRank(JoinedRank):
 
     def do_build(self, setup: RankSetup[OfflineConfig]) -> None:
         self.join(setup)
-        self._loop = build_loop(setup.cfg, load_data(setup.cfg), setup.run_folder, self.watchdog)
+        self._loop = build_loop(
+            setup.cfg, load_data(setup.cfg), setup.run_folder, self.watchdog, setup.repeat_to
+        )
 
     def do_fit(self) -> Iterator[Update]:
         assert self._loop is not None
@@ -258,14 +302,18 @@ class OfflineRank(JoinedRank):
 class RayLoop:
     """The loops of rank processes on Ray, seen from the driver."""
 
-    def __init__(self, cfg: OfflineConfig, data: OfflineData, folder: Path) -> None:
+    def __init__(
+        self, cfg: OfflineConfig, data: OfflineData, folder: Path, repeat_to: int | None = None
+    ) -> None:
         require_ray(cfg)
         from verl.workers.ray_calls import RankCalls
         from verl.workers.ray_cluster import Cluster
         from verl.workers.ray_group import START_S, build_ranks
+        from verl.workers.ray_live import RankSnapshots
 
         self._cluster = Cluster(cfg)
         self._calls: RankCalls | None = None
+        self._ranks: RankSnapshots | None = None
         try:
             self._cluster.connect()
             actors = self._cluster.start_actors(START_S, "verl.trainer.offline_loop:OfflineRank")
@@ -275,8 +323,11 @@ class RayLoop:
                 tokenizer=None,
                 training_steps=data.total_steps,
                 run_folder=folder.absolute(),
+                repeat_to=repeat_to,
             )
             build_ranks(self._cluster, self._calls, setup)
+            self._ranks = RankSnapshots([self._calls])
+            live.others = self._ranks.take
         except BaseException:
             self.close()
             raise
@@ -296,6 +347,8 @@ class RayLoop:
     def close(self) -> None:
         from verl.workers.ray_group import CLOSE_S
 
+        if self._ranks is not None:
+            self._ranks.close()
         if self._calls is not None:
             self._calls.shutdown(CLOSE_S)
         self._cluster.close()

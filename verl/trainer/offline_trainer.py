@@ -120,7 +120,7 @@ def refuse_conflicts(cfg: OfflineConfig, job: Job) -> None:
         logger.warning("'%s' has no effect: a run started by torchrun does without Ray", name)
 
 
-def run(cfg: OfflineConfig, *, live: bool = False) -> RunResult:
+def run(cfg: OfflineConfig, *, live: bool = True) -> RunResult:
     """Train as `cfg` says, in this process or on Ray."""
     from verl.trainer.preflight import preflight
     from verl.workers.placement import with_restarts
@@ -143,14 +143,18 @@ def run_once(cfg: OfflineConfig, *, live: bool, monitor: RankMonitor | None = No
         open_run_folder,
         open_tracker,
         record_config,
+        require_profiled_steps,
         require_saved,
         run_path,
         try_write_report,
     )
+    from verl.workers.rank import record_rank_phases
 
     data = load_data(cfg)
     trainer = cfg.trainer
+    require_profiled_steps(trainer, data.total_steps)
     if monitor is not None and monitor.job.rank > 0:
+        record_rank_phases(run_path(trainer), monitor.job.rank)
         with (
             closing(build_loop(cfg, data, run_path(trainer), monitor.watchdog)) as follower,
             stop_on_signal(follower),
@@ -204,22 +208,27 @@ def run_once(cfg: OfflineConfig, *, live: bool, monitor: RankMonitor | None = No
 
 def record(updates: Iterable[Update], folder: RunFolder, tracker: FanOut, total_steps: int) -> Update:
     """Write a loop's updates to the run folder and the trackers; returns the last one."""
+    from verl.observe.live import live
     from verl.trainer.setup import resume_note
 
+    live.record_phases(folder.phases_dir / "controller.jsonl")
     last: Update | None = None
     for update in updates:
+        live.begin_step(update.step)
         if update.kind == "start":
             folder.restart()
         elif update.kind == "resumed":
             if not folder.rewind(update.step) and update.metrics:
                 # The run ended between the checkpoint and its line in the metrics.
-                tracker.log(update.step, update.metrics)
+                tracker.log(update.step, update.metrics, update.findings)
             tracker.note(resume_note(update.step, total_steps))
         elif update.kind == "step":
-            tracker.log(update.step, update.metrics)
+            live.end_step(update.step)
+            tracker.log(update.step, update.metrics, update.findings)
         if update.notice:
             tracker.note(update.notice)
         last = update
+    live.record_phases(None)
     assert last is not None
     return last
 
@@ -238,7 +247,7 @@ def best_checkpoint(cfg: OfflineConfig, folder: RunFolder) -> str:
 def likely_cure(cfg: OfflineConfig, error: BaseException) -> str:
     """The line of `crash.txt` that says what to do; with the keys of fine-tuning."""
     from verl.config.parallelism import offload_section
-    from verl.observe.run_folder import is_out_of_memory, likely_fix
+    from verl.observe.diagnoses.crashes import is_out_of_memory, likely_fix
 
     # The engine names its keys as reinforcement learning spells them.
     if not (is_out_of_memory(error) or "does not fit into device memory" in str(error)):

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from verl.data.proto import DataProto
+from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.rollout.base import GenerationSettings
 from verl.rollout.samples import Finished, SampleStream
@@ -112,6 +113,7 @@ class PoolExperience(StreamingExperience):
         with timer("gen"):
             self.send_deferred()
             self.thread.add(prompts, settings, VALIDATION)
+            live.add("responses_wanted", len(prompts) * settings.n)
             self.thread.wait(lambda: len(self.validation) == len(prompts) * settings.n)
         return self.validated(prompts, settings, timer)
 

@@ -37,8 +37,11 @@ _ANY_HEAD = ("critic.model.path", "reward.reward_model.model_path")
 PROMPT_AND_RESPONSE = "data.max_prompt_length + data.max_response_length"
 
 
-def preflight(cfg: PPOConfig | OfflineConfig, *, given_model: bool = False, given_data: bool = False) -> None:
-    """Raise ConfigError with every reason why the run cannot start; models and data passed as objects are skipped."""
+def preflight(
+    cfg: PPOConfig | OfflineConfig, *, given_model: bool = False, given_data: bool = False, saves: bool = True
+) -> None:
+    """Raise ConfigError with every reason why the run cannot start; models and data passed as objects are skipped, and
+    without `saves` the space for checkpoints."""
     problems = unavailable(cfg) + machine_errors(cfg) + missing_packages(cfg) + _absent_files(cfg, given_data)
     if not given_model:
         models, any_head = _models(cfg), isinstance(cfg, RewardTrainingConfig)
@@ -57,7 +60,8 @@ def preflight(cfg: PPOConfig | OfflineConfig, *, given_model: bool = False, give
         raise ConfigError("\n".join(problems))
     if not given_model:
         _warn_of_length(cfg)
-        require_disk(cfg, Path(cfg.trainer.default_local_dir), total_steps=1)
+        if saves:
+            require_disk(cfg, Path(cfg.trainer.default_local_dir), total_steps=1)
 
 
 def require_disk(cfg: PPOConfig | OfflineConfig, folder: Path, total_steps: int, model: Any = None) -> None:

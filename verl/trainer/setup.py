@@ -11,8 +11,9 @@ from verl.config.build import fit_batch
 from verl.config.checks import check
 from verl.config.load import to_dict
 from verl.data.chat import generation_stop_ids
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ConfigError
 from verl.observe.jsonl import jsonable
+from verl.observe.live import live as live_table
 from verl.observe.run_folder import RunFolder, default_run_path
 from verl.observe.trackers import FanOut, build_trackers
 
@@ -34,6 +35,7 @@ def open_tracker(
     """The loggers of `trainer.logger`."""
     trainer = cfg.trainer
     prometheus = trainer.prometheus
+    live_table.begin_run()
     return build_trackers(
         trainer.logger,
         trainer.project_name,
@@ -45,6 +47,12 @@ def open_tracker(
         live=live,
         prometheus=(prometheus.host, prometheus.port) if prometheus.enable else None,
     )
+
+
+def require_profiled_steps(cfg: BaseTrainerConfig, total_steps: int) -> None:
+    """Refuse steps to profile that the run does not have, once its data says how many it has."""
+    if errors := cfg.profile_errors("trainer", total_steps):
+        raise ConfigError("\n".join(errors))
 
 
 def open_agents(
@@ -168,11 +176,12 @@ def require_saved(folder: RunFolder, step: int, saved_step: int) -> None:
 
 
 def try_write_report(folder: RunFolder) -> None:
-    """Write `report.html`; a failure is only a warning."""
+    """Write `report.html` of a run that is over; a failure is only a warning."""
     from verl.observe.report import write_report
 
     try:
-        write_report(folder.path)
+        folder.wait()
+        write_report(folder.path, ended=True)
     except Exception as error:
         logger.warning(
             "the report in %s could not be written: %s: %s", folder.path, type(error).__name__, error

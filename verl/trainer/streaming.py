@@ -19,11 +19,12 @@ from typing import Any
 from verl.agents.conversation import Conversation
 from verl.data.proto import DataProto
 from verl.errors import RolloutError
+from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.reward.base import RewardResult
 from verl.reward.managers import require_streaming
 from verl.rollout.base import GenerationSettings
-from verl.rollout.samples import Finished, SampleStream
+from verl.rollout.samples import Finished, SampleStream, begin_counting, count_finished
 from verl.trainer.admission import Admission
 from verl.trainer.experience import (
     Experience,
@@ -125,6 +126,8 @@ class StreamingExperience(Experience):
             self.admission.start(_uid(prompt), self.synced)
             self.started += 1
         self.submit(groups)
+        ended = sum(sample is not None for group in self.groups.values() for sample in group.samples)
+        begin_counting(len(self.groups) * self.n, ended)
 
     def restart(self) -> None:
         """Start the groups of a checkpoint: samples that had ended are not generated again."""
@@ -204,6 +207,7 @@ class StreamingExperience(Experience):
 
     def sample_ended(self, finished: Finished) -> None:
         """A sample of training or of validation."""
+        count_finished([finished])
         if finished.group.startswith(VALIDATION):
             self.validation[finished.group, finished.sample] = finished.result
         else:
@@ -348,6 +352,7 @@ class CarryOverExperience(StreamingExperience):
         # Conversations in progress hold places that validation may need: they go on beside it.
         with timer("gen"), self.running():
             self.stream.add(prompts, settings, VALIDATION)
+            live.add("responses_wanted", len(prompts) * settings.n)
             self.generate_until(lambda: len(self.validation) == len(prompts) * settings.n)
         return self.validated(prompts, settings, timer)
 

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from verl.algorithms.validation import validation_metrics
 from verl.data.proto import DataProto
 from verl.observe.metrics import Timer
 from verl.trainer.experience import Experience
+from verl.workers.group import sessions_of
 from verl.workers.roles import validation_settings
 
 if TYPE_CHECKING:
@@ -54,20 +56,23 @@ def validate(
 
 
 def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
-    """One readable row per response: texts, ground truth, score."""
+    """One readable row per response: texts, ground truth, score, and `advantage` where the batch has advantages."""
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
     lengths = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1).tolist()
     extras = batch.non_tensor_batch
+    advantages = _advantages(batch)
+    written = [ids[: int(end)] for ids, end in zip(batch.batch["responses"].tolist(), lengths, strict=True)]
     rows = []
-    for row, response in enumerate(batch.batch["responses"].tolist()):
+    for row, response in enumerate(decode_all(tokenizer, written)):
         rows.append(
             {
                 "uid": extras["uid"][row],
                 "data_source": extras["data_source"][row],
                 "prompt": extras["prompt_text"][row],
-                "response": tokenizer.decode(response[: int(lengths[row])], skip_special_tokens=True),
+                "response": response,
                 "ground_truth": extras["ground_truth"][row],
                 "score": scores[row] if extras["reward_error"][row] is None else None,
+                **({} if advantages is None else {"advantage": advantages[row]}),
                 "length": int(lengths[row]),
                 "finish_reason": extras["finish_reason"][row],
                 "error": extras["reward_error"][row],
@@ -76,6 +81,27 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
             }
         )
     return rows if "session" not in extras else _joined(rows, extras["session"])
+
+
+def _advantages(batch: DataProto) -> list[float | None] | None:
+    """Of each row, or of the conversation it is a turn of: the mean over trained tokens, None where there are none."""
+    if "advantages" not in batch.batch:
+        return None
+    sessions, mask = sessions_of(batch), batch.batch["response_mask"]
+    tokens = sessions.sum(mask.sum(-1))
+    means = sessions.sum((batch.batch["advantages"] * mask).sum(-1)) / tokens
+    found = [mean if count else None for mean, count in zip(means.tolist(), tokens.tolist(), strict=True)]
+    return [found[session] for session in sessions.ids.tolist()]
+
+
+def decode_all(tokenizer: Any, rows: list[list[int]]) -> list[str]:
+    """The texts of many rows without special tokens, as `tokenizer.decode` gives them. All at once where that is the
+    same: other threads can run meanwhile."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
+    if backend is None or not plain or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
+        return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in rows]
+    return list(backend.decode_batch(rows, skip_special_tokens=True))
 
 
 def _joined(rows: list[dict[str, Any]], sessions: Iterable[str]) -> list[dict[str, Any]]:

@@ -1,0 +1,216 @@
+"""The first number or text in which a repeated run differs from the recorded one, and what that points to.
+
+Of each step, in the order in which they depend on each other: prompts, responses, scores, metrics, then the validation.
+Numbers are equal only where they are equal in every bit; times and speeds are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.observe.jsonl import read_jsonl, read_metrics
+
+_TIMED = ("timing", "perf/")
+_NOT_COMPARED = ("step", "findings")
+ENGINE_LOG_PROBS = ("training/rollout_probs_diff_", "rollout_corr/")
+"""Metrics of the rollout engine's log-probs. Where tools answer sooner or later, other requests are decoded together,
+and these differ in their last bits; the tokens do not."""
+_PARTS = (
+    ("prompt", "data_source", "ground_truth"),
+    ("turns", "response", "length", "finish_reason"),
+    (),
+    ("advantage",),
+)
+"""Fields of a response in the order in which they depend on each other; (): those in no other part."""
+
+DATA = "the data: the prompts are others, so data.train_files, their filter, order or seed changed"
+RESPONSE = (
+    "weights, sampling or environment: the same prompt got another response, so the model's files, the checkpoint, the "
+    "rollout engine or the versions of its packages changed, or the device is another"
+)
+TOOL = (
+    "a tool: the conversation is equal up to an answer of a tool, environment or simulated user, which does not answer "
+    "the same call the same way"
+)
+SCORE = (
+    "the reward function: the same response got another score, so the function or what it reads changed, or it is "
+    "random or depends on time"
+)
+NUMERICS = (
+    "numerics: prompts, responses and scores are equal, so versions of packages, the device or the number of threads "
+    "changed, or weights that checkpoints do not hold (reference, teacher, reward model)"
+)
+OFFLINE = (
+    "the data, the model's files or numerics: the rows, the weights, versions of packages, the device or the number of "
+    "threads changed"
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value that differs."""
+
+    step: int
+    name: str
+    recorded: Any
+    repeated: Any
+    cause: str
+
+
+@dataclass
+class Comparison:
+    """What was compared, and the first difference."""
+
+    difference: Difference | None = None
+    numbers: int = 0
+    responses: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one run that are compared."""
+
+    metrics: dict[int, dict[str, Any]]
+    rollouts: Path
+    validation: Path
+    left_out: tuple[str, ...] = ()
+    """Prefixes of metrics that are not compared."""
+
+    @classmethod
+    def of(cls, folder: Path, rollouts: str | None = None, validation: str | None = None) -> Files:
+        """`rollouts`, `validation`: folders of samples that the config names."""
+        return cls(
+            {row["step"]: row for row in read_metrics(folder / "metrics.jsonl")},
+            Path(rollouts).expanduser() if rollouts else folder / "rollouts",
+            Path(validation).expanduser() if validation else folder / "validation",
+        )
+
+
+def compare(recorded: Files, repeated: Files, steps: Iterable[int], *, samples: bool) -> Comparison:
+    """Compare these steps up to the first difference; `samples`: whether the command writes responses."""
+    found = Comparison()
+    for step in steps:
+        if step not in repeated.metrics and step not in recorded.metrics:
+            continue
+        if samples and step:
+            found.difference = _compare_samples(found, step, recorded.rollouts, repeated.rollouts, "rollouts")
+        found.difference = found.difference or _compare_metrics(
+            found, step, recorded, repeated, samples, False
+        )
+        if samples and not found.difference:
+            found.difference = _compare_samples(
+                found, step, recorded.validation, repeated.validation, "validation"
+            )
+        found.difference = found.difference or _compare_metrics(
+            found, step, recorded, repeated, samples, True
+        )
+        if found.difference:
+            break
+    return found
+
+
+def metrics_differ(recorded: Files, step: int, repeated: Mapping[str, Any]) -> bool:
+    """Whether a number that both runs have of a step differs."""
+    row = recorded.metrics.get(step, {})
+    return any(row[name] != repeated[name] for name in _compared(row, recorded.left_out) if name in repeated)
+
+
+def _compared(row: Mapping[str, Any], left_out: tuple[str, ...]) -> list[str]:
+    """The metrics of a row that two runs share, in the order in which they were computed."""
+    others = (*_TIMED, *left_out)
+    return [name for name in row if name not in _NOT_COMPARED and not name.startswith(others)]
+
+
+def _compare_metrics(
+    found: Comparison, step: int, recorded: Files, repeated: Files, samples: bool, validation: bool
+) -> Difference | None:
+    one, other = recorded.metrics.get(step), repeated.metrics.get(step)
+    if one is None or other is None:
+        if not validation:
+            which = "recorded" if one is None else "repeated"
+            found.notes.append(f"step {step}: the {which} run has no line in metrics.jsonl")
+        return None
+    names, again = (
+        [name for name in _compared(row, recorded.left_out) if name.startswith("val") == validation]
+        for row in (one, other)
+    )
+    alone = {*names} ^ {*again}
+    if alone:
+        found.notes.append(f"step {step}: only one of the two runs measured {', '.join(sorted(alone))}")
+    for name in names:
+        if name not in alone:
+            found.numbers += 1
+            if one[name] != other[name]:
+                return Difference(step, name, one[name], other[name], NUMERICS if samples else OFFLINE)
+    return None
+
+
+def _compare_samples(
+    found: Comparison, step: int, recorded: Path, repeated: Path, kind: str
+) -> Difference | None:
+    files = recorded / f"{step}.jsonl", repeated / f"{step}.jsonl"
+    there = [file.is_file() for file in files]
+    if not all(there):
+        if any(there):
+            which = "recorded" if there[1] else "repeated"
+            found.notes.append(f"step {step}: the {which} run has no {kind}/{step}.jsonl")
+        return None
+    one, other = (list(read_jsonl(file)) for file in files)
+    found.responses += min(len(one), len(other))
+    # Over all rows first what comes first: a score that follows from another response is no finding of its own.
+    for part in _PARTS:
+        for line, (row, again) in enumerate(zip(one, other, strict=False), start=1):
+            different = _first_field(row, again, part)
+            if different is not None:
+                name, before, after, cause = different
+                return Difference(step, f"{name} in line {line} of {kind}/{step}.jsonl", before, after, cause)
+    if len(one) != len(other):
+        return Difference(step, f"responses in {kind}/{step}.jsonl", len(one), len(other), DATA)
+    return None
+
+
+def _first_field(
+    row: Mapping[str, Any], again: Mapping[str, Any], part: tuple[str, ...]
+) -> tuple[str, Any, Any, str] | None:
+    """The first field of `part` that differs: name, values, cause."""
+    earlier = {name for names in _PARTS for name in names}
+    for name in part or [name for name in row if name not in earlier]:
+        before, after = row.get(name), again.get(name)
+        if name not in again or before == after:
+            continue
+        if part == _PARTS[0]:
+            return name, before, after, DATA
+        if name == "turns":
+            return _first_turn(before, after)
+        if part:
+            return name, before, after, NUMERICS if name == "advantage" else RESPONSE
+        if name == "uid" and _prompt_id(before) != _prompt_id(after):
+            return name, before, after, DATA
+        return name, before, after, SCORE
+    return None
+
+
+def _prompt_id(uid: Any) -> str:
+    """Without the suffix of a response that has no score."""
+    return str(uid).partition("#")[0]
+
+
+def _first_turn(before: Any, after: Any) -> tuple[str, Any, Any, str]:
+    if not (isinstance(before, list) and isinstance(after, list)):
+        return "turns", before, after, RESPONSE
+    for number, (turn, again) in enumerate(zip(before, after, strict=False), start=1):
+        if turn == again:
+            continue
+        if not (isinstance(turn, dict) and isinstance(again, dict)):
+            break
+        name = next(name for name in {**turn, **again} if turn.get(name) != again.get(name))
+        role = turn.get("role", "")
+        cause = RESPONSE if role == "assistant" else TOOL
+        if name == "reward":
+            cause = SCORE
+        return f"{name} of turn {number} ({role})", turn.get(name), again.get(name), cause
+    return "number of turns", len(before), len(after), TOOL

@@ -1,0 +1,123 @@
+"""A run folder as `verl replay` and `verl fork` read it: the command that wrote it, its config and its checkpoints.
+
+Nothing here writes to the folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.checkpoint.steps import StepFolder, list_steps, problems, step_name
+from verl.config.keys import get, schema_keys
+from verl.config.load import from_dict, to_dict
+from verl.config.recipes import COMMANDS
+from verl.config.schema import DPOConfig, OfflineConfig, PPOConfig, RewardTrainingConfig, SFTConfig
+from verl.config.sources import del_path, load_yaml, set_path
+from verl.errors import ConfigError, DataError
+from verl.observe.jsonl import jsonable
+from verl.observe.lineage import Lineage, read_lineage
+
+if TYPE_CHECKING:
+    Trained = type[PPOConfig] | type[OfflineConfig]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run that wrote its config."""
+
+    path: Path
+    kind: Trained
+    values: dict[str, Any]
+    """config.yaml: every key, with what followed from others."""
+
+    @property
+    def command(self) -> str:
+        return COMMANDS[self.kind]
+
+    @property
+    def lineage(self) -> Lineage | None:
+        return read_lineage(self.path)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A key by its full name."""
+        value: Any = self.values
+        for part in name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def checkpoints(self) -> list[StepFolder]:
+        """Those with a manifest and their own name, oldest first; files are not read."""
+        found = [
+            each
+            for each in list_steps(self.path)
+            if each.manifest is not None and each.path.name == step_name(each.step)
+        ]
+        return found[::-1]
+
+    def checkpoint(self, step: int) -> StepFolder:
+        """The checkpoint of a step, verified."""
+        found = next((each for each in self.checkpoints() if each.step == step), None)
+        if found is None:
+            raise DataError(f"{self.path} has no complete checkpoint of step {step}; {self.steps_text()}")
+        wrong = problems(found)
+        if wrong:
+            raise DataError(f"{found.path} is damaged: {wrong[0]}; {self.steps_text()}")
+        return found
+
+    def steps_text(self) -> str:
+        steps = [str(each.step) for each in self.checkpoints()]
+        return f"steps with one: {', '.join(steps)}" if steps else "there is none at all"
+
+    def given(self) -> dict[str, Any]:
+        """The values without those that follow from the others: what a user would have to give. A key that another is
+        changed for can then follow it."""
+        tree: dict[str, Any] = {}
+        whole = self._built(self.values)
+        keys = schema_keys(self.kind)
+        default = from_dict(self.kind, {}, checked=False, quiet=True)
+        chosen = [name for name in keys if get(whole, name) != get(default, name)]
+        for name in chosen:
+            set_path(tree, name, jsonable(to_dict(get(whole, name))))
+        # A value that was chosen to be the default, where another would follow.
+        for name in _different(keys, self._built(tree), whole):
+            set_path(tree, name, jsonable(to_dict(get(whole, name))))
+        for name in chosen:
+            value = get(whole, name)
+            del_path(tree, name)
+            if _different(keys, self._built(tree), whole):
+                set_path(tree, name, jsonable(to_dict(value)))
+        return tree
+
+    def _built(self, values: dict[str, Any]) -> Any:
+        return from_dict(self.kind, values, checked=False, quiet=True)
+
+
+def open_recorded(path: Path) -> Recorded:
+    """Read config.yaml of a run folder; DataError where it is none of a training command."""
+    path = path.expanduser().absolute()
+    if not (path / "config.yaml").is_file():
+        kind = "has no config.yaml" if path.is_dir() else "is no folder"
+        raise DataError(f"{path} {kind}; give a run folder (checkpoints/PROJECT/EXPERIMENT)")
+    values = load_yaml(path / "config.yaml")
+    return Recorded(path, _kind(values, path), values)
+
+
+def _kind(values: dict[str, Any], path: Path) -> Trained:
+    if "actor_rollout_ref" in values:
+        return PPOConfig
+    if "model" not in values or "trainer" not in values:
+        raise ConfigError(
+            f"{path / 'config.yaml'} is not of a training command: {', '.join(COMMANDS.values())}"
+        )
+    algorithm = values.get("algorithm") or {}
+    if "loss" in algorithm:
+        return DPOConfig
+    return RewardTrainingConfig if algorithm else SFTConfig
+
+
+def _different(keys: Any, one: Any, other: Any) -> list[str]:
+    return [name for name in keys if get(one, name) != get(other, name)]

@@ -1,0 +1,287 @@
+"""`verl replay RUN --step N`: repeat steps of a run from a checkpoint and report the first number that differs.
+
+The run is only read: the repetition has its own folder below RUN/replays, which is removed afterwards, and writes no
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.manifest import installed_versions, read_manifest
+from verl.checkpoint.steps import checked_path, newest_complete
+from verl.config.load import from_dict
+from verl.config.parallelism import world_size
+from verl.config.schema import OfflineConfig, PPOConfig
+from verl.config.sources import set_path
+from verl.errors import CheckpointError, ConfigError, DataError, VerlError
+from verl.observe.jsonl import dumps
+from verl.runtime import exits_as_errors
+from verl.trainer.compare import ENGINE_LOG_PROBS, NUMERICS, Comparison, Files, compare, metrics_differ
+from verl.trainer.recorded import Recorded, open_recorded
+from verl.workers.group import corrects_rollout
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="run folder (checkpoints/PROJECT/EXPERIMENT)")
+    parser.add_argument("--step", type=int, required=True, help="the last step to repeat")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        type=int,
+        help="repeat from this checkpoint, 0: from the start; default: the last one before --step",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the folder of the repetition, below RUN/replays"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    recorded = open_recorded(args.run)
+    start = first_checkpoint(recorded, args.step, args.start)
+    before = 0 if start is None else read_manifest(start).step
+    files = recorded_files(recorded)
+    require_recorded(recorded, files, args.step)
+    origin = "the start" if start is None else start.name
+    logger.info("repeating steps %d to %d of %s from %s", before + 1, args.step, recorded.path, origin)
+    with replay_folder(recorded.path, args.step, args.keep) as folder:
+        cfg = replay_config(recorded, folder, start)
+        repeat(cfg, args.step, files)
+        first = before + 1 if start is not None else 0
+        found = compare(
+            files, Files.of(folder), range(first, args.step + 1), samples=isinstance(cfg, PPOConfig)
+        )
+    found.notes += depends_on_time(cfg, found)
+    if args.keep:
+        found.notes.append(f"the repetition is in {folder}")
+    sys.stdout.write(report(found, before + 1, args.step, start) + "\n")
+    return 1 if found.difference else 0
+
+
+def recorded_files(recorded: Recorded) -> Files:
+    several_turns = recorded.get("actor_rollout_ref.rollout.multi_turn.enable", False)
+    return replace(
+        Files.of(
+            recorded.path,
+            recorded.get("trainer.rollout_data_dir"),
+            recorded.get("trainer.validation_data_dir"),
+        ),
+        left_out=ENGINE_LOG_PROBS if several_turns else (),
+    )
+
+
+def depends_on_time(cfg: PPOConfig | OfflineConfig, found: Comparison) -> list[str]:
+    """A note where an equal repetition cannot be expected to the last bit."""
+    if not isinstance(cfg, PPOConfig) or not cfg.actor_rollout_ref.rollout.multi_turn.enable:
+        return []
+    reason = "the engine's log-probs depend in their last bits on when tools answer"
+    if corrects_rollout(cfg) or cfg.algorithm.rollout_correction.bypass_mode:
+        if found.difference is None or found.difference.cause != NUMERICS:
+            return []
+        return [
+            f"{reason}, and algorithm.rollout_correction uses them in the loss: the difference may be that"
+        ]
+    return [f"not compared: {', '.join(f'{name}*' for name in ENGINE_LOG_PROBS)}; {reason}"]
+
+
+def first_checkpoint(recorded: Recorded, step: int, asked: int | None) -> Path | None:
+    """The checkpoint to repeat from, verified; None: the start of the run."""
+    if step < 1:
+        raise ConfigError(f"--step {step}: the first step is 1")
+    if asked is not None and not 0 <= asked < step:
+        raise ConfigError(f"--from {asked}: it must be 0 (the start) or a checkpoint before step {step}")
+    if asked:
+        return recorded.checkpoint(asked).path
+    if asked is None and (newest := newest_complete(recorded.path, below=step)) is not None:
+        return newest.path
+    lineage = recorded.lineage
+    if lineage is not None:
+        raise DataError(
+            f"{recorded.path} was forked from {lineage.parent_name} after step {lineage.step}, so it cannot be "
+            f"repeated from its start, and it has no checkpoint before step {step}; {recorded.steps_text()}"
+        )
+    path = recorded.get("trainer.resume_from_path")
+    if recorded.get("trainer.resume_mode") != "resume_path" or not path:
+        return None
+    try:
+        found = checked_path(Path(path).expanduser().absolute())
+    except CheckpointError as error:
+        raise DataError(f"{recorded.path} began at trainer.resume_from_path={path}: {error}") from None
+    if read_manifest(found).step >= step:
+        raise DataError(f"--step {step}: {recorded.path} began at {found}, after that step")
+    return found
+
+
+def require_recorded(recorded: Recorded, files: Files, step: int) -> None:
+    """Refuse what cannot be compared."""
+    if step not in files.metrics:
+        steps = sorted(number for number in files.metrics if number > 0)
+        there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
+        raise DataError(f"{recorded.path / 'metrics.jsonl'} has no step {step}: {there}")
+    mode = recorded.get("trainer.async_training.mode", "off")
+    engines = recorded.get("trainer.n_gpus_per_node", 1) * recorded.get("trainer.nnodes", 1)
+    if mode == "fully_async" or (mode == "carry_over" and engines > 1):
+        what = "when weights arrive" if mode == "fully_async" else "which prompts are in a batch"
+        raise ConfigError(
+            f"trainer.async_training.mode={mode}: {what} depends on time, so two runs differ and a difference would "
+            "say nothing. Runs with mode=off, one_step_off, or carry_over on one device can be repeated"
+        )
+
+
+@contextmanager
+def replay_folder(run: Path, step: int, keep: bool) -> Iterator[Path]:
+    """A new folder below RUN/replays, removed at the end unless it is kept."""
+    parent = run / "replays"
+    try:
+        parent.mkdir(exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"step_{step}-", dir=parent))
+    except OSError as error:
+        raise VerlError(
+            f"cannot write to {parent}: {error.strerror or error}. Repeat a copy of the run in a folder you may write "
+            "to"
+        ) from None
+    try:
+        yield folder
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # others may be kept there
+                parent.rmdir()
+
+
+def replay_config(recorded: Recorded, folder: Path, start: Path | None) -> PPOConfig | OfflineConfig:
+    """The config the run had, with a folder of its own, another beginning, and nobody told of it."""
+    values = json.loads(json.dumps(recorded.values))
+    changed: dict[str, Any] = {
+        "default_local_dir": str(folder),
+        "resume_mode": "disable" if start is None else "resume_path",
+        "resume_from_path": None if start is None else str(start),
+        "logger": [],
+        "prometheus.enable": False,
+        "profile.steps": [],
+        "max_restarts": 0,
+    }
+    if recorded.kind is PPOConfig:
+        changed |= {"rollout_data_dir": None, "validation_data_dir": None}
+        changed |= {"token_data": False, "val_only": False}
+    for name, value in changed.items():
+        set_path(values, f"trainer.{name}", value)
+    return from_dict(recorded.kind, values, quiet=True)
+
+
+def repeat(cfg: PPOConfig | OfflineConfig, step: int, recorded: Files) -> None:
+    """Run to `step`, or to the step after the first whose metrics differ."""
+    from verl.trainer.preflight import preflight
+
+    preflight(cfg, saves=False)
+    with exits_as_errors():
+        if isinstance(cfg, PPOConfig):
+            _repeat_rl(cfg, step, recorded)
+        else:
+            _repeat_offline(cfg, step, recorded)
+
+
+def _repeat_rl(cfg: PPOConfig, step: int, recorded: Files) -> None:
+    from verl.trainer.assembly import build_loop, open_run
+
+    with open_run(cfg) as parts:
+        loop = build_loop(cfg, parts)
+        try:
+            loop.repeat_to = step
+            loop.tracker.trackers["replay"] = StopAtDifference(loop, recorded)
+            loop.fit()
+        finally:
+            loop.tracker.close()
+            loop.workers.close()
+
+
+def _repeat_offline(cfg: OfflineConfig, step: int, recorded: Files) -> None:
+    from verl.trainer.offline_loop import OfflineLoop, RayLoop, build_loop, load_data
+    from verl.trainer.offline_trainer import record
+    from verl.trainer.setup import open_run_folder, open_tracker
+
+    data = load_data(cfg)
+    with (
+        open_run_folder(cfg.trainer) as folder,
+        closing(open_tracker(cfg, folder, total_steps=data.total_steps, live=False)) as tracker,
+    ):
+        loop: OfflineLoop | RayLoop
+        if world_size(cfg) > 1:
+            loop = RayLoop(cfg, data, folder.path, step)
+        else:
+            loop = build_loop(cfg, data, folder.path, repeat_to=step)
+        tracker.trackers["replay"] = StopAtDifference(loop, recorded)
+        with closing(loop):
+            record(loop.run(), folder, tracker, data.total_steps)
+
+
+class StopAtDifference:
+    """A tracker that ends a repetition early: what follows the first difference says nothing more."""
+
+    def __init__(self, loop: Any, recorded: Files) -> None:
+        self._loop, self._recorded = loop, recorded
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        # As both rows are read from files, where a number that is not finite is null.
+        if metrics_differ(self._recorded, step, json.loads(dumps(metrics))):
+            self._loop.request_stop()
+
+    def log_samples(self, step: int, rows: list[Any]) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def report(found: Comparison, first: int, last: int, start: Path | None) -> str:
+    """The result for people."""
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    counted = f"{found.numbers:,} numbers" + (
+        f" and {found.responses:,} responses" if found.responses else ""
+    )
+    lines = [f"note: {note}" for note in found.notes]
+    if found.difference is None:
+        return "\n".join([*lines, f"no difference: {counted} of {steps} are equal"])
+    different = found.difference
+    lines += [
+        f"first difference: step {different.step}, {different.name}",
+        f"  recorded  {_shown(different.recorded)}",
+        f"  repeated  {_shown(different.repeated)}",
+        f"  points to {different.cause}",
+    ]
+    versions = other_versions(start)
+    if versions:
+        lines.append(f"  versions  {versions}")
+    return "\n".join(lines)
+
+
+def other_versions(start: Path | None) -> str:
+    """Packages whose versions are others than when the checkpoint was saved."""
+    if start is None:
+        return ""
+    now = installed_versions()
+    before = read_manifest(start).versions
+    return ", ".join(
+        f"{name} was {version}, is {now.get(name, 'not installed')}"
+        for name, version in sorted(before.items())
+        if now.get(name) != version
+    )
+
+
+def _shown(value: Any) -> str:
+    text = dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
