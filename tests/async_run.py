@@ -79,6 +79,7 @@ def states(folder: Path, step: int) -> dict[str, Any]:
         elif file.name == "trainer_state.json":
             state = json.loads(file.read_text())
             state["metrics"] = untimed([state["metrics"]])
+            state["health"]["steps"] = [(at, *untimed([row])) for at, row in state["health"]["steps"]]
             found[name] = state
     assert any("trainer_state" in name for name in found)
     return found

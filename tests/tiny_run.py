@@ -33,8 +33,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The metrics that two runs of one config share: all but times and throughput."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith(("timing", "perf/"))}
-        for row in rows
-    ]
+    """The metrics that two runs of one config share: all but times and throughput, and findings, as some are about
+    these."""
+    others = ("timing", "perf/", "findings")
+    return [{name: value for name, value in row.items() if not name.startswith(others)} for row in rows]

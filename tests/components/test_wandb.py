@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,9 @@ def test_offline_everything_is_kept_in_the_run_folder(tmp_path, monkeypatch, pro
         fan.log(2, {"reward/mean": 0.6875})
         session = wandb.run
         assert session is not None
+        deadline = time.monotonic() + 120
+        while session.step < 3 and time.monotonic() < deadline:  # it is called from another thread
+            time.sleep(0.05)
         assert (session.project, session.name) == ("a project", "an experiment")
         assert session.config["trainer"] == {"project_name": "p"} and session.config["path"] == "/data"
         assert session.summary["reward/mean"] == 0.6875 and session.step == 3  # the second is complete

@@ -51,6 +51,10 @@ def test_demo_learns_and_prints_its_accuracy(demo):
     run = folder / "grpo"
     assert str(run) in printed
     assert {"config.yaml", "metrics.jsonl", "rollouts", "validation"} <= {path.name for path in run.iterdir()}
+    for stage in ("sft", "grpo"):
+        assert '"findings"' not in (folder / stage / "metrics.jsonl").read_text(), (
+            "a healthy run alarms nobody"
+        )
 
 
 @pytest.fixture

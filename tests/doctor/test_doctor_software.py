@@ -63,7 +63,22 @@ def test_what_is_wanted_is_what_the_project_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", ["ray", "vllm", "sglang", "megatron", "peft", "wandb", "tensorboard", "math", "datasets", "gym"]
+    "extra",
+    [
+        "ray",
+        "vllm",
+        "sglang",
+        "megatron",
+        "peft",
+        "wandb",
+        "tensorboard",
+        "mlflow",
+        "trackio",
+        "swanlab",
+        "math",
+        "datasets",
+        "gym",
+    ],
 )
 def test_an_extra_is_installed_by_the_names_of_its_packages(extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

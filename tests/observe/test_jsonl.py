@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.report_data import report_data
 from verl import cli
 from verl.observe.jsonl import append_line, read_jsonl, read_metrics
 from verl.observe.report import write_report
@@ -79,7 +80,9 @@ def test_a_damaged_line_is_left_out_by_every_reader_and_removed_when_the_run_goe
     assert [record.getMessage().count("1 line is left out") for record in caplog.records] == [1]
     log = MetricsLog(file)
     assert [row["step"] for row in log.poll()] == [1, 2, 3] and log.damaged == 1
-    assert "<p>3 steps" in write_report(tmp_path).read_text()
+    data = report_data(write_report(tmp_path))
+    assert data["run/0/metrics.json"]["step"] == [1, 2, 3]
+    assert data["run/0/summary.json"]["notes"][-1] == "1 lines of metrics.jsonl cannot be read"
     caplog.clear()
     with RunFolder(tmp_path) as run, caplog.at_level(logging.WARNING):
         assert run.rewind(2)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from verl.errors import ConfigError, VerlError
+from verl.observe.findings import Finding
 from verl.observe.jsonl import read_jsonl
 from verl.observe.run_folder import RunFolder, default_run_path, write_atomically
 
@@ -70,10 +72,36 @@ def test_rewinding_forgets_later_steps_only(tmp_path: Path) -> None:
         for step in range(1, 6):
             run.append_metrics(step, {"a": step})
             run.write_rollouts(step, [{"x": step}])
+        run.tokens_file(2).touch()
+        run.in_background(run.tokens_file(5).touch)
         assert not run.rewind(7)
         assert run.rewind(3)
         assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
-        assert sorted(f.name for f in run.rollout_dir.iterdir()) == ["1.jsonl", "2.jsonl", "3.jsonl"]
+        names = sorted(f.name for f in run.rollout_dir.iterdir())
+        assert names == ["1.jsonl", "2.jsonl", "2.tokens", "3.jsonl"]
+
+
+def test_samples_written_in_the_background_are_there_when_the_run_ends(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        run.write_rollouts(1, [{"x": 1}])
+
+    with RunFolder(tmp_path) as run:
+        run.in_background(slow)
+        assert begun.wait(60) and not list(run.rollout_dir.iterdir()), "the caller goes on meanwhile"
+        go_on.set()
+        run.in_background(lambda: run.write_rollouts(2, [{"x": 2}]))
+        assert (run.rollout_dir / "1.jsonl").exists(), "one step is written at a time"
+    assert sorted(f.name for f in run.rollout_dir.iterdir()) == ["1.jsonl", "2.jsonl"]
+
+
+def test_what_fails_in_the_background_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunFolder(tmp_path) as run:
+        run.in_background(lambda: [][0], lambda: run.write_rollouts(1, [{"x": 1}]) and None)  # type: ignore[func-returns-value]
+    assert "IndexError" in caplog.text and (run.rollout_dir / "1.jsonl").exists()
 
 
 def test_a_fresh_start_keeps_nothing_of_an_earlier_run_among_its_own(tmp_path: Path) -> None:
@@ -82,6 +110,7 @@ def test_a_fresh_start_keeps_nothing_of_an_earlier_run_among_its_own(tmp_path: P
         run.restart()  # nothing there
         run.append_metrics(1, {"a": 1.0})
         run.write_rollouts(1, [{"a": 1}])
+        run.tokens_file(1).touch()
         run.write_validation(1, [{"a": 1}])
         run.restart()
         assert run.read_metrics() == [] and not list(run.rollout_dir.iterdir())
@@ -176,14 +205,15 @@ def test_a_failed_atomic_write_leaves_the_old_text_and_no_litter(tmp_path: Path)
     assert os.listdir(tmp_path) == ["x.txt"]
 
 
-def test_notices_go_with_the_steps_they_belong_to(tmp_path: Path) -> None:
+def test_findings_go_with_the_steps_they_belong_to(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
         for step in (1, 2, 3):
-            folder.append_metrics(step, {"a": 1.0})
-            folder.append_health(step, {"rule": f"line {step}"} if step != 2 else {})
+            found = [Finding("rule", f"seen {step}", "meaning", "key=1")] if step != 2 else []
+            folder.append_metrics(step, {"a": 1.0}, found)
         folder.rewind(2)
-        assert folder.health_file.read_text() == '{"step": 1, "rule": "rule", "line": "line 1"}\n'
-        folder.health_file.write_text("no json\n")
-        folder.rewind(2)
+        first, second = folder.read_metrics()
+        assert first["findings"] == [{"rule": "rule", "seen": "seen 1", "meaning": "meaning", "try": "key=1"}]
+        assert "findings" not in second
+        (folder.path / "health.jsonl").write_text("findings of an older version\n")
         folder.restart()
-        assert not folder.health_file.exists()
+        assert not (folder.path / "health.jsonl").exists()

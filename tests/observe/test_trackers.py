@@ -1,32 +1,20 @@
-"""Trackers, console and report: what reaches the user."""
+"""Trackers and console: what reaches the user."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
-import math
-import re
-import shutil
-import socket
-import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
-from html.parser import HTMLParser
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from verl.errors import ConfigError, MissingPackage
 from verl.observe import trackers as module
 from verl.observe.console import StepConsole, sparkline, step_line
-from verl.observe.prometheus import MAX_CONNECTIONS, PrometheusTracker
-from verl.observe.report import write_report
 from verl.observe.run_folder import RunFolder
 from verl.observe.trackers import FanOut, FileTracker, build_trackers, register_tracker
 
@@ -122,7 +110,9 @@ def test_an_unknown_logger_lists_the_known_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module_name"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")]
+    ("name", "module_name"),
+    [(name, name) for name in ("wandb", "mlflow", "trackio", "swanlab")]
+    + [("tensorboard", "torch.utils.tensorboard")],
 )
 def test_a_missing_package_is_named_with_its_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module_name: str
@@ -165,127 +155,3 @@ def test_a_registered_tracker_can_be_named_and_built_in_names_are_taken(
     assert seen == [(4, 1.0)]
     with pytest.raises(ConfigError, match="'console' is taken"):
         register_tracker("console")
-
-
-@pytest.fixture
-def served() -> Iterator[PrometheusTracker]:
-    tracker = PrometheusTracker("127.0.0.1", 0, "project/experiment")
-    yield tracker
-    tracker.close()
-
-
-def scraped(tracker: PrometheusTracker, path: str = "/metrics") -> str:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return opener.open(f"http://127.0.0.1:{tracker.port}{path}", timeout=120).read().decode()
-
-
-def test_prometheus_serves_the_newest_step(served: PrometheusTracker) -> None:
-    served.log(
-        3, {"actor/pg_loss": 0.5, "val-core/x/acc/mean@1": float("nan"), "a/b": 1, "a_b": 2, "text": "no"}
-    )
-    families = {family.name: family for family in text_string_to_metric_families(scraped(served))}
-    assert set(families) == {"verl_step", "verl_actor_pg_loss", "verl_val_core_x_acc_mean_1", "verl_a_b"}
-    for family in families.values():
-        assert family.type == "gauge" and family.documentation.endswith("of the newest step")
-        assert [sample.labels for sample in family.samples] == [{"run": "project/experiment"}]
-    assert families["verl_step"].samples[0].value == 3.0
-    assert families["verl_actor_pg_loss"].samples[0].value == 0.5
-    assert families["verl_actor_pg_loss"].documentation == "actor/pg_loss of the newest step"
-    assert math.isnan(families["verl_val_core_x_acc_mean_1"].samples[0].value)
-    served.log(4, {"huge": 10**400})
-    assert "verl_huge" not in scraped(served, "/")
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        scraped(served, "/etc/passwd")
-    with pytest.raises(ConfigError, match=r"trainer\.prometheus\.port"):
-        PrometheusTracker("127.0.0.1", served.port, "r")
-
-
-def test_connections_that_ask_for_nothing_do_not_use_up_the_metrics_endpoint(
-    served: PrometheusTracker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "verl.observe.prometheus.TIMEOUT_S", 600.0
-    )  # the oldest makes place, not one that is too slow
-    monkeypatch.setattr("verl.observe.prometheus._Handler.timeout", 600.0)
-    with contextlib.ExitStack() as stack:
-        for number in range(3 * MAX_CONNECTIONS):
-            half = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=120))
-            half.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")  # and no end of the request
-            assert len(served.server.connections) <= MAX_CONNECTIONS, number
-        assert "verl_step" in scraped(served)  # they are all still there
-        assert len(served.server.connections) <= MAX_CONNECTIONS
-    assert "verl_step" in scraped(served)
-
-
-class Outside(HTMLParser):
-    """Collects what a page would run or fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.found += [tag for name, _ in attrs if name in ("src", "href", "onload")]
-        self.found += [tag] if tag in ("script", "link", "iframe") else []
-
-
-def test_the_report_is_self_contained_and_escapes_what_models_write(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run") as run:
-        run.write_config({"a": 1})
-        for step in range(1, 4):
-            run.append_metrics(step, {"reward/mean": step / 3, "actor/entropy": None, "timing_s/step": 1.0})
-        run.append_metrics(4, {"val-core/<b>/acc": 0.5})
-        run.write_validation(2, [{"prompt": "p", "response": "<script>alert(1)</script><img src=x>"}])
-    page = write_report(tmp_path / "run").read_text(encoding="utf-8")
-    parser = Outside()
-    parser.feed(page)
-    assert parser.found == []
-    assert parser.tags.count("polyline") == 2  # reward and time; one point alone is a dot
-    assert "&lt;script&gt;" in page and "0.333 &rarr; 1.000" in page
-
-
-LONG = "val-core/a_rather_long_dataset_name/with-another-part/acc"
-
-
-def long_run(folder: Path) -> Path:
-    """A run whose metrics have long names and whose rules had something to say."""
-    with RunFolder(folder) as run:
-        run.write_config({"actor_rollout_ref": {}})
-        for step in (1, 2):
-            scores = {f"{LONG}/mean@1": step / 10, f"{LONG}/pass@1": step / 10, f"{LONG}/best@4": step / 5}
-            run.append_metrics(step, {**scores, "reward/mean": 0.1})
-            run.append_health(step, {"rule": "<b>cut</b> at 4"})
-    return write_report(folder)
-
-
-def test_the_report_has_each_curve_once_and_what_the_rules_said(tmp_path: Path) -> None:
-    page = long_run(tmp_path / "run").read_text(encoding="utf-8")
-    assert page.count("<figure>") == 3, "mean@1 and pass@1 are one curve, best@4 is another"
-    assert f"{LONG}/mean@1" in page and f"{LONG}/best@4" in page and f"{LONG}/pass@1" not in page
-    assert "<strong>steps 1-2, 2 times</strong> &lt;b&gt;cut&lt;/b&gt; at 4" in page
-
-
-@pytest.mark.components
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-@pytest.mark.parametrize("width", [1300, 420])
-def test_long_names_stay_inside_their_cards(tmp_path: Path, width: int) -> None:
-    page = long_run(tmp_path / "run")
-    measure = (
-        "<script>document.body.innerHTML = [document.documentElement, ...document.querySelectorAll('figcaption')]"
-        ".filter(e => e.scrollWidth > e.clientWidth).map(e => 'OVERFLOW ' + e.textContent).join() || 'FITS'</script>"
-    )
-    # The page's own policy allows no script.
-    text = re.sub(r"<meta http-equiv.*?>", "", page.read_text(encoding="utf-8"), count=1)
-    page.write_text(text.replace("</body>", f"{measure}</body>"), encoding="utf-8")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
-    profile = f"--user-data-dir={tmp_path}/profile"
-    done = subprocess.run(
-        [*command, profile, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=240
-    )
-    assert "<body>FITS" in done.stdout, done.stdout[-500:]
-
-
-def test_a_report_of_an_empty_run_says_so(tmp_path: Path) -> None:
-    assert "No step has finished yet" in write_report(tmp_path).read_text()

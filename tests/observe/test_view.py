@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import tiny_run
+from tests.report_data import report_data
+from tests.tiny_run import read_metrics, tiny_run
 from verl import cli
 from verl.errors import VerlError
+from verl.observe.findings import Finding
 from verl.observe.run_folder import RunFolder
 from verl.observe.run_reader import lock_owner, notices, open_run, state_of
 from verl.observe.view import follow, make_console
@@ -93,7 +95,7 @@ def test_a_run_is_shown_whole(
         "perf/throughput",
     ):
         assert part in out, part
-    for part in ("health", "timing_s/gen", "timing_s/update_actor", "best: step 4", "worst: step 4"):
+    for part in ("findings", "timing_s/gen", "timing_s/update_actor", "best: step 4", "worst: step 4"):
         assert part in out, part
 
 
@@ -141,7 +143,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(finished: Path) -> None:
 
 def test_chosen_metrics_are_shown(finished: Path, view: Callable[..., tuple[int, str]]) -> None:
     _, out = view(finished, "--metric", "critic/score/*")
-    assert "critic/score/max" in out and "actor/entropy" not in out.split("health")[0]
+    assert "critic/score/max" in out and "actor/entropy" not in out.split("findings")[0]
     code, out = view(finished, "--metric", "no/such")
     assert code == 2 and "reward/mean" in out
 
@@ -151,7 +153,8 @@ def test_html_is_written_anew(copied: Callable[..., Path], view: Callable[..., t
     (folder / "report.html").unlink()
     code, out = view(folder, "--html")
     assert code == 0 and str(folder / "report.html") in out
-    assert "reward/mean" in (folder / "report.html").read_text()
+    rewards = report_data(folder / "report.html")["run/0/metrics.json"]["series"]["reward/mean"]
+    assert rewards == [row.get("reward/mean") for row in read_metrics(folder)]
 
 
 # -- which run ----------------------------------------------------------------------------------------------------
@@ -349,50 +352,50 @@ def test_a_run_that_went_back_in_time_is_read_anew(copied: Callable[..., Path]) 
         assert [step for step, _ in run.log.points("reward/mean")] == [1, 2]
 
 
-# -- health -------------------------------------------------------------------------------------------------------
+# -- findings -----------------------------------------------------------------------------------------------------
 
 
-def test_what_the_rules_said_is_shown_with_its_steps(
+def test_what_the_diagnoses_reported_is_shown_with_its_steps(
     copied: Callable[..., Path], view: Callable[..., tuple[int, str]]
 ) -> None:
     folder = copied()
+    with RunFolder(folder) as opened:
+        for step, rule, seen in (
+            (5, "kl", "kl is 7.5"),
+            (25, "kl", "kl is 8.5"),
+            (45, "not_finite", "a is nan"),
+        ):
+            opened.append_metrics(step, {"reward/mean": 0.1}, [Finding(rule, seen, "too far", "lr=1e-6")])
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 45, "reward/mean": 0.1}\n')
-    with open(folder / "health.jsonl", "a") as file:
-        file.write('{"step": 5, "rule": "kl_too_large", "line": "actor/kl is 7.5"}\n')
-        file.write('{"step": 25, "rule": "kl_too_large", "line": "actor/kl is 8.5"}\nno json\n')
-        file.write('{"step": 45, "rule": "not_finite", "line": "a is nan"}\n{"step": 46, "rule"')
+        file.write('{"step": 45, "findings": 3}\n{"step": 45, "findings": [7, {"rule": "x"}]}\n')
+        file.write('{"step": 46, "findings": [{"rule"')
     found = notices(open_run(folder))
-    kl = next(notice for notice in found if notice.line.startswith("actor/kl"))
-    assert (kl.line, kl.first, kl.last, kl.times, kl.recent) == ("actor/kl is 8.5", 5, 25, 2, False)
-    assert found[0].line == "a is nan" and found[0].recent
+    kl = next(notice for notice in found if notice.finding.rule == "kl")
+    assert (kl.finding.seen, kl.first, kl.last, kl.times, kl.recent) == ("kl is 8.5", 5, 25, 2, False)
+    assert found[0].finding.seen == "a is nan" and found[0].recent
     out = view(folder)[1]
-    assert "step 45: a is nan" in out and "steps 5-25, 2 times: actor/kl is 8.5" in out
+    assert "step 45: a is nan: too far. Try lr=1e-6" in out
+    assert "steps 5-25, 2 times: kl is 8.5: too far. Try lr=1e-6" in out
 
 
-def test_the_view_and_the_report_have_the_notices_the_console_had(
+def test_findings_of_a_run_that_kept_them_in_a_file_of_their_own_are_shown(
+    copied: Callable[..., Path],
+) -> None:
+    folder = copied()
+    lines = ('{"step": 2, "rule": "old", "line": "kl is 7.5. Set lr"}', "no json", '{"step": 3, "rule"')
+    (folder / "health.jsonl").write_text("\n".join(lines))
+    assert "kl is 7.5. Set lr" in [notice.finding.line for notice in notices(open_run(folder))]
+
+
+def test_the_view_and_the_report_have_the_findings_the_console_had(
     finished: Path, said: list[str], view: Callable[..., tuple[int, str]]
 ) -> None:
-    """Rules that look at the batch cannot be asked again afterwards."""
-    import html
-
     assert any("were cut at data.max_response_length=4" in line for line in said)
-    assert sorted(notice.line for notice in notices(open_run(finished))) == sorted(said)
+    assert sorted(notice.finding.line for notice in notices(open_run(finished))) == sorted(said)
     out = view(finished)[1]
-    page = (finished / "report.html").read_text()
-    for line in said:
-        assert line in out and html.escape(line) in page
-    assert "nothing to report" not in out and "<h2>Health</h2>" in page
-
-
-def test_advice_about_the_settings_is_shown_without_any_step(tmp_path: Path) -> None:
-    from verl.config.load import from_dict, to_dict
-    from verl.config.schema import PPOConfig
-
-    with RunFolder(tmp_path / "run") as folder:
-        folder.write_config(to_dict(from_dict(PPOConfig, {"rollout.temperature": 2.0}, checked=False)))
-    (notice,) = notices(open_run(tmp_path / "run"))
-    assert notice.when == "at start" and "temperature is 2" in notice.line
+    rows = report_data(finished / "report.html")["run/0/summary.json"]["findings"]
+    assert sorted(Finding.from_row(row).line for row in rows) == sorted(said)
+    assert all(line in out for line in said) and "nothing to report" not in out
 
 
 # -- following ----------------------------------------------------------------------------------------------------
@@ -547,5 +550,7 @@ def test_a_conversation_is_shown_turn_by_turn(
     ]
     assert "(reward 0.5)" in lines
     view(run, "--html")
-    page = (run / "report.html").read_text()
-    assert "<dt>2 tool</dt><dd>the product is 6</dd>" in page and "all of it" not in page
+    data = report_data(run / "report.html")
+    groups = [chunk["groups"] for path, chunk in data.items() if path.startswith("run/0/groups/rollouts/")]
+    rows = [each for chunk in groups for group in chunk.values() for each in group["rows"]]
+    assert [each["turns"] for each in rows if each["prompt"] == row["prompt"]] == [row["turns"]]

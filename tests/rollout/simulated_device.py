@@ -101,7 +101,7 @@ class SimulatedRunner(DeviceRunner):
         self.graph_error = None
         self.rows = []
         self._slots = list(range(capacity))
-        self._in_flight = 0
+        self._in_flight = self._drawn = 0
         self._poll = None
         self._tables_moved = False
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}

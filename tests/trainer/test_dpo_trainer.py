@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 
+from tests.scraping import scraped, scraping
 from verl.config import known
 from verl.config.load import load_config
 from verl.config.schema import DPOConfig
@@ -87,9 +88,11 @@ def digest(folder):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_raises_the_margin(model, data, tmp_path, loss):
     before = digest(model)
-    result = fit(model, data, tmp_path / "run", f"algorithm.loss={loss}")
+    result = fit(model, data, tmp_path / "run", f"algorithm.loss={loss}", *scraping())
     rows = metrics(result.folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["verl_steps_total process=controller"] for row in scraped(result.folder)] == [1, 2, 3, 4]
+    assert scraped(result.folder)[-1]["verl_phase_seconds_count phase=step process=controller"] == 4
     assert rows[-1]["val/margin"] > rows[1]["val/margin"]
     assert rows[-1]["val/loss"] < rows[1]["val/loss"]
     assert {"train/loss", "train/accuracy", "train/margin", "val/accuracy"} <= rows[-1].keys()

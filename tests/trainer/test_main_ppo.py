@@ -75,10 +75,10 @@ def test_who_asks_while_a_step_is_being_logged_gets_one_too(watch, monkeypatch):
 
     log, loops = FanOut.log, []
 
-    def late(self, step, metrics):
+    def late(self, step, *rest):
         if step == 2:
             loops[0].request_stop()
-        return log(self, step, metrics)
+        return log(self, step, *rest)
 
     monkeypatch.setattr(FanOut, "log", late)
     seen = watch("trainer.total_training_steps=50", within=loops.append)
@@ -186,8 +186,8 @@ def test_health_rules_watch_numbers_that_a_run_gives(watch):
     from verl.observe.health import WATCHED
 
     seen = watch("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
-    others = {name for name in WATCHED if name.startswith(("train/", "implicit_reward/"))}
-    assert WATCHED - others <= set(seen.rows[-1]), "the others are those of fine-tuning and of prime"
+    others = {name for name in WATCHED if name.startswith(("train/", "val/", "tools/", "implicit_reward/"))}
+    assert WATCHED - others <= set(seen.rows[-1]), "the others are those of fine-tuning, tools and prime"
 
 
 def test_the_first_signal_asks_the_second_insists():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.scraping import scraped, scraping, spans
 from tests.torchrun import PATIENCE_S, finish, start
 from verl.config.load import load_sft_config
 from verl.data.tasks.word_problems import WordProblems
@@ -107,7 +108,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def alone(model, data, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "alone"
-    return sft_trainer.run(load_sft_config(arguments(model, data, out))).folder
+    return sft_trainer.run(load_sft_config(arguments(model, data, out, *scraping()))).folder
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def together(model, data, tmp_path_factory) -> tuple[Path, str]:
     """Two processes, and what they wrote to the terminal."""
     out = tmp_path_factory.mktemp("runs") / "together"
     log = out.with_name("log.txt")
-    code, text = finish(start(SFT, arguments(model, data, out), log), log)
+    code, text = finish(start(SFT, arguments(model, data, out, *scraping()), log), log)
     assert code == 0, text[-3000:]
     return out, text
 
@@ -142,6 +143,28 @@ def test_one_process_of_them_speaks_and_both_share_the_checkpoint(together):
     assert text.count("sequences per rank") == 1
     assert "on 2 ranks" in text
     assert json.loads((folder / "global_step_5" / "ckpt_contents.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_steps_and_phases_are_served_and_recorded(together, alone):
+    for folder, processes in ((together[0], ["controller", "rank_1"]), (alone, ["controller"])):
+        rows = scraped(folder)
+        assert [row["verl_steps_total process=controller"] for row in rows] == [1, 2, 3, 4, 5]
+        assert [row["verl_phase_seconds_count phase=step process=controller"] for row in rows] == [
+            1,
+            2,
+            3,
+            4,
+            5,
+        ]
+        assert (
+            rows[-1]["verl_train_loss"] > 0
+            and rows[-1]["verl_last_step_timestamp_seconds process=controller"]
+        )
+        assert sorted(file.stem for file in (folder / "phases").iterdir()) == processes
+        for process in processes:
+            steps = [span["step"] for span in spans(folder, process) if span["name"] == "step"]
+            assert steps == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

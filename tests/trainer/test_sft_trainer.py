@@ -11,6 +11,7 @@ from verl.config.load import load_sft_config
 from verl.data.write import write_rows
 from verl.demo.data import demonstrate
 from verl.demo.model import build_model_folder, build_tokenizer
+from verl.errors import CheckpointError
 from verl.observe.trackers import FanOut
 from verl.trainer import fsdp_sft_trainer, offline_loop, sft_trainer
 
@@ -216,10 +217,10 @@ def test_stop_request_while_the_last_step_of_an_epoch_is_logged_gives_a_checkpoi
         loops.append(loop)
         return step(loop, batch)
 
-    def late(self, number, metrics):
+    def late(self, number, *rest):
         if number == 2:
             loops[0].request_stop()
-        return log(self, number, metrics)
+        return log(self, number, *rest)
 
     monkeypatch.setattr(offline_loop.OfflineLoop, "step", watched)
     monkeypatch.setattr(FanOut, "log", late)
@@ -375,3 +376,29 @@ def test_bad_input_gets_one_clear_message_and_exit_code_2(option, says, model, d
     assert message.count("error:") == 1
     assert re.search(says, message, re.DOTALL), message
     assert "Traceback" not in message
+
+
+def test_a_state_of_which_one_part_is_bad_changes_nothing(model, data, tmp_path):
+    cfg = load_sft_config(arguments(model, data, tmp_path / "run"))
+    loop = offline_loop.build_loop(cfg, offline_loop.load_data(cfg), tmp_path / "run")
+    found = {"steps": [[4, {"train/loss": 2.0}]], "last_spoke": {"not_finite": 4}}
+    good = {"step": 4, "loader": {"epoch": 0, "position": 16, "rows": 32}, "health": found}
+
+    def parts():
+        return loop.step_number, loop.health.state_dict(), loop.data.train.state_dict()
+
+    before = parts()
+    for bad in (
+        {"loader": {"epoch": 0, "position": 0, "rows": 31}},
+        {"loader": {}},
+        {"health": {"steps": [[1, {"train/loss": "high"}]], "last_spoke": {}}},
+        {"health": {"steps": []}},
+        {"early_stop": 3},
+        {"metrics": []},
+        {"step": -1},
+    ):
+        with pytest.raises(CheckpointError):
+            loop.load_state_dict({**good, **bad})
+        assert parts() == before, bad
+    loop.load_state_dict(good)
+    assert parts()[:2] == (4, found) and parts()[2]["position"] == 16

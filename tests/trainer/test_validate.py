@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
+
+from verl.trainer.validation import decode_all
 
 
 def validation_rows(seen, step: int) -> list[dict]:
@@ -101,3 +104,13 @@ def test_a_large_validation_is_generated_in_parts_and_says_the_same(watch, digit
     for name, value in whole.rows[0].items():
         if name.startswith("val-"):
             assert parts.rows[0][name] == pytest.approx(value)
+
+
+def test_texts_decoded_at_once_are_those_of_the_tokenizer(tiny_tokenizer):
+    """Special tokens, unknown ids and empty rows included; a tokenizer that changes spaces is asked row by row."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    rows = [[], *([i, j] for i in range(len(tokenizer)) for j in (0, 1, len(tokenizer) - 1))]
+    for clean in (False, True):
+        tokenizer.clean_up_tokenization_spaces = clean
+        expected = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
+        assert decode_all(tokenizer, rows) == expected

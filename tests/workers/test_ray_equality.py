@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -75,10 +77,19 @@ def test_fewer_prompts_than_ranks(train, joined):
         "trainer.total_training_steps=2",
     ]
     alone, _ = train(*settings, folder="alone")
-    rows, _ = train(*settings, "trainer.n_gpus_per_node=2", "trainer.watchdog_s=120", folder="world2")
+    ranks = [
+        "trainer.n_gpus_per_node=2",
+        "trainer.watchdog_s=120",
+        "trainer.profile.steps=[2]",
+        "trainer.profile.ranks=[1]",
+    ]
+    rows, folder = train(*settings, *ranks, folder="world2")
     for mine, one in zip(rows, alone, strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
             assert mine[name] == pytest.approx(one[name], rel=2e-3, abs=2e-5), name
+    assert [file.name for file in (folder / "profile").iterdir()] == ["step_2_rank_1.json.gz"]
+    with gzip.open(folder / "profile" / "step_2_rank_1.json.gz", "rt") as text:
+        assert any("Backward" in str(event["name"]) for event in json.load(text)["traceEvents"]), "its update"
 
 
 def test_a_reward_model_with_adapters_resumes_on_ranks(train, joined):

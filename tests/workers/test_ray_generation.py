@@ -92,3 +92,4 @@ def test_on_two_processes_of_which_one_died_the_responses_are_those_of_one(
     assert main(keys(*dying, output="dying.jsonl")) == 0
     assert "continuing: " in capfd.readouterr().err
     assert rows(tmp_path / "dying.jsonl") == rows(tmp_path / "one.jsonl")
+    assert not Path("phases").exists(), "phases belong to the folder of a run"

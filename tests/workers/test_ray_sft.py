@@ -220,3 +220,14 @@ def test_sigterm_saves_and_leaves_no_rank(words, joined, tmp_path, fork_server):
     saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
     assert metrics(tmp_path / "run")[-1]["step"] == saved
     assert nobody_left(joined)
+
+
+def test_two_ranks_repeat_a_step_and_save_nothing(words, tmp_path, capsys):
+    from verl import cli
+
+    assert cli.main(["sft", *words("trainer.n_gpus_per_node=2")]) == 0
+    assert cli.main(["replay", str(tmp_path / "run"), "--step", "3", "--keep"]) == 0
+    assert "numbers of step 3 are equal" in capsys.readouterr().out
+    kept = next((tmp_path / "run" / "replays").iterdir())
+    assert [json.loads(line)["step"] for line in (kept / "metrics.jsonl").read_text().splitlines()] == [2, 3]
+    assert not list(kept.glob("global_step_*"))

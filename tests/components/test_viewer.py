@@ -1,0 +1,250 @@
+"""The viewer's page in a real Chromium, as `report.html` and served: 100k responses, numbers as in the files, and text
+that stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.chromium import CHROMIUM, Page, browser
+from tests.observe.big_run import N, sample, write_run, write_samples
+from verl.observe.report import write_report
+from verl.observe.token_table import SCALES, TokenTable
+
+STEPS, PROMPTS = 100, 125
+ATTACK = "</script><script>document.title='FIRED'</script><img src=x onerror=\"document.title='FIRED'\"><b>bold</b>"
+VIEWS = (
+    ("overview?run=0", ".facts"),
+    ("curves?run=0", ".curve"),
+    ("timeline?run=0", "#bar"),
+    ("config?run=0", ".keys"),
+    ("rollouts?run=0", ".space .line"),
+    ("group?run=0&kind=rollouts&step=1&uid=0", ".response"),
+)
+pytestmark = [
+    pytest.mark.slow(seconds=15),
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("chromium") / "profile") as page:
+        yield page
+
+
+def found(tab: Page) -> int:
+    return int(tab.value("Number(document.querySelector('.found').dataset.found)"))
+
+
+def test_a_report_of_100k_responses_filters_sorts_and_opens_a_group_with_the_numbers_of_the_files(
+    tab: Page, tmp_path: Path
+) -> None:
+    samples = {step: [sample(step, line) for line in range(PROMPTS * N)] for step in range(1, STEPS + 1)}
+    report = write_report(write_run(tmp_path / "p" / "run", samples))
+    everything = [(step, line, row) for step, rows in samples.items() for line, row in enumerate(rows)]
+    tab.requests.clear()
+    tab.open(report.as_uri())
+    tab.go("rollouts?run=0", ".space .line")
+    assert found(tab) == len(everything) == 100_000
+
+    for field, value in (("step-from", "40"), ("score-from", "0.5"), ("length-to", "300")):
+        tab.fill(f"[data-filter={field}]", value)
+    passing = [e for e in everything if e[0] >= 40 and e[2]["score"] >= 0.5 and e[2]["length"] <= 300]
+    tab.until(f"document.querySelector('.found').dataset.found === '{len(passing)}'")
+    assert (
+        tab.value("document.querySelectorAll('.space .line').length") < 100
+    )  # lines are made as they are seen
+    tab.click("[data-sort=length]")
+    best = max(passing, key=lambda e: (e[2]["length"], e[0], e[1]))
+    shown = tab.texts(".space .line:first-child > *")
+    assert [shown[0], shown[3]] == [str(best[0]), str(best[2]["length"])]
+
+    tab.value("document.activeElement.blur()")
+    tab.press("j")
+    tab.press("Enter")
+    tab.until("document.querySelectorAll('.columns .response').length === 8")
+    step = tab.value("Number(new URLSearchParams(location.hash.split('?')[1]).get('step'))")
+    lines = tab.value("[...document.querySelectorAll('.columns .response')].map(e => Number(e.dataset.line))")
+    rows = [samples[step][line] for line in lines]
+    assert tab.texts(".response .score") == [f"{row['score']:g}" for row in rows]
+    signs = [f"adv {'+' if row['advantage'] > 0 else ''}{row['advantage']:g}" for row in rows]
+    assert tab.texts(".response .advantage") == signs
+    assert tab.texts(".response .answer") == [row["response"] for row in rows]
+    tab.press("Escape")
+    tab.until("main.dataset.page === 'rollouts'")
+    assert found(tab) == len(passing)  # the filter is kept
+    assert set(tab.requests) == {report.as_uri()} and not tab.problems
+
+
+def test_a_search_finds_texts_and_a_curve_zooms(tab: Page, tmp_path: Path) -> None:
+    samples = {step: [sample(step, line) for line in range(16)] for step in range(1, 9)}
+    report = write_report(write_run(tmp_path / "p" / "run", samples))
+    tab.open(report.as_uri())
+    tab.go("rollouts?run=0", ".space .line")
+    tab.press("/")
+    tab.value("document.querySelector('input[type=search]').value = 'ANSWER 3 to 1'")
+    tab.press("Enter")
+    tab.until("document.querySelector('.found').dataset.found === '8'")
+    tab.go("curves?run=0", ".curve .u-over")
+    assert "1" in tab.text("[data-metric='reward/mean'] .readout")  # the newest value: 8 / 8
+    tab.hover("[data-metric='reward/mean'] .u-over", 0.0)
+    tab.until("document.querySelector('.readout').textContent.includes('step 1')")
+    assert tab.text("[data-metric='reward/mean'] .readout b") == "0.125"
+    tab.drag("[data-metric='reward/mean'] .u-over", 0.4, 0.9)
+    tab.hover("[data-metric='reward/mean'] .u-over", 0.01)
+    tab.until("document.querySelector('.readout').textContent.includes('step 4')")
+    assert not tab.problems
+
+
+def test_markup_in_a_run_is_shown_as_text_and_does_not_run(tab: Page, tmp_path: Path) -> None:
+    samples = {1: [sample(1, line, ATTACK) for line in range(8)]}
+    report = write_report(write_run(tmp_path / "p" / "run", samples, ATTACK), title=f"t{ATTACK}")
+    tab.requests.clear()
+    tab.open(report.as_uri())
+    seen = tab.text("main")
+    for view, ready in VIEWS:
+        tab.go(view, ready)
+        seen += tab.text("main")
+        assert (
+            tab.value("document.querySelectorAll('main img, main b:not(.readout b), main script').length")
+            == 0
+        )
+    for words in ("seen", "meaning", "key=1", "answer 0 to 0", "question 0 of step 1", "TimeoutError", "1-0"):
+        assert words + ATTACK in seen, words
+    assert tab.value("document.title") == f"t{ATTACK}"
+    assert set(tab.requests) == {report.as_uri()} and not tab.dialogs
+
+
+def test_tokens_are_coloured_by_their_numbers_and_a_fork_continues_its_parent(
+    tab: Page, tmp_path: Path
+) -> None:
+    samples = {step: [sample(step, line) for line in range(N)] for step in range(1, 5)}
+    parent = write_run(tmp_path / "p" / "parent", samples)
+    fork = write_run(tmp_path / "p" / "fork", {step: samples[step] for step in (3, 4)})
+    lineage = {"parent": str(parent), "parent_name": "p/parent", "step": 2, "overrides": [], "time": 1.0}
+    (fork / "lineage.json").write_text(json.dumps(lineage), encoding="utf-8")
+    ratios, mask = np.array([1.0, 2.0, 0.5]), np.array([1, 1, 0], np.uint8)
+    row = {
+        "code": np.array([0, 1, 2]),
+        "ratio": SCALES["ratio"].encode(np.log(ratios)),
+        "advantage": np.array(0.5, np.float32),
+        "mask": mask,
+    }
+    TokenTable([b"one ", b"<b>two</b>", b"\n"], [row] * N).write(fork / "rollouts" / "3.tokens")
+    tab.open(write_report(fork).as_uri())
+    tab.go("group?run=0&kind=rollouts&step=3&uid=0", ".response")
+    tab.click(".colours [data-value=ratio]")
+    tab.until("document.querySelectorAll('.response:first-child .tokens span').length === 3")
+    assert tab.texts(".response:first-child .tokens span") == ["one ", "<b>two</b>", "\n"]
+    colours = "[...document.querySelectorAll('.response:first-child .tokens span')].map(e => e.style.backgroundColor)"
+    same, higher, lower = tab.value(colours)
+    assert "240, 140, 20" in higher and "60, 110, 235" in lower and same not in (higher, lower)
+    tab.hover(".tokens span:nth-child(2)")
+    assert "ratio" in tab.text("#tip") and "+0.5" in tab.text("#tip")
+    tab.go("curves?run=0", ".curve .u-over")
+    tab.hover("[data-metric='reward/mean'] .u-over", 0.0)
+    tab.until("document.querySelector('.readout').textContent.includes('step 1')")  # of the parent: 1 / 8
+    assert tab.text("[data-metric='reward/mean'] .readout b") == "0.125"
+    tab.go("runs?run=0", ".tree .tree a")
+    assert tab.texts(".tree .tree a")[0] == "p/fork" and not tab.problems
+
+
+def test_long_names_make_no_page_wider_than_the_screen(tab: Page, tmp_path: Path) -> None:
+    long = "_a_rather_long_name_without_a_space" * 5
+    samples = {1: [sample(1, line, long) for line in range(8)]}
+    report = write_report(write_run(tmp_path / "p" / "run", samples, long))
+    for width in (1300, 420):
+        tab.open(report.as_uri(), width=width)
+        for view, ready in VIEWS:
+            tab.go(view, ready)
+            parts = "[...document.querySelectorAll('main, header, .card')]"
+            wide = tab.value(
+                f"{parts}.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML.slice(0, 99))"
+            )
+            assert wide == [], (width, view)
+            assert tab.value("document.documentElement.scrollWidth <= innerWidth"), (width, view)
+
+
+def test_the_policy_stops_a_script_that_was_not_escaped(tab: Page, tmp_path: Path) -> None:
+    report = write_report(write_run(tmp_path / "p" / "run", {1: [sample(1, 0)]}))
+    page = report.read_text(encoding="utf-8").replace('<header id="bar">', f'{ATTACK}<header id="bar">')
+    policy = re.search(r"<meta http-equiv.*?>", page)
+    assert policy
+    for text, fires in ((page, False), (page.replace(policy[0], ""), True)):
+        path = tmp_path / f"{fires}.html"
+        path.write_text(text, encoding="utf-8")
+        tab.open(path.as_uri())
+        tab.until("[...document.images].every(e => e.complete)")
+        assert (tab.value("document.title") == "FIRED") is fires
+
+
+def test_a_served_page_searches_opens_a_group_with_colours_and_follows_the_run(
+    tab: Page, tmp_path: Path
+) -> None:
+    samples = {step: [sample(step, line) for line in range(2 * N)] for step in (1, 2)}
+    run = write_run(tmp_path / "p" / "run", samples)
+    texts, row = [b"one ", b"two"], {"code": np.array([0, 1]), "mask": np.array([1, 0], np.uint8)}
+    row["log_prob"] = SCALES["log_prob"].encode(np.array([-0.5, -5.0]))
+    TokenTable(texts, [row] * 2 * N).write(run / "rollouts" / "2.tokens")
+    command = [sys.executable, "-m", "verl", "view", str(run), "--serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[0]
+            tab.requests.clear()
+            tab.problems.clear()
+            tab.open(address)
+            tab.go("rollouts?run=0", ".space .line")
+            assert found(tab) == 32
+            tab.press("/")
+            tab.value("document.querySelector('input[type=search]').value = 'QUESTION 1 of step 2'")
+            tab.press("Enter")
+            tab.until("document.querySelector('.found').dataset.found === '8'")
+            tab.value("document.activeElement.blur()")
+            tab.press("j")
+            tab.press("Enter")
+            tab.until("document.querySelectorAll('.columns .response').length === 8")
+            assert tab.texts(".response .answer") == [each["response"] for each in samples[2][N:]]
+            tab.click(".colours [data-value=log_prob]")
+            tab.until("document.querySelectorAll('.tokens span').length === 16")
+            paints = (
+                "[...document.querySelectorAll('.tokens span')].slice(0, 2).map(e => e.style.backgroundColor)"
+            )
+            likely, unlikely = tab.value(paints)
+            assert likely != unlikely and tab.texts(".tokens span")[:2] == ["one ", "two"]
+            write_samples(run, 3, [sample(3, line) for line in range(N)])
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3, "reward/mean": 0.5}\n')
+            tab.go("rollouts?run=0", ".space .line")
+            tab.press("Escape")  # no filter: the new step is listed without a reload
+            tab.until("document.querySelector('.found').dataset.found === '40'")
+            assert all(each.startswith(address) for each in tab.requests) and not tab.problems
+            assert any("/search/rollouts?q=" in each for each in tab.requests)
+        finally:
+            process.terminate()
+
+
+def test_a_conversation_has_its_tool_turns_folded(tab: Page, tmp_path: Path) -> None:
+    turns = [
+        {"role": "assistant", "content": "I ask", "reward": 0.5, "tool_calls": [{"name": "add", "arguments": "1"}]},
+        {"role": "tool", "content": "the sum is <b>6</b>"},
+        {"role": "assistant", "content": "It is 6."},
+    ]  # fmt: skip
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0) | {"turns": turns, "response": "all of it"}]})
+    tab.problems.clear()
+    tab.open(write_report(run).as_uri())
+    tab.go("group?run=0&kind=rollouts&step=1&uid=0", ".response")
+    assert "all of it" not in tab.text("main") and "reward 0.5" in tab.text("main")
+    assert tab.texts(".turn.assistant > .text") == ["I ask", "It is 6."]
+    assert tab.texts("details.turn.tool > .text:not(.mono)") == ["the sum is <b>6</b>"]
+    assert tab.value("[...document.querySelectorAll('details.turn.tool')].map(e => e.open)") == [False, False]
+    tab.click(".answer > details.turn.tool > summary")
+    assert tab.value("document.querySelector('.answer > details.turn.tool').open") and not tab.problems

@@ -1,0 +1,217 @@
+"""The file of token numbers of a step, written and read back."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verl.data.assemble import assemble_rollouts
+from verl.data.proto import DataProto, object_column
+from verl.errors import DataError
+from verl.observe.token_table import HIGHEST_ENTROPY, SCALES, TokenFile, TokenRow, TokenTable
+
+
+class Sample:
+    def __init__(
+        self, ids: list[int], log_probs: list[float], mask: list[int] | None = None, version: int = 0
+    ):
+        self.token_ids, self.log_probs, self.finish_reason, self.policy_version = (
+            ids,
+            log_probs,
+            "stop",
+            version,
+        )
+        self.response_mask = [1] * len(ids) if mask is None else mask
+
+
+def batch_of(*samples: Sample, **tensors: torch.Tensor) -> DataProto:
+    columns = {"prompt_ids": object_column([[3, 4]] * len(samples))}
+    batch = assemble_rollouts(DataProto({}, columns), samples, 0)
+    batch.batch |= tensors
+    return batch
+
+
+def written(table: TokenTable, folder: Path) -> TokenFile:
+    table.write(folder / "1.tokens")
+    return TokenFile(folder / "1.tokens")
+
+
+def one(batch: DataProto, tokenizer: Any, folder: Path, *args: Any) -> TokenRow:
+    return next(written(TokenTable.of(batch, tokenizer, *args), folder).rows())
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    vocabulary["Ġt"] = len(vocabulary)
+    backend = Tokenizer(models.BPE(vocabulary, [("Ġ", "t")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end of é|>", pad_token="<pad>")
+    tokenizer.add_tokens([AddedToken("<tool é>", normalized=False)])
+    return tokenizer
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    for piece in ("▁", "▁a", "a", "b", "▁the"):
+        vocabulary[piece] = len(vocabulary)
+    backend = Tokenizer(
+        models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+def word_piece_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {name: number for number, name in enumerate(["[UNK]", "play", "##ing", "the", "##s"])}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[END]")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (byte_level_tokenizer, "to the é 漢字\n🙂<tool é>t<|end of é|>"),
+        (byte_fallback_tokenizer, "ab a 漢字 the b\n</s>"),
+        (word_piece_tokenizer, "playing the plays the [END]"),
+    ],
+)
+def test_texts_joined_are_the_decoded_response(make: Any, text: str, tmp_path: Path):
+    tokenizer = make()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > 3
+    rows = [ids, ids[2:], ids[:1], []]
+    batch = batch_of(*(Sample(row, [-1.0] * len(row)) for row in rows))
+    found = written(TokenTable.of(batch, tokenizer), tmp_path)
+    for row, ids in zip(found.rows(), rows, strict=True):
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert len(row.texts) == len(ids)
+        assert b"".join(row.texts).decode(errors="replace") == decoded
+
+
+def test_texts_of_a_tokenizer_without_decoder(tiny_tokenizer: Any, tmp_path: Path):
+    ids = [*tiny_tokenizer.encode("1 2 sum"), tiny_tokenizer.eos_token_id]
+    row = one(batch_of(Sample(ids, [0.0] * 4)), tiny_tokenizer, tmp_path)
+    assert row.texts == [b"1", b" 2", b" sum", b" <eos>"]
+
+
+def test_a_token_outside_the_vocabulary_has_an_empty_text(tmp_path: Path):
+    tokenizer = byte_level_tokenizer()
+    row = one(batch_of(Sample([10, len(tokenizer) + 5], [-1.0, -1.0])), tokenizer, tmp_path)
+    assert row.texts[1] == b""
+
+
+def test_columns_are_those_of_the_batch_and_the_update(tiny_tokenizer: Any, tmp_path: Path):
+    drawn = [-0.5, 0.0, -3.0]
+    mine = torch.tensor([[-0.4, 0.0, -3.5]])
+    entropy = torch.tensor([[1.5, 0.0, 0.02]])
+    batch = batch_of(
+        Sample([3, 4, 5], drawn, [1, 0, 1], version=2), advantages=torch.tensor([[0.5, 0.0, -0.25]])
+    )
+    row = one(batch, tiny_tokenizer, tmp_path, {"log_probs": mine, "entropy": entropy}, 5)
+    assert row.mask is not None and row.mask.tolist() == [1, 0, 1]
+    assert row.age is not None and row.age.tolist() == [3, 3, 3]
+    np.testing.assert_allclose(row.log_prob, [-0.4, math.nan, -3.5], atol=0.04)  # type: ignore[arg-type]
+    np.testing.assert_allclose(row.entropy, [1.5, math.nan, 0.02], atol=0.02)  # type: ignore[arg-type]
+    np.testing.assert_allclose(row.ratio, np.exp([0.1, math.nan, -0.5]), rtol=0.02)  # type: ignore[arg-type]
+    assert isinstance(row.advantage, np.ndarray) and row.advantage.tolist() == [0.5, 0.0, -0.25]
+
+
+def test_one_advantage_for_tokens_with_the_same_and_none_where_nothing_is_trained(
+    tiny_tokenizer: Any, tmp_path: Path
+):
+    samples = (Sample([3, 4, 5], [-1.0] * 3, [1, 0, 1]), Sample([3], [-1.0], [0]))
+    batch = batch_of(*samples, advantages=torch.tensor([[0.5, 0.0, 0.5], [0.0, 0.0, 0.0]]))
+    first, second = written(TokenTable.of(batch, tiny_tokenizer), tmp_path).rows()
+    assert first.advantage == 0.5
+    assert isinstance(second.advantage, float) and math.isnan(second.advantage)
+
+
+def test_a_column_the_run_does_not_have_is_absent(tiny_tokenizer: Any, tmp_path: Path):
+    batch = batch_of(Sample([3, 4], [-1.0, -2.0]))
+    row = one(batch, tiny_tokenizer, tmp_path)
+    assert (row.entropy, row.ratio, row.age, row.advantage) == (None, None, None, None)
+    np.testing.assert_allclose(row.log_prob, [-1.0, -2.0], atol=0.03)  # type: ignore[arg-type]
+
+
+def test_a_row_the_update_left_out_shows_what_the_engine_drew_it_with(tiny_tokenizer: Any, tmp_path: Path):
+    batch = batch_of(Sample([3, 4], [-1.0, -2.0]))
+    nothing = torch.full((1, 2), math.nan)
+    row = one(batch, tiny_tokenizer, tmp_path, {"log_probs": nothing, "entropy": nothing})
+    np.testing.assert_allclose(row.log_prob, [-1.0, -2.0], atol=0.03)  # type: ignore[arg-type]
+    assert row.ratio is not None and np.isnan(row.ratio).all()
+    assert row.entropy is not None and np.isnan(row.entropy).all()
+
+
+def test_turns_of_a_conversation_are_one_row(tiny_tokenizer: Any, tmp_path: Path):
+    batch = batch_of(*(Sample([ids], [-1.0]) for ids in (3, 4, 5, 6)))
+    batch.non_tensor_batch["session"] = object_column(["a", "b", "a", "b"])
+    found = written(TokenTable.of(batch, tiny_tokenizer), tmp_path)
+    assert [b"".join(row.texts).split() for row in found.rows()] == [[b"0", b"2"], [b"1", b"3"]]
+
+
+@given(st.floats(-20, 0), st.floats(0, HIGHEST_ENTROPY), st.floats(-4.6, 4.6))
+def test_a_scale_is_finer_near_zero(log_prob: float, entropy: float, log_ratio: float):
+    for name, value in (("log_prob", log_prob), ("entropy", entropy), ("ratio", log_ratio)):
+        scale = SCALES[name]
+        found = float(scale.decode(scale.encode(np.array([value])))[0])
+        limit, steps = abs(scale.limit), 127 if scale.signed else 254
+        # Between neighbours (n / steps)^2 and ((n + 1) / steps)^2 of the limit.
+        bound = limit * (2 * math.sqrt(abs(value) / limit) * 0.5 / steps + 0.25 / steps**2)
+        assert abs(found - value) <= bound * 1.001 + 1e-6
+
+
+def test_a_scale_ends_at_its_limit_and_keeps_what_is_absent():
+    scale = SCALES["ratio"]
+    found = scale.decode(scale.encode(np.array([-math.inf, -99.0, 0.0, 99.0, math.inf, math.nan])))
+    low, high = -math.log(100), math.log(100)
+    np.testing.assert_allclose(found, [low, low, 0.0, high, high, math.nan], rtol=1e-6)
+
+
+@pytest.mark.parametrize("place", ["magic", "header", "texts", "row", "end", "longer", "empty"])
+def test_a_damaged_file_is_named(place: str, tiny_tokenizer: Any, tmp_path: Path):
+    batch = batch_of(Sample([3, 4, 5] * 9, [-1.0] * 27), Sample([6, 7], [-1.0] * 2))
+    path = tmp_path / "4.tokens"
+    TokenTable.of(batch, tiny_tokenizer).write(path)
+    content = bytearray(path.read_bytes())
+    header = int.from_bytes(content[8:12], "little")
+    at = {"magic": 0, "header": 20, "texts": 12 + header + 6, "row": len(content) - 3}
+    if place in at:
+        content[at[place]] ^= 0x55
+    path.write_bytes({"end": content[:-1], "longer": content + b"x", "empty": b""}.get(place, content))
+    with pytest.raises(DataError, match=r"4\.tokens"):
+        list(TokenFile(path).rows())
+
+
+def test_a_header_that_claims_more_than_there_is_is_refused(tmp_path: Path):
+    texts = zlib.compress(b"")
+    for lengths, sizes in ([1 << 39], [len(texts), 1 << 39]), ([2], [len(texts)]), ([-1], [0, 0]):
+        header = zlib.compress(
+            f'{{"columns":[],"lengths":{lengths},"sizes":{sizes},"texts":0,"text_bytes":0,"code_bytes":2,'
+            f'"constant":[0]}}'.encode()
+        )
+        path = tmp_path / "1.tokens"
+        path.write_bytes(b"verltok1" + len(header).to_bytes(4, "little") + header + texts)
+        with pytest.raises(DataError, match=r"1\.tokens"):
+            list(TokenFile(path).rows())
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(DataError, match=r"9\.tokens"):
+        TokenFile(tmp_path / "9.tokens")
