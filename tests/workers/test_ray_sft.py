@@ -222,7 +222,7 @@ def test_sigterm_saves_and_leaves_no_rank(words, joined, tmp_path, fork_server):
     assert nobody_left(joined)
 
 
-def test_two_ranks_repeat_a_step_and_save_nothing(words, tmp_path, capsys):
+def test_two_ranks_repeat_a_step_and_save_nothing(words, joined, tmp_path, capsys):
     from verl import cli
 
     assert cli.main(["sft", *words("trainer.n_gpus_per_node=2")]) == 0

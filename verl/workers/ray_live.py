@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from verl.observe.live import Snapshot
+from verl.observe.live import Snapshot, live
 from verl.workers.ray_calls import RankCalls
 
 WAIT_S = 1.0
@@ -53,6 +53,9 @@ class RankSnapshots:
             self._newest[self._asked.pop(ref)] = ray.get(ref)
 
     def close(self) -> None:
-        """Nothing is asked after this; waits for a reader that is asking."""
+        """Nothing is asked after this; waits for a reader that is asking. No handle is left: the actors of the next Ray
+        session of this process may have the same ids, and dropping a handle then would end them."""
+        live.others = list
         with self._lock:
             self._closed = True
+            self._actors, self._asked = [], {}
