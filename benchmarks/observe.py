@@ -1,9 +1,11 @@
-"""`python -m benchmarks.observe`: what observing a run costs, as a ratio of step times in one process.
+"""`python -m benchmarks.observe`: what observing a run costs, as a ratio of step times.
 
-Runs alternate: everything on (metrics endpoint scraped once a second by another process, token data, phases, live
-table, findings, TensorBoard where it is installed), everything off. What no key switches off (live table, phases,
-findings) is taken out for the runs that are off. A step's time is that between two lines of metrics, so what happens
-between steps counts. Random draws are equal, so both sides compute the same.
+One run, in which blocks of steps alternate: everything on (metrics endpoint scraped every 5 s by another process as in
+examples/monitoring, token data, phases, live table, findings, TensorBoard where it is installed), everything off. What
+no key switches off (live table, phases, findings) is taken out for the blocks that are off. A step's time is that
+between two lines of metrics, so what happens between steps counts. The first step of a block is not counted: samples of
+the step before it are written during it. A block is compared with the mean of its two neighbours, so that a machine
+that gets slower or faster does not count for one side.
 """
 
 from __future__ import annotations
@@ -12,26 +14,27 @@ import argparse
 import importlib.util
 import itertools
 import json
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from benchmarks import command
-from benchmarks.step import make_data, make_model
+from benchmarks.step import make_data, make_model, run_values
 
 _SCRAPER = """import sys, time, urllib.request
 while True:
     try: urllib.request.urlopen(sys.argv[1], timeout=5).read()
     except OSError: pass
-    time.sleep(1)
+    time.sleep(5)
 """
 
 
@@ -41,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=8, help="of a run")
-    parser.add_argument("--warm-up", type=int, default=2, help="of these, not counted")
-    parser.add_argument("--pairs", type=int, default=4, help="runs of each kind")
+    parser.add_argument("--block", type=int, default=4, help="steps of a block, at least 2")
+    parser.add_argument("--blocks", type=int, default=9, help="without those of the warm-up, at least 3")
+    parser.add_argument("--warm-up", type=int, default=1, help="blocks at the start that are not counted")
     parser.add_argument(
         "--cpu-time", action="store_true", help="CPU seconds of the process in place of time that passed"
     )
@@ -52,79 +55,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    seconds: dict[str, list[list[float]]] = {"off": [], "on": []}
+    args.steps = args.block * (args.warm_up + args.blocks)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         model = Path(args.model) if args.model else make_model(work / "model", args.hidden)
         data = make_data(work, args.prompts * args.steps)
-        for pair in range(args.pairs):
-            # The order alternates too: a machine that gets slower must not count for one side.
-            for kind in ("off", "on") if pair % 2 == 0 else ("on", "off"):
-                seconds[kind].append(step_seconds(args, model, data, work / f"{kind}-{pair}", kind == "on"))
-    figures = summary(seconds)
+        figures = summary(block_seconds(args, model, data, work / "run"))
     sys.stdout.write(
         f"GRPO step, {args.prompts} prompts x {args.n} responses of at most {args.max_tokens} tokens: "
         f"off {figures['off_s']:.4f} s, on {figures['on_s']:.4f} s\n"
-        f"ratio on/off {figures['ratio']:.4f}; of the {args.pairs} pairs "
-        f"{', '.join(f'{ratio:.4f}' for ratio in figures['pairs'])}\n"
+        f"ratio on/off {figures['ratio']:.4f} (median), quartiles {figures['quartiles'][0]:.4f} and "
+        f"{figures['quartiles'][1]:.4f}, of {len(figures['ratios'])} blocks\n"
     )
     if args.json:
-        args.json.write_text(json.dumps({**figures, "seconds": seconds}, indent=1))
+        args.json.write_text(json.dumps(figures, indent=1))
     return 0
 
 
-def summary(seconds: Mapping[str, list[list[float]]]) -> dict[str, Any]:
-    """Of the same step in all runs of a kind the quickest counts: other programs only add time."""
-    best = {kind: [min(step) for step in zip(*runs, strict=True)] for kind, runs in seconds.items()}
-    pairs = [sum(on) / sum(off) for on, off in zip(seconds["on"], seconds["off"], strict=True)]
+def summary(blocks: Sequence[tuple[bool, float]]) -> dict[str, Any]:
+    """`blocks`: whether a block was observed, and the median time of its steps."""
+    ratios = []
+    for before, this, after in zip(blocks, blocks[1:], blocks[2:], strict=False):
+        ratio = this[1] / statistics.mean((before[1], after[1]))
+        ratios.append(ratio if this[0] else 1 / ratio)
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if ratios[1:] else ratios * 3
     return {
-        "off_s": statistics.mean(best["off"]),
-        "on_s": statistics.mean(best["on"]),
-        "ratio": sum(best["on"]) / sum(best["off"]),
-        "pairs": pairs,
+        "off_s": statistics.median(seconds for on, seconds in blocks if not on),
+        "on_s": statistics.median(seconds for on, seconds in blocks if on),
+        "ratio": middle,
+        "quartiles": (low, high),
+        "ratios": ratios,
     }
 
 
-def step_seconds(
-    args: argparse.Namespace, model: Path, data: Path, folder: Path, observed: bool
-) -> list[float]:
-    """The times of the counted steps of one run."""
+def block_seconds(
+    args: argparse.Namespace, model: Path, data: Path, folder: Path
+) -> list[tuple[bool, float]]:
+    """The blocks after the warm-up."""
     from verl.config.load import from_dict
     from verl.config.schema import PPOConfig
     from verl.observe.trackers import FanOut
     from verl.trainer.main_ppo import run as train
 
-    ends: list[float] = []
-    log, clock = FanOut.log, time.process_time if args.cpu_time else time.perf_counter
-
-    def timed_log(self: FanOut, *row: Any) -> None:
-        log(self, *row)
-        ends.append(clock())
-
+    observed, ends, log = True, [], FanOut.log
+    clock = time.process_time if args.cpu_time else time.perf_counter
     port = free_port()
-    loggers = ["tensorboard"] if observed and importlib.util.find_spec("tensorboard") else []
-    values: dict[str, Any] = {
-        "data.train_files": [str(data)],
-        "data.train_batch_size": args.prompts,
-        "data.max_response_length": args.max_tokens,
-        "data.shuffle": False,
-        "actor_rollout_ref.model.path": str(model),
-        "actor_rollout_ref.rollout.n": args.n,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": args.prompts,
-        "algorithm.adv_estimator": "grpo",
-        "reward.custom_reward_function.path": str(data.parent / "reward.py"),
-        "trainer.total_training_steps": args.steps,
-        "trainer.logger": loggers,
-        "trainer.token_data": observed,
-        "trainer.prometheus.enable": observed,
-        "trainer.prometheus.port": port,
-        "trainer.default_local_dir": str(folder),
-        "actor_rollout_ref.actor.checkpoint.save_contents": ["extra"],
-        **dict(item.split("=", 1) for item in args.set),
-    }
-    with mock.patch.object(FanOut, "log", timed_log), scraped(port) if observed else unobserved():
-        train(from_dict(PPOConfig, values))
-    return [after - before for before, after in itertools.pairwise(ends)][args.warm_up - 1 :]
+    config = from_dict(
+        PPOConfig,
+        run_values(args, model, data, folder)
+        | {"trainer.logger": ["tensorboard"] if importlib.util.find_spec("tensorboard") else []}
+        | {"trainer.prometheus.enable": True, "trainer.prometheus.port": port}
+        | dict(item.split("=", 1) for item in args.set),
+    )
+
+    def timed_log(self: FanOut, step: int, *row: Any) -> None:
+        nonlocal observed
+        if observed:
+            log(self, step, *row)
+        else:
+            self.trackers["file"].log(step, row[0])
+        ends.append(clock())
+        observed = step // args.block % 2 == 0  # of the next step
+        config.trainer.token_data = observed
+        scraper.send_signal(signal.SIGCONT if observed else signal.SIGSTOP)
+
+    with scraped(port) as scraper, switched(lambda: observed), mock.patch.object(FanOut, "log", timed_log):
+        train(config)
+    assert len(ends) == args.steps, f"{len(ends)} of {args.steps} steps"
+    seconds = [after - before for before, after in itertools.pairwise([ends[0], *ends])]
+    starts = range(args.block * args.warm_up, args.steps, args.block)
+    return [
+        (start // args.block % 2 == 0, statistics.median(seconds[start + 1 : start + args.block]))
+        for start in starts
+    ]
 
 
 def free_port() -> int:
@@ -134,25 +137,28 @@ def free_port() -> int:
 
 
 @contextmanager
-def scraped(port: int) -> Iterator[None]:
+def scraped(port: int) -> Iterator[subprocess.Popen[bytes]]:
     scraper = subprocess.Popen([sys.executable, "-c", _SCRAPER, f"http://127.0.0.1:{port}/metrics"])
     try:
-        yield
+        yield scraper
     finally:
         scraper.kill()
         scraper.wait()
 
 
 @contextmanager
-def unobserved() -> Iterator[None]:
-    """Without the live table, phases and findings, which no key switches off."""
+def switched(observed: Callable[[], bool]) -> Iterator[None]:
+    """Live table, phases and findings, which no key switches off, work while `observed` says so."""
     from verl.observe.health import HealthMonitor
     from verl.observe.live import Live
 
-    nothing = {name: lambda self, *args: None for name in ("set", "add", "observe", "record_phases")}
+    def when_observed(method: Any, otherwise: Callable[[], Any]) -> Any:
+        return lambda self, *args, **options: method(self, *args, **options) if observed() else otherwise()
+
+    live = {name: when_observed(getattr(Live, name), lambda: None) for name in ("set", "add", "observe")}
     with (
-        mock.patch.multiple(Live, phase=lambda self, name: nullcontext(), **nothing),
-        mock.patch.object(HealthMonitor, "check", lambda self, *args, **options: []),
+        mock.patch.multiple(Live, phase=when_observed(Live.phase, nullcontext), **live),
+        mock.patch.object(HealthMonitor, "check", when_observed(HealthMonitor.check, list)),
     ):
         yield
 

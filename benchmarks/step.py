@@ -120,27 +120,31 @@ def make_data(work: Path, count: int, source: str | None = None) -> Path:
     return path
 
 
-def run_ours(args: argparse.Namespace, model: Path, data: Path, work: Path) -> dict[str, Any]:
-    from verl.config.load import from_dict
-    from verl.config.schema import PPOConfig
-    from verl.trainer.main_ppo import run as train
-
-    values: dict[str, Any] = {
+def run_values(args: argparse.Namespace, model: Path, data: Path, folder: Path) -> dict[str, Any]:
+    """Config keys of a GRPO run of `args.steps` steps of this batch, on a file of `make_data`."""
+    return {
         "data.train_files": [str(data)],
         "data.train_batch_size": args.prompts,
         "data.max_response_length": args.max_tokens,
         "data.shuffle": False,
         "actor_rollout_ref.model.path": str(model),
-        "actor_rollout_ref.rollout.name": args.engine,
         "actor_rollout_ref.rollout.n": args.n,
         "actor_rollout_ref.actor.ppo_mini_batch_size": args.prompts,
         "algorithm.adv_estimator": "grpo",
-        "reward.custom_reward_function.path": str(work / "reward.py"),
+        "reward.custom_reward_function.path": str(data.parent / "reward.py"),
         "trainer.total_training_steps": args.steps,
         "trainer.logger": [],
-        "trainer.default_local_dir": str(work / "run"),
+        "trainer.default_local_dir": str(folder),
         "actor_rollout_ref.actor.checkpoint.save_contents": ["extra"],
     }
+
+
+def run_ours(args: argparse.Namespace, model: Path, data: Path, work: Path) -> dict[str, Any]:
+    from verl.config.load import from_dict
+    from verl.config.schema import PPOConfig
+    from verl.trainer.main_ppo import run as train
+
+    values = run_values(args, model, data, work / "run") | {"actor_rollout_ref.rollout.name": args.engine}
     values |= dict(item.split("=", 1) for item in args.set)
     result = train(from_dict(PPOConfig, values))
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]

@@ -135,10 +135,11 @@ def test_tokens_are_coloured_by_their_numbers_and_a_fork_continues_its_parent(
     row = {
         "code": np.array([0, 1, 2]),
         "ratio": SCALES["ratio"].encode(np.log(ratios)),
-        "advantage": np.array(0.5, np.float32),
+        "advantage": np.full(3, 0.5, np.float32),
         "mask": mask,
     }
-    TokenTable([b"one ", b"<b>two</b>", b"\n"], [row] * N).write(fork / "rollouts" / "3.tokens")
+    columns = {name: np.tile(values, N) for name, values in row.items()}
+    TokenTable([b"one ", b"<b>two</b>", b"\n"], [3] * N, columns).write(fork / "rollouts" / "3.tokens")
     tab.open(write_report(fork).as_uri())
     tab.go("group?run=0&kind=rollouts&step=3&uid=0", ".response")
     tab.click(".colours [data-value=ratio]")
@@ -193,7 +194,8 @@ def test_a_served_page_searches_opens_a_group_with_colours_and_follows_the_run(
     run = write_run(tmp_path / "p" / "run", samples)
     texts, row = [b"one ", b"two"], {"code": np.array([0, 1]), "mask": np.array([1, 0], np.uint8)}
     row["log_prob"] = SCALES["log_prob"].encode(np.array([-0.5, -5.0]))
-    TokenTable(texts, [row] * 2 * N).write(run / "rollouts" / "2.tokens")
+    columns = {name: np.tile(values, 2 * N) for name, values in row.items()}
+    TokenTable(texts, [2] * 2 * N, columns).write(run / "rollouts" / "2.tokens")
     command = [sys.executable, "-m", "verl", "view", str(run), "--serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +80,23 @@ def write_big_run(folder: Path, responses: int, steps: int, words: int, tokens_e
     for step in range(1, steps + 1):
         write_samples(folder, step, [sample(step, line, words=words) for line in range(each)])
         if step % tokens_every == 0:
-            table = TokenTable([f" {word}".encode() for word in WORDS], list(token_rows(step, each, words)))
+            table = TokenTable(
+                [f" {word}".encode() for word in WORDS], [words] * each, token_columns(step, each, words)
+            )
             table.write(folder / "rollouts" / f"{step}.tokens")
     write_rest(folder, list(range(1, steps + 1)))
     return folder
 
 
-def token_rows(step: int, lines: int, words: int) -> Iterator[dict[str, np.ndarray]]:
+def token_columns(step: int, lines: int, words: int) -> dict[str, np.ndarray]:
     codes = {word: code for code, word in enumerate(WORDS)}
-    rng = np.random.default_rng(step)
-    for line in range(lines):
-        yield {
-            "code": np.array([codes[word] for word in drawn(step, line, words)]),
-            "log_prob": SCALES["log_prob"].encode(-rng.exponential(0.5, words)),
-            "entropy": SCALES["entropy"].encode(rng.exponential(0.5, words)),
-            "ratio": SCALES["ratio"].encode(rng.normal(0.0, 0.05, words)),
-            "mask": np.ones(words, np.uint8),
-            "age": np.zeros(words, np.uint8),
-            "advantage": np.array(rng.normal(), np.float32),
-        }
+    rng, tokens = np.random.default_rng(step), lines * words
+    return {
+        "code": np.array([codes[word] for line in range(lines) for word in drawn(step, line, words)]),
+        "log_prob": SCALES["log_prob"].encode(-rng.exponential(0.5, tokens)),
+        "entropy": SCALES["entropy"].encode(rng.exponential(0.5, tokens)),
+        "ratio": SCALES["ratio"].encode(rng.normal(0.0, 0.05, tokens)),
+        "mask": np.ones(tokens, np.uint8),
+        "age": np.zeros(tokens, np.uint8),
+        "advantage": np.repeat(rng.normal(size=lines), words).astype("<f4"),
+    }

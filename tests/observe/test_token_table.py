@@ -184,6 +184,23 @@ def test_a_scale_ends_at_its_limit_and_keeps_what_is_absent():
     np.testing.assert_allclose(found, [low, low, 0.0, high, high, math.nan], rtol=1e-6)
 
 
+def test_rows_are_found_in_their_blocks_in_any_order(
+    tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("verl.observe.token_table.BLOCK_TOKENS", 7)
+    lengths = [3, 0, 5, 9, 1, 1, 0, 4]
+    samples = [
+        Sample([3 + (row + k) % 9 for k in range(n)], [-0.1 * (row + 1)] * n) for row, n in enumerate(lengths)
+    ]
+    found = written(TokenTable.of(batch_of(*samples), tiny_tokenizer), tmp_path)
+    for row in (7, 0, 3, 2, 2, 1, 6, 5, 4):
+        assert b"".join(found.row(row).texts).decode() == tiny_tokenizer.decode(samples[row].token_ids)
+        log_probs = found.row(row).log_prob
+        assert log_probs is not None and len(log_probs) == lengths[row]
+        np.testing.assert_allclose(log_probs, -0.1 * (row + 1), atol=0.02)
+    assert [len(row.texts) for row in found.rows()] == lengths
+
+
 @pytest.mark.parametrize("place", ["magic", "header", "texts", "row", "end", "longer", "empty"])
 def test_a_damaged_file_is_named(place: str, tiny_tokenizer: Any, tmp_path: Path):
     batch = batch_of(Sample([3, 4, 5] * 9, [-1.0] * 27), Sample([6, 7], [-1.0] * 2))
@@ -201,10 +218,17 @@ def test_a_damaged_file_is_named(place: str, tiny_tokenizer: Any, tmp_path: Path
 
 def test_a_header_that_claims_more_than_there_is_is_refused(tmp_path: Path):
     texts = zlib.compress(b"")
-    for lengths, sizes in ([1 << 39], [len(texts), 1 << 39]), ([2], [len(texts)]), ([-1], [0, 0]):
+    size = len(texts)
+    for lengths, sizes, rows in (
+        ([1 << 39], [size, 1 << 39], [1]),
+        ([2], [size], [1]),
+        ([-1], [0, 0], [1]),
+        ([0, 0], [size, 0], [1]),
+        ([0], [size, 0, 0], [0, 1]),
+    ):
         header = zlib.compress(
             f'{{"columns":[],"lengths":{lengths},"sizes":{sizes},"texts":0,"text_bytes":0,"code_bytes":2,'
-            f'"constant":[0]}}'.encode()
+            f'"rows":{rows}}}'.encode()
         )
         path = tmp_path / "1.tokens"
         path.write_bytes(b"verltok1" + len(header).to_bytes(4, "little") + header + texts)

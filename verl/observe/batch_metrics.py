@@ -297,8 +297,11 @@ def _repetitive(batch: DataProto) -> torch.Tensor:
     # A row kept out of the loss has an empty mask: all that was written counts then.
     written_BT = batch.batch["attention_mask"].cpu()[:, -mask_BT.shape[1] :].bool()
     counted_BT = torch.where(mask_BT.any(-1, keepdim=True), mask_BT, written_BT)
-    ordered = responses_BT.masked_fill(~counted_BT, -1).sort(dim=-1).values
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    distinct_B, length_B = (first & (ordered >= 0)).sum(-1), counted_BT.sum(-1)
+    length_B = counted_BT.sum(-1)
+    # NumPy sorts 32-bit integers several times as fast as torch, which sorts their places along.
+    ordered = np.sort(np.where(counted_BT.numpy(), responses_BT.numpy().astype(np.int32), -1), axis=-1)
+    changes_B = torch.from_numpy((ordered[:, 1:] != ordered[:, :-1]).sum(-1))
+    distinct_B = changes_B + (
+        length_B == counted_BT.shape[1]
+    )  # without -1 the first token is not behind a change
     return (length_B >= _LONG_ENOUGH) & (distinct_B < _DISTINCT_SHARE * length_B)

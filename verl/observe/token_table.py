@@ -1,15 +1,15 @@
 """Numbers of every token of a step's training responses: `rollouts/{step}.tokens`.
 
 Row i of the file is line i of `rollouts/{step}.jsonl`. A file has all that is needed to show it (texts included), every
-block of it has a checksum, and a row is read without reading the others.
+block of it has a checksum, and a row is read without reading more than its block.
 
 Layout: 8 bytes `MAGIC`, the size of the header (4 bytes, little-endian), the header (zlib of JSON), then one zlib block
-of texts and one for each row, in order. The header has `columns` (names, in the order of a row's block), `lengths`
-(tokens of each row), `sizes` (compressed bytes of each block), `texts` and `text_bytes` (their number and length),
-`code_bytes`, and `constant` (1 for each row whose advantage is one number). The block of texts is the length of each
-(uint32), then the texts as bytes: a token may be a part of a UTF-8 character. A row's block is the number of the text
-of each token (`code_bytes` each), then its columns: one byte per token, on the scales below or, for mask and age, the
-number itself; float32 for advantage. On the scales, 255 is a token without this number.
+of texts and blocks of rows, in order. The header has `columns` (names, in the order of a block), `lengths` (tokens of
+each row), `rows` (of each block), `sizes` (compressed bytes of each block), `texts` and `text_bytes` (their number and
+length) and `code_bytes`. The block of texts is the length of each (uint32), then the texts as bytes: a token may be a
+part of a UTF-8 character. A block of rows is, for all its tokens, the number of the text (`code_bytes` each), then the
+columns: one byte per token, on the scales below or, for mask and age, the number itself; float32 for advantage. On the
+scales, 255 is a token without this number.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import os
 import struct
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -48,9 +49,11 @@ _LEVELS = 254
 _HEADER_BYTES = 64 << 20
 _LEVEL = 1
 """Of zlib: the file is written while the run goes on."""
-_NO_ADVANTAGE = np.empty(0)
-_SMALL = ("log_prob", "entropy", "ratio", "mask", "age")
-"""Columns of one byte per token."""
+BLOCK_TOKENS = 16384
+"""A block of rows ends with the row that reaches these: few steps of Python to write, little to unpack for a row."""
+_COLUMNS = ("log_prob", "entropy", "ratio", "mask", "age", "advantage")
+_TYPES = {"advantage": "<f4"}
+"""Of columns that are not of one byte per token."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,13 @@ class TokenRow:
 class TokenTable:
     """The tokens of a step, as they will be written."""
 
-    def __init__(self, texts: Sequence[bytes], rows: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """A row: `code` (numbers of texts), and the columns of the file, encoded; all rows have the same."""
-        self.texts = list(texts)
-        self.rows = list(rows)
+    def __init__(
+        self, texts: Sequence[bytes], lengths: Sequence[int], columns: Mapping[str, np.ndarray]
+    ) -> None:
+        """`lengths`: tokens of each row; `columns`, over the tokens of all rows: `code` (numbers of texts), then those
+        of the file, encoded."""
+        assert next(iter(columns)) == "code"
+        self.texts, self.lengths, self.columns = list(texts), list(lengths), dict(columns)
 
     @classmethod
     def of(
@@ -121,47 +127,56 @@ class TokenTable:
         update ([B, T] `log_probs`, `entropy`), `policy_version` that of the policy the update began with."""
         tensors = batch.batch
         width = tensors["responses"].shape[1]
-        lengths = tensors["attention_mask"][:, -width:].sum(-1).numpy()
+        written = tensors["attention_mask"][:, -width:].sum(-1).numpy()
         parts = _rows_of_lines(batch)
         order = np.array([row for rows in parts for row in rows], np.int64)
-        there = np.arange(width) < lengths[order, None]
+        there = np.arange(width) < written[order, None]
 
         def flat(tensor: torch.Tensor) -> np.ndarray:
             return tensor.numpy()[order][there]  # type: ignore[no-any-return]
 
-        ends = np.cumsum([int(lengths[rows].sum()) for rows in parts]).tolist()
+        lengths = [int(written[rows].sum()) for rows in parts]
+        texts, codes = coded_texts(flat(tensors["responses"]), lengths, tokenizer)
         columns = _columns(tensors, flat, outputs or {}, policy_version)
-        spans = list(pairwise([0, *ends]))
-        texts, codes = coded_texts(flat(tensors["responses"]), spans, tokenizer)
-        columns = {"code": codes, **columns}
-        rows = [{name: values[start:end] for name, values in columns.items()} for start, end in spans]
-        if "advantage" in columns:
-            for row, one in zip(
-                rows, _equal_in_row(columns["advantage"], columns["mask"], spans), strict=True
-            ):
-                row["advantage"] = row["advantage"] if one is None else np.array(one, "<f4")
-        return cls(texts, rows)
+        return cls(texts, lengths, {"code": codes, **columns})
 
     def write(self, path: Path) -> None:
         code = np.dtype("<u2" if len(self.texts) <= 1 << 16 else "<u4")
-        names = [name for name in self.rows[0] if name != "code"] if self.rows else []
+        columns = {**self.columns, "code": self.columns["code"].astype(code)}
         joined = b"".join(self.texts)
         text_lengths = np.array([len(text) for text in self.texts], "<u4")
         blocks = [zlib.compress(text_lengths.tobytes() + joined, _LEVEL)]
-        for row in self.rows:
-            cells = [row["code"].astype(code).tobytes(), *(row[name].tobytes() for name in names)]
-            blocks.append(zlib.compress(b"".join(cells), _LEVEL))
+        rows, start = _blocks(self.lengths), 0
+        ends = list(accumulate(self.lengths, initial=0))
+        for count in rows:
+            tokens = slice(ends[start], ends[start + count])
+            blocks.append(
+                zlib.compress(b"".join(values[tokens].tobytes() for values in columns.values()), _LEVEL)
+            )
+            start += count
         header = {
-            "columns": names,
-            "lengths": [len(row["code"]) for row in self.rows],
+            "columns": [name for name in columns if name != "code"],
+            "lengths": self.lengths,
+            "rows": rows,
             "sizes": [len(block) for block in blocks],
             "texts": len(self.texts),
             "text_bytes": len(joined),
             "code_bytes": code.itemsize,
-            "constant": [int(row.get("advantage", _NO_ADVANTAGE).ndim == 0) for row in self.rows],
         }
         packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), _LEVEL)
         write_atomically(path, b"".join([MAGIC, struct.pack("<I", len(packed)), packed, *blocks]))
+
+
+def _blocks(lengths: Sequence[int]) -> list[int]:
+    """How many rows each block has."""
+    counts, tokens = [], BLOCK_TOKENS
+    for length in lengths:
+        if tokens >= BLOCK_TOKENS:
+            counts.append(0)
+            tokens = 0
+        counts[-1] += 1
+        tokens += length
+    return counts
 
 
 class TokenFile:
@@ -169,6 +184,8 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._unpacked: tuple[int, dict[str, np.ndarray]] = -1, {}
+        """The block that was read last."""
         try:
             with open_regular(path) as file:
                 start = file.read(len(MAGIC) + 4)
@@ -200,43 +217,55 @@ class TokenFile:
         """That of line `number` (from 0) of the samples of the step."""
         if not 0 <= number < len(self):
             raise IndexError(f"{self.path} has {len(self)} rows, not a row {number}")
-        length, constant = self.lengths[number], self._constant[number]
-        sizes = [length if name in _SMALL else 4 if constant else 4 * length for name in self.columns]
-        try:
-            with open_regular(self.path) as file:
-                block = self._block(file, 1 + number, self._code_bytes * length + sum(sizes))
-        except (OSError, ValueError) as error:
-            raise self._damaged(error) from None
-        at = self._code_bytes * length
-        codes = np.frombuffer(block[:at], f"<u{self._code_bytes}").tolist()
+        block = bisect_right(self._first, number) - 1
+        if block != self._unpacked[0]:
+            self._unpacked = block, self._columns_of(block)
+        start = sum(self.lengths[self._first[block] : number])
+        own = slice(start, start + self.lengths[number])
+        columns: dict[str, Any] = {name: values[own] for name, values in self._unpacked[1].items()}
+        codes = columns.pop("code").tolist()
         if max(codes, default=-1) >= len(self.texts):
             raise self._damaged(f"row {number} has a token without text")
-        columns: dict[str, Any] = {}
-        for name, size in zip(self.columns, sizes, strict=True):
-            cells, at = block[at : at + size], at + size
-            if name in _SMALL:
-                columns[name] = _decoded(name, np.frombuffer(cells, np.uint8))
-            else:
-                values = np.frombuffer(cells, "<f4")
-                columns[name] = float(values[0]) if constant else values
-        return TokenRow([self.texts[code] for code in codes], **columns)
+        if "advantage" in columns:
+            columns["advantage"] = _one_if_equal(columns["advantage"], columns.get("mask"))
+        decoded = {name: _decoded(name, values) for name, values in columns.items()}
+        return TokenRow([self.texts[code] for code in codes], **decoded)
+
+    def _columns_of(self, block: int) -> dict[str, np.ndarray]:
+        """The columns of all rows of a block, as they are in the file."""
+        first, last = self._first[block], self._first[block + 1]
+        tokens = sum(self.lengths[first:last])
+        types = {"code": f"<u{self._code_bytes}", **{name: _TYPES.get(name, "u1") for name in self.columns}}
+        try:
+            with open_regular(self.path) as file:
+                content = self._block(
+                    file, 1 + block, tokens * sum(np.dtype(t).itemsize for t in types.values())
+                )
+        except (OSError, ValueError) as error:
+            raise self._damaged(error) from None
+        found, at = {}, 0
+        for name, kind in types.items():
+            found[name] = np.frombuffer(content, kind, tokens, at)
+            at += found[name].nbytes
+        return found
 
     def _take(self, header: Any) -> None:
         """Check the header: every size in it is used to read or to allocate."""
         if not isinstance(header, dict):
             raise ValueError("its header is no object")
-        columns, known = header.get("columns"), [*_SMALL, "advantage"]
-        if not isinstance(columns, list) or not all(name in known for name in columns):
-            raise ValueError(f"it has columns {columns!r}; known are {', '.join(known)}")
+        columns = header.get("columns")
+        if not isinstance(columns, list) or not all(name in _COLUMNS for name in columns):
+            raise ValueError(f"it has columns {columns!r}; known are {', '.join(_COLUMNS)}")
         self.columns: list[str] = columns
         self.lengths = _counts(header, "lengths")
         self._sizes = _counts(header, "sizes")
-        self._constant = _counts(header, "constant")
+        rows = _counts(header, "rows")
+        self._first = list(accumulate(rows, initial=0))
         self._text_count, self._text_bytes, self._code_bytes = _counts(
             {"x": [header.get(name) for name in ("texts", "text_bytes", "code_bytes")]}, "x"
         )
-        rows = len(self.lengths)
-        if len(self._sizes) != 1 + rows or len(self._constant) != rows or self._code_bytes not in (2, 4):
+        whole = self._first[-1] == len(self.lengths) and len(self._sizes) == 1 + len(rows)
+        if not whole or 0 in rows or self._code_bytes not in (2, 4):
             raise ValueError("its header contradicts itself")
 
     def _block(self, file: Any, number: int, size: int) -> bytes:
@@ -298,24 +327,15 @@ def _rows_of_lines(batch: DataProto) -> list[list[int]]:
     return list(lines.values())
 
 
-def _equal_in_row(
-    advantage: np.ndarray, mask: np.ndarray, spans: Sequence[tuple[int, int]]
-) -> list[float | None]:
-    """For each row: the number all its trained tokens have, NaN where none is trained, None where they differ."""
-    found: list[float | None] = [math.nan] * len(spans)
-    there = [number for number, (start, end) in enumerate(spans) if end > start]
-    if not there:
-        return found
-    starts = [spans[number][0] for number in there]
-    lowest = np.minimum.reduceat(np.where(mask, advantage, np.inf), starts).tolist()
-    highest = np.maximum.reduceat(np.where(mask, advantage, -np.inf), starts).tolist()
-    for number, low, high in zip(there, lowest, highest, strict=True):
-        if low <= high:
-            found[number] = low if low == high else None
-    return found
+def _one_if_equal(advantage: np.ndarray, mask: np.ndarray | None) -> np.ndarray | float:
+    """One number for a row whose trained tokens have the same, NaN where none is trained."""
+    own = advantage if mask is None else advantage[mask != 0]
+    if len(own) == 0:
+        return math.nan
+    return float(own[0]) if (own == own[0]).all() else advantage
 
 
-def _decoded(name: str, values: np.ndarray) -> np.ndarray:
+def _decoded(name: str, values: Any) -> Any:
     if name not in SCALES:
         return values
     numbers = SCALES[name].decode(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,13 +18,13 @@ _known: WeakKeyDictionary[Any, dict[int, bytes]] = WeakKeyDictionary()
 """Texts of tokens by tokenizer: the steps of a run have most of them in common."""
 
 
-def coded_texts(
-    tokens: np.ndarray, spans: Sequence[tuple[int, int]], tokenizer: Any
-) -> tuple[list[bytes], np.ndarray]:
-    """The distinct texts of `tokens`, and for each token the number of its text. The texts of a row (`spans`: its start
-    and end) joined are the row decoded, with special tokens."""
-    distinct, codes = np.unique(tokens, return_inverse=True)
-    ids = distinct.tolist()
+def coded_texts(tokens: np.ndarray, lengths: Sequence[int], tokenizer: Any) -> tuple[list[bytes], np.ndarray]:
+    """The distinct texts of the tokens of rows of these lengths, and for each token the number of its text. The texts
+    of a row joined are the row decoded, with special tokens."""
+    drawn = np.zeros(int(tokens.max(initial=-1)) + 1, bool)
+    drawn[tokens] = True
+    codes = (np.cumsum(drawn) - 1)[tokens]
+    ids = np.flatnonzero(drawn).tolist()
     known = _known.setdefault(tokenizer, {})
     byte_level = _is_byte_level(tokenizer)
     new = [token for token in ids if token not in known]
@@ -36,7 +37,9 @@ def coded_texts(
         return texts, codes
     # Other decoders drop the space before the first token of a text: such a token has a second text.
     first: dict[int, int] = {}
-    for start in (start for start, end in spans if end > start):
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        if not length:
+            continue
         token = int(tokens[start])
         if token not in first:
             first[token] = len(texts)

@@ -6,7 +6,7 @@ The loop reaches models only through the worker group. Two runs of one config on
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -200,13 +200,13 @@ class RLLoop:
         }
 
     def write_samples(
-        self, batch: DataProto, outputs: Mapping[str, torch.Tensor] | None, version: int
+        self, batch: DataProto, outputs: Callable[[], Mapping[str, torch.Tensor] | None] | None, version: int
     ) -> None:
         """The responses of the step for people, and the numbers of their tokens; the next step does not wait for it."""
         step, folder, tokenizer = self.step_number, self.run_folder, self.tokenizer
 
         def tokens() -> None:
-            TokenTable.of(batch, tokenizer, outputs, version).write(folder.tokens_file(step))
+            TokenTable.of(batch, tokenizer, outputs and outputs(), version).write(folder.tokens_file(step))
 
         def samples() -> None:
             folder.write_rollouts(step, sample_rows(sampled_rows(batch), tokenizer))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from verl.observe.live import Snapshot
 from verl.observe.metrics import Metric, average_metrics
 from verl.rollout.base import GenerationSettings
 from verl.rollout.samples import ResponseStream, SampleStream
-from verl.workers.roles import OnFinish, generate_batch, joined_outputs
+from verl.workers.roles import Kept, OnFinish, generate_batch, joined_outputs
 from verl.workers.shard_batch import TOKEN_ROW
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class WorkerGroup(ABC):
         `prepared`: what the policy loss's `prepare` computed from the mini-batch, a row for each of its rows."""
 
     @abstractmethod
-    def kept_tokens(self) -> list[Mapping[str, torch.Tensor]]:
+    def kept_tokens(self) -> list[Kept]:
         """What the ranks kept in an update with `keep_tokens` (`TokenOutputs.take`)."""
 
     @abstractmethod
@@ -162,10 +162,12 @@ class WorkerGroup(ABC):
                 metrics |= self.sync_weights()
         return metrics
 
-    def token_outputs(self, batch: DataProto) -> dict[str, torch.Tensor] | None:
-        """`log_probs` and `entropy` [B, T] of the actor in the first pass over each row of the last update, which was
-        on `batch` and with `keep_tokens`; 0 where a token was not trained, NaN in rows that were left out."""
-        return joined_outputs(self.kept_tokens(), len(batch))
+    def token_outputs(self, batch: DataProto) -> Callable[[], dict[str, torch.Tensor] | None]:
+        """A call that waits for `log_probs` and `entropy` [B, T] of the actor in the first pass over each row of the
+        last update, which was on `batch` and with `keep_tokens`; 0 where a token was not trained, NaN in rows that were
+        left out."""
+        kept, rows = self.kept_tokens(), len(batch)
+        return lambda: joined_outputs([part() for part in kept], rows)
 
     def prepared(
         self, mini: DataProto, prepare: Prepare, number: int, *, unchanged: bool = False

@@ -28,7 +28,7 @@ from verl.workers.group import (
     samples_over,
 )
 from verl.workers.implicit_reward import PART, START, ImplicitRewardRole, build_implicit_reward
-from verl.workers.roles import ActorRole, CriticRole
+from verl.workers.roles import ActorRole, CriticRole, Kept
 
 if TYPE_CHECKING:
     from torch import nn
@@ -229,7 +229,7 @@ class LocalGroup(WorkerGroup):
             assert self.critic is not None
             return self.critic.train_mini_batch(mini)
 
-    def kept_tokens(self) -> list[Mapping[str, torch.Tensor]]:
+    def kept_tokens(self) -> list[Kept]:
         return [self.actor.tokens.take()]
 
     def refresh_reference(self) -> None:

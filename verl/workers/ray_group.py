@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
 from verl.workers.ray_live import RankSnapshots
 from verl.workers.ray_rollout import RayRollout
+from verl.workers.roles import Kept
 from verl.workers.shard_batch import (
     TOKEN_ROW,
     for_ranks,
@@ -175,8 +177,8 @@ class RayGroup(WorkerGroup):
         ]
         return reduce_metrics(self._each(layout, f"train_{role}", args))
 
-    def kept_tokens(self) -> list[Mapping[str, torch.Tensor]]:
-        return [from_arrays(found).batch for found in self.calls.all("token_outputs")]
+    def kept_tokens(self) -> list[Kept]:
+        return [partial(dict, from_arrays(found).batch) for found in self.calls.all("token_outputs")]
 
     def refresh_reference(self) -> None:
         self.calls.all("refresh_reference")

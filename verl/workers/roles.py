@@ -79,6 +79,10 @@ class RolloutGap:
         }
 
 
+Kept = Callable[[], Mapping[str, torch.Tensor]]
+"""Waits for what was kept of an update."""
+
+
 class TokenOutputs:
     """Log-probs and entropies of an update's forward passes, on the device till they are asked for."""
 
@@ -91,10 +95,23 @@ class TokenOutputs:
         kept = {name: values.detach().float() for name, values in found.items() if values is not None}
         self._parts.append({TOKEN_ROW: rows, **kept})
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """On the host, with `TOKEN_ROW`; of a row that is there twice the last counts. Nothing is kept any longer."""
+    def take(self) -> Kept:
+        """A call that waits until they are on the host, from any thread: the update itself does not wait for the
+        device. With `TOKEN_ROW`; of a row that is there twice the last counts. Nothing is kept any longer."""
         parts, self._parts = self._parts, []
-        return {name: torch.cat([part[name] for part in parts]).cpu() for name in (parts[0] if parts else ())}
+        names = parts[0] if parts else ()
+        whole = {name: torch.cat([part[name] for part in parts]) for name in names}
+        copies = {name: values.to("cpu", non_blocking=True) for name, values in whole.items()}
+        if not any(values.is_cuda for values in whole.values()):
+            return lambda: copies
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> dict[str, torch.Tensor]:
+            copied.synchronize()
+            return copies
+
+        return wait
 
 
 def joined_outputs(parts: Sequence[Mapping[str, torch.Tensor]], rows: int) -> dict[str, torch.Tensor] | None:

@@ -273,7 +273,7 @@ class TrainRank(JoinedRank, RolloutServer):
         return plain
 
     def do_token_outputs(self) -> Arrays:
-        kept = self.group.actor.tokens.take()
+        kept = self.group.actor.tokens.take()()
         return to_arrays(kept) if self.group.layout("actor").reports(self.rank) else {}
 
     def do_refresh_reference(self) -> None:
