@@ -1,4 +1,4 @@
-"""The names the checks allow are those the rooms really have."""
+"""The names the checks allow are those of the registries."""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from verl.config.keys import nearest, schema_keys
@@ -55,13 +59,16 @@ def test_a_loss_and_an_estimator_in_the_place_of_the_other_are_told_apart(typed:
 
 
 @pytest.mark.parametrize(
-    "typed",
+    ("typed", "answer"),
     [
-        "rollout.agent.num_workers=2",
+        ("rollout.agent.num_workers=2", "actor_rollout_ref.rollout.multi_turn"),
+        ("trainer.async=one_step_off", "trainer.async_training.mode"),
     ],
 )
-def test_a_key_of_a_feature_that_is_not_there_says_so(typed: str) -> None:
-    with pytest.raises(ConfigError, match="not available in this version") as error:
+def test_a_key_by_which_others_ask_for_a_feature_is_answered_with_its_section(
+    typed: str, answer: str
+) -> None:
+    with pytest.raises(ConfigError, match=answer) as error:
         load_ppo_config([*NEEDED, typed])
     assert "Nearest known key" not in str(error.value)
 
@@ -73,6 +80,34 @@ def test_a_batch_is_not_told_to_grow_beyond_the_data() -> None:
             [*NEEDED, "data.train_batch_size=500", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
         )
     assert "data.train_batch_size=496" in str(error.value) and "504" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "mini", "said"),
+    [
+        (500, 8, "but data.train_files have 20 rows; set it to 16, a multiple of"),
+        (
+            500,
+            24,
+            "set it to at most 20, and actor_rollout_ref.actor.ppo_mini_batch_size=24 to a divisor of it",
+        ),
+        (15, 4, "Values that work: 1, 3, 5, 15; or data.train_batch_size=12"),
+        (16, 24, "more than data.train_batch_size=16. Values that work: 1, 2, 4, 8, 16"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_a_batch_is_not_told_to_be_larger_than_files_that_are_there(
+    tmp_path: Path, ending: str, batch: int, mini: int, said: str
+) -> None:
+    file = tmp_path / f"rows.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.table({"prompt": ["a"] * 20}), file)
+    else:
+        file.write_text('{"prompt": "a"}\n' * 20)
+    sizes = [f"data.train_batch_size={batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]
+    with pytest.raises(ConfigError) as error:
+        load_ppo_config([*NEEDED, f"data.train_files={file}", *sizes])
+    assert str(error.value).endswith(said) or f"{said} actor_rollout_ref" in str(error.value)
 
 
 def test_fine_tuning_is_answered_with_its_own_keys() -> None:
@@ -117,10 +152,16 @@ def test_a_line_written_as_elsewhere_is_answered_with_how_it_is_written_here(
     [
         ("algorithm.adv_estimator=ppo", "Did you mean gae"),
         ("algorithm.adv_estimator=GRPO", "Did you mean grpo"),
+        (
+            "algorithm.adv_estimator=dpo",
+            "`verl dpo algorithm.loss=dpo`. With a reward instead of pairs: recipe=online_dpo",
+        ),
+        ("algorithm.adv_estimator=kto", "kto learns from preference pairs: `verl dpo algorithm.loss=kto`"),
         ("algorithm.adv_estimator=dapo", "dapo is a recipe: give recipe=dapo instead"),
         ("algorithm.adv_estimator=REINFORCE++", "Did you mean reinforce_plus_plus"),
         ("actor_rollout_ref.rollout.name=VLLM", "Did you mean vllm"),
         ("actor_rollout_ref.rollout.name=transformers", "Did you mean hf"),
+        ("actor_rollout_ref.rollout.mode=async", "Did you mean server"),
         ("trainer.device=gpu", "Did you mean cuda"),
         ("trainer.device=cuda:0", "Did you mean cuda"),
         ("hydra.run.dir=x", "trainer.default_local_dir"),

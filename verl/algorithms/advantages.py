@@ -20,6 +20,8 @@ from verl.config.schema import AlgorithmConfig
 from verl.errors import ConfigError
 
 _DEFAULTS = AlgorithmConfig()
+EPSILON = 1e-6
+"""Added to the standard deviation of a group before dividing by it."""
 
 
 def _setting(given: Any, config: Any, name: str) -> Any:
@@ -62,21 +64,22 @@ def grpo(
     index: Any,
     norm_adv_by_std_in_grpo: bool | None = None,
     config: Any = None,
+    epsilon: float = EPSILON,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(s - mean) / (std + 1e-6) within the group; without the division it is Dr.GRPO."""
+    """(s - mean) / (std + epsilon) within the group; without the division it is Dr.GRPO."""
     normalise = _setting(norm_adv_by_std_in_grpo, config, "norm_adv_by_std_in_grpo")
     scores, groups = scored_groups(token_level_rewards, response_mask, index)
     advantages = spread(
-        _group_normalised(scores, groups, normalise), response_mask, token_level_rewards.dtype
+        _group_normalised(scores, groups, normalise, epsilon), response_mask, token_level_rewards.dtype
     )
     return advantages, advantages
 
 
-def _group_normalised(scores: Tensor, groups: Groups, by_std: bool) -> Tensor:
+def _group_normalised(scores: Tensor, groups: Groups, by_std: bool, epsilon: float = EPSILON) -> Tensor:
     shifted = groups.shifted(scores)
     centred = shifted - groups.mean(shifted)
-    return centred / (groups.std(shifted) + 1e-6) if by_std else centred
+    return centred / (groups.std(shifted) + epsilon) if by_std else centred
 
 
 @register_adv_est("grpo_passk")
@@ -86,6 +89,7 @@ def grpo_passk(
     index: Any,
     norm_adv_by_std_in_grpo: bool | None = None,
     config: Any = None,
+    epsilon: float = EPSILON,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Only the best response of a group learns, by its lead over the second; a tie at the top gives 0."""
@@ -97,7 +101,7 @@ def grpo_passk(
     second = groups.extreme(scores.masked_fill(on_top, -torch.inf), "amax")
     lead = torch.where(winner, best - second, torch.zeros_like(best))
     if normalise:
-        lead = lead / (groups.std(groups.shifted(scores)) + 1e-6)
+        lead = lead / (groups.std(groups.shifted(scores)) + epsilon)
     advantages = spread(lead, response_mask, token_level_rewards.dtype)
     return advantages, advantages
 

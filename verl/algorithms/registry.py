@@ -44,7 +44,12 @@ def _register(table: dict[str, Any], name: str, fn: Any, what: str) -> None:
 
 
 def register_adv_est(name: str) -> Callable[[F], F]:
-    """Decorator: make an advantage estimator known as `algorithm.adv_estimator=name`."""
+    """Decorator: make an advantage estimator known as `algorithm.adv_estimator=name`.
+
+    The function is called by keyword, with those of its parameters that are available: `token_level_rewards` [B, T],
+    `response_mask` [B, T], `index` (the `uid` of each row), `config` (the section `algorithm`) and others. It returns
+    `(advantages, returns)`, each [B, T]. The module that calls this is named in `trainer.plugins`.
+    """
 
     def decorate(fn: F) -> F:
         _register(_adv_estimators, name, fn, "advantage estimator")
@@ -55,6 +60,10 @@ def register_adv_est(name: str) -> Callable[[F], F]:
 
 def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[F], F]:
     """Decorator: make a policy loss known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
+
+    The function is called by keyword with `old_log_prob`, `log_prob`, `advantages`, `response_mask` (each [B, T]),
+    `loss_agg_mode`, `config` (the section `actor_rollout_ref.actor`) and `rollout_is_weights`. It returns the loss,
+    best by `verl.algorithms.agg_loss`, and a dict of metrics. The module that calls this is named in `trainer.plugins`.
 
     A loss that chooses tokens by comparing them across the mini-batch does so in `prepare`: called once per
     mini-batch with the whole of it, so that the loss does not depend on how the mini-batch is cut."""

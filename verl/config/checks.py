@@ -24,6 +24,7 @@ from verl.config.parallelism import (
     world_size,
 )
 from verl.config.recipes import recipe_names
+from verl.config.row_count import rows_in
 from verl.config.schema import (
     AnyConfig,
     DPOConfig,
@@ -125,6 +126,9 @@ def _meant(key: Key, value: str, names: list[str]) -> str:
         return f" {value} is an advantage estimator: set algorithm.adv_estimator={value}"
     if key.last in ("adv_estimator", "loss_mode") and value in recipe_names():
         return f" {value} is a recipe: give recipe={value} instead"
+    if key.last in ("adv_estimator", "loss_mode") and value in known.PREFERENCE_LOSSES:
+        online = " With a reward instead of pairs: recipe=online_dpo" if value == "dpo" else ""
+        return f" {value} learns from preference pairs: `verl dpo algorithm.loss={value}`.{online}"
     close = difflib.get_close_matches(value, names, 1)
     other = known.OTHER_VALUES.get(value, close[0] if close else "")
     return f" Did you mean {other}?" if other.partition(" ")[0] in names else ""
@@ -288,9 +292,21 @@ def _batch_errors(config: PPOConfig) -> list[str]:
             continue
         # A larger batch may be more than the data has, unless it is the user's own number.
         why, batch = ("more than", mini) if mini > prompts else ("not a divisor of", prompts // mini * mini)
+        rows = _training_rows(config)
+        if prompts > rows:
+            advice = (
+                f"{rows // mini * mini}, a multiple of {name}={mini}"
+                if mini <= rows
+                else f"at most {rows}, and {name}={mini} to a divisor of it"
+            )
+            errors.append(
+                f"'data.train_batch_size' is {prompts}, but data.train_files have {rows} rows; set it to {advice}"
+            )
+            continue
         errors.append(
             f"'{name}' is {mini}, {why} data.train_batch_size={prompts}. Values that work: "
-            f"{closest(divisors(prompts), mini)}; or data.train_batch_size={batch}"
+            f"{closest(divisors(prompts), mini)}"
+            + (f"; or data.train_batch_size={batch}" if batch <= rows else "")
         )
     layout = max((role.layout for role in model_roles(config)), key=lambda layout: layout.dp)
     if prompts * n < layout.dp:
@@ -299,6 +315,17 @@ def _batch_errors(config: PPOConfig) -> list[str]:
             f"set it to at least {-(-layout.dp // n)}"
         )
     return errors
+
+
+def _training_rows(config: PPOConfig) -> int:
+    """As many rows as training can have; a very large number where that is not known yet."""
+    data = config.data
+    rows = None if data.mixture else rows_in(data.train_files)
+    limits = [
+        rows if rows is not None else sys.maxsize,
+        *([data.train_max_samples] if data.train_max_samples > 0 else []),
+    ]
+    return min(limits)
 
 
 def _length_errors(config: PPOConfig | GenerationConfig, name: str) -> list[str]:

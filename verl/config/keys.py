@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from verl.config.known import OTHER_NAMES
+from verl.config.trl_names import TRL_KEYS
 
 Conditions = str | tuple[str, ...]
 
@@ -71,6 +72,13 @@ def shared(
     if other.default_factory is not MISSING:
         return field(default_factory=other.default_factory, metadata=metadata)
     return field(default=other.default, metadata=metadata)
+
+
+class Section:
+    """A section that plug-ins get as `config`: keys are attributes, and `get` takes a default for others."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,9 @@ def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
     if name in sections(kind):
         return [other for other in keys if other.startswith(name + ".")][:limit]
     first = name.partition(".")[0]
-    found = [other for other in OTHER_NAMES.get(last.lower().removesuffix("s"), "").split() if other in keys]
+    word = last.lower()
+    theirs = OTHER_NAMES.get(word.removesuffix("s")) or TRL_KEYS.get(word) or TRL_KEYS.get(f"{word}s", "")
+    found = [other for other in theirs.split() if other in keys]
     found.sort(key=lambda other: other.partition(".")[0] != first)
     siblings = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
     found += [siblings[match] for match in difflib.get_close_matches(last, siblings, limit, cutoff=0.7)]

@@ -76,36 +76,29 @@ LOGGERS = ("console", "file", *TRACKER_SERVICES)
 RESUME_MODES = ("auto", "disable", "resume_path")
 BEST_MODES = ("max", "min")
 
-# Other trainers' names (without a plural s) for keys that no similarity of spelling finds.
+# Names (without a plural s) for keys that no similarity of spelling finds; those of TRL are in trl_names.py.
 OTHER_NAMES = {
     "lr": "actor_rollout_ref.actor.optim.lr critic.optim.lr optim.lr",
-    "learning_rate": "actor_rollout_ref.actor.optim.lr critic.optim.lr optim.lr",
     "model": "actor_rollout_ref.model.path model.path",
     "model_path": "actor_rollout_ref.model.path model.path",
     "model_name_or_path": "actor_rollout_ref.model.path model.path",
-    "num_train_epoch": "trainer.total_epochs",
-    "max_step": "trainer.total_training_steps",
     "total_step": "trainer.total_training_steps",
-    "output_dir": "trainer.default_local_dir",
     "dataset": "data.train_files",
     "eval_dataset": "data.val_files",
-    "num_generation": "actor_rollout_ref.rollout.n",
     "max_new_token": "data.max_response_length",
-    "max_completion_length": "data.max_response_length",
-    "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu "
-    "data.micro_batch_size_per_gpu",
-    "max_grad_norm": "actor_rollout_ref.actor.grad_clip optim.grad_clip",
     "reward_fn": "reward.custom_reward_function.path",
     "reward_func": "reward.custom_reward_function.path",
-    "report_to": "trainer.logger",
 }
 OTHER_VALUES = {
     "ppo": "gae",
     "reinforce": "reinforce_plus_plus",
     "gpu": "cuda",
     "transformers": "hf",
+    "sync": "inprocess",
+    "async": "server",
 }
-# What this version does not have, by the parts of the names with which other versions ask for it.
-UNAVAILABLE_FEATURES = {
-    "training with agents": ("agent", "agent_loop", "interaction_config_path"),
+# Where to look instead, by the parts of the names with which other versions ask for it.
+RELATED_KEYS = {
+    "agents are set up in actor_rollout_ref.rollout.multi_turn": ("agent", "agent_loop", "interaction_config_path"),
+    "generating ahead of training is set by trainer.async_training.mode": ("async", "async_mode"),
 }  # fmt: skip

@@ -15,7 +15,8 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.reward.base import RewardSample
-from verl.reward.scorers import get_scorer
+from verl.reward.message_form import conversational, reads_messages
+from verl.reward.scorers import get_scorer, returns_details
 from verl.user_code import attribute, check_path, import_path
 
 DEFAULT_NAMES = ("compute_score", "compute_reward")
@@ -157,6 +158,8 @@ class Signature:
     optional: Sequence[str] = ()
     takes_any: bool = False
     is_async: bool = False
+    reads_messages: bool = False
+    """Whether `prompts` and `completions` are lists of messages where the data has messages, as in TRL."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,6 +220,7 @@ def signature_of(function: Callable[..., Any], name: str = "") -> Signature:
         optional=tuple(p.name for p in parameters if p.default is not kind.empty),
         takes_any=any(p.kind is kind.VAR_KEYWORD for p in parameters),
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
+        reads_messages=reads_messages(function),
     )
 
 
@@ -242,6 +246,8 @@ class RewardFunction:
         if signature.is_batch:
             names = SAMPLE_NAMES | BATCH_NAMES
             fields = {name: [getattr(sample, of) for sample in samples] for name, of in names.items()}
+            if signature.reads_messages:
+                fields |= conversational(samples)
             every = dict.fromkeys(name for sample in samples for name in sample.columns)
             columns = {name: [sample.columns.get(name) for sample in samples] for name in every}
         else:
@@ -318,3 +324,13 @@ def load(spec: FunctionSpec) -> RewardFunction:
 
 def _quoted(names: Collection[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float | dict[str, Any]:
+    """The score of one response by the scorer of `data_source`, as verl's function of this name returns it: a number,
+    and what the scorer returned for DAPO's data (a dict with score, acc and pred) and for registered scorers."""
+    sample = RewardSample(0, "", solution_str, ground_truth, data_source, extra_info or {})
+    value = ScorerFunction().call([sample])
+    return value if returns_details(data_source) else float(value["score"])

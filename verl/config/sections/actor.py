@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import known
-from verl.config.keys import Conditions, key, section, shared
+from verl.config.keys import Conditions, Section, key, section, shared
 from verl.config.sections.model import (
     CheckpointConfig,
     MegatronConfig,
@@ -23,7 +23,7 @@ _CLIPS = f".policy_loss.loss_mode={'|'.join(known.CLIPPING_LOSSES)}"
 
 
 @dataclass
-class PolicyLossConfig:
+class PolicyLossConfig(Section):
     """Which policy loss, and the numbers only some of them read."""
 
     loss_mode: str = key("vanilla", "policy loss", known=known.POLICY_LOSSES, plugin="policy_loss")
@@ -63,7 +63,7 @@ class PolicyLossConfig:
 
 
 @dataclass
-class ActorConfig(TrainEngineConfig):
+class ActorConfig(TrainEngineConfig, Section):
     """The policy being trained."""
 
     optim: OptimConfig = section(OptimConfig, "optimiser and schedule")

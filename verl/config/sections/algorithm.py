@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config import known
-from verl.config.keys import key, section
+from verl.config.keys import Section, key, section
 
 
 @dataclass
@@ -118,7 +118,7 @@ class PRIMEConfig:
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """From scores to advantages."""
 
     adv_estimator: str = key("gae", "advantage estimator", known=known.ESTIMATORS, plugin="adv_est")

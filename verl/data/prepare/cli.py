@@ -14,7 +14,7 @@ from verl.data.tasks.base import Split
 from verl.data.write import write_rows
 from verl.errors import ConfigError
 
-RECIPES = ("gsm8k", "math", "countdown", "code", "preference", "sft_chat")
+RECIPES = ("gsm8k", "math", "countdown", "code", "preference", "sft_chat", "tool_use")
 
 
 _TASK_OPTIONS = {

@@ -40,6 +40,7 @@ _BUILTIN: dict[str, str] = {
     "codeforces": ".code:compute_score",
     "mbpp": ".code:compute_score",
     "humaneval": ".code:compute_score",
+    "tool_use": ".tool_calls:compute_score",
     "tasks/*": "verl.data.tasks:compute_score",
 }
 REGISTERED: dict[str, Scorer] = {}
@@ -85,6 +86,12 @@ def uses_sandbox(data_source: str) -> bool:
     """Whether scoring this source runs code a model wrote."""
     name = find_scorer(data_source)
     return name is not None and name not in REGISTERED and _BUILTIN[name].startswith(".code:")
+
+
+def returns_details(data_source: str) -> bool:
+    """Whether callers of verl's `default_compute_score` get all that the scorer returns, not only its score."""
+    name = find_scorer(data_source)
+    return name is not None and (name in REGISTERED or _BUILTIN[name].endswith(":compute_dapo_score"))
 
 
 def known_scorers() -> list[str]:
