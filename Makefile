@@ -15,41 +15,59 @@ COMPONENTS := .venv-components
 # mlflow needs older versions of protobuf and pyarrow than those beside vLLM and Ray. This environment has what .venv has,
 # torch among it, and its own versions of the rest.
 TRACKERS := .venv-trackers
+# The site needs neither verl nor torch: the API pages are read from the source.
+DOCS := .venv-docs
 APT := slurm-wlm munge bubblewrap chromium prometheus
+# Only files with such tests: collecting all of them takes every test process ten seconds more.
+COMPONENT_FILES = tests/components $$(grep -rl --include='test_*.py' --exclude-dir=components 'mark\.components' tests)
 # Real clusters on few cores: failed tests are repeated once, alone, and both results are shown. An interrupted run is
 # not repeated.
-COMPONENT_TESTS = $(TEST_ENV) $(COMPONENTS)/bin/python -m pytest -m components
+COMPONENT_TESTS = $(TEST_ENV) $(COMPONENTS)/bin/python -m pytest -m 'components and not extended'
 BENCH ?= algorithms
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-components system-components lint format bench size venv clean
+.PHONY: help demo test test-all test-components test-extended docs-test system-components lint format docs bench size dist venv clean
 
 help:
 	@echo "make demo     train a tiny model with reinforcement learning (no download of weights, some minutes)"
 	@echo "make test     the tests to run while working: every package, every estimator, runs that raise the reward"
 	@echo "make test-all          these and the slow ones, including the demo (about three times as long)"
 	@echo "make test-components   tests with the real Ray, vLLM and Slurm (about six times as long)"
+	@echo "make test-extended     before a release: further variants, and docs-test"
+	@echo "make docs-test         type every command of docs/quickstart as a new user; PAGES='own-reward rlhf' for some"
 	@echo "make lint     ruff (lint and format) and mypy"
 	@echo "make format   format the code with ruff"
+	@echo "make docs     the documentation as a site: site/index.html"
 	@echo "make bench    BENCH=name: one benchmark, see benchmarks/README.md"
 	@echo "make size     lines of code per package, beside those of the last release"
+	@echo "make dist     wheel and sdist in dist/"
 	@echo "make venv     only the environment"
 
 demo: $(VENV)/.core
 	$(BIN)/verl demo
 
 test: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -m 'not components and not slow' $(SPREAD) $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'not components and not slow and not extended' $(SPREAD) $(ARGS)
 
 test-all: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 test-components: $(COMPONENTS)/.ready system-components
-	$(COMPONENT_TESTS) $(SPREAD) --durations=25 $(ARGS) || $(COMPONENT_TESTS) --last-failed --last-failed-no-failures=none $(ARGS)
+	$(COMPONENT_TESTS) $(COMPONENT_FILES) $(SPREAD) --durations=25 $(ARGS) \
+		|| $(COMPONENT_TESTS) $(COMPONENT_FILES) --last-failed --last-failed-no-failures=none $(ARGS)
 	$(COMPONENTS)/bin/python -m pytest tests/reward/test_sandbox.py
 	@$(MAKE) --no-print-directory $(TRACKERS)/.ready \
 		|| echo "make: $(TRACKERS) could not be built; tests/components/test_trackers.py is skipped" >&2
 	! test -f $(TRACKERS)/.ready || $(TEST_ENV) $(TRACKERS)/bin/python -m pytest -m components tests/components/test_trackers.py
+
+# Where one test stands for several places or settings in the suites above, the others are here.
+test-extended: $(VENV)/.dev $(COMPONENTS)/.ready system-components
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'extended and not components' $(SPREAD) $(ARGS)
+	$(TEST_ENV) $(COMPONENTS)/bin/python -m pytest -m 'extended and components' $(SPREAD) $(ARGS)
+	@$(MAKE) --no-print-directory docs-test
+
+docs-test: $(VENV)/.dev
+	$(BIN)/python tests/docs/run_pages.py $(ARGS) $(PAGES)
 
 # Slurm, bubblewrap (the sandbox), Chromium (report.html) and Prometheus come from Debian. Without root or apt their tests are
 # skipped.
@@ -69,16 +87,26 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --exit-zero .
 	$(BIN)/ruff format .
 
+# Warnings are errors: links, anchors, pages that the navigation lacks.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "site/index.html"
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 size: $(VENV)/.core
 	$(BIN)/python -m benchmarks.size
 
+# The wheel is built from the sdist, so that an incomplete sdist does not go unnoticed.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+
 venv: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(COMPONENTS) $(TRACKERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(COMPONENTS) $(TRACKERS) $(DOCS) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Some distributions ship Python without ensurepip; pip can then install into the environment from outside.
 $(BIN)/python:
@@ -112,4 +140,12 @@ $(TRACKERS)/.ready: pyproject.toml constraints-components.txt $(VENV)/.dev
 		> "$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
 	$(TRACKERS)/bin/python -m pip install --quiet --no-compile --constraint constraints-components.txt \
 		--editable '.[wandb,tensorboard,mlflow,trackio,swanlab]'
+	@touch $@
+
+$(DOCS)/.ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		> $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet --requirement $(DOCS)/requirements.txt
 	@touch $@

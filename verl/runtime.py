@@ -122,12 +122,12 @@ def run_command(body: Callable[[], int | None]) -> int:
     """Run a command's body and turn what it raises into one message and an exit code.
 
     0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 130: interrupted;
-    143: terminated. Anything else is a defect of ours and keeps its traceback."""
+    141: the reader of the output left; 143: terminated. Anything else is a defect of ours and keeps its traceback."""
     from verl.observe.background import leave_given_up
-    from verl.observe.terminal import protect_terminal
+    from verl.observe.terminal import protect_terminal, while_read
 
     protect_terminal()
-    code = _exit_code(body)
+    code = while_read(lambda: _exit_code(body))
     leave_given_up(code)
     return code
 

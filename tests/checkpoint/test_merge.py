@@ -66,14 +66,20 @@ def test_a_checkpoint_of_ours_has_either_backend_and_a_folder_that_is_named_wron
     plural = Path(str(part).replace("global_step_", "global_steps_"))
     for number, (backend, folder, notices) in enumerate(
         [
-            (["--backend", "megatron"], part, []),
+            (
+                ["--backend", "megatron"],
+                part,
+                [f"{part} is no checkpoint of Megatron-core: it is read in verl's"],
+            ),
             (["--backend", "fsdp"], plural, [f"using {part}"]),
             ([], part, []),
         ]
     ):
         target = ["--target_dir", str(tmp_path / f"out{number}"), "--no-logits"]
         assert model_merger.main(["merge", *backend, "--local_dir", str(folder), *target]) == 0
-        lines = [line for line in capsys.readouterr().err.splitlines() if "using " in line]
+        lines = [
+            line for line in capsys.readouterr().err.splitlines() if "using " in line or "is read" in line
+        ]
         assert len(lines) == len(notices) and all(
             text in line for text, line in zip(notices, lines, strict=True)
         )
@@ -154,6 +160,7 @@ def test_lora_is_merged_as_the_engine_merges_it_or_kept(tmp_path: Path, job: Mod
     )
 
     kept = merge(MergeOptions(part, tmp_path / "k", lora="keep"))
+    assert (kept / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
     model = peft.PeftModel.from_pretrained(job.make_model(0), kept).merge_and_unload()
     for name, value in model.state_dict().items():
         assert torch.allclose(value, exported[name], atol=1e-6), name

@@ -21,6 +21,7 @@ from verl.errors import VerlError
 from verl.observe.findings import Finding
 from verl.observe.run_folder import RunFolder
 from verl.observe.run_reader import lock_owner, notices, open_run, state_of
+from verl.observe.terminal import while_read
 from verl.observe.view import follow, make_console
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,14 +132,26 @@ def test_a_terminal_without_unicode_gets_ascii(finished: Path) -> None:
     assert done.stdout.isascii() and b"reward/mean" in done.stdout
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(finished: Path) -> None:
+@pytest.mark.parametrize("command", ["view", "--help", "recipes", "completion bash"])
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback(
+    finished: Path, command: str
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
+    words = [*command.split(), *([str(finished)] if command == "view" else [])]
     done = subprocess.run(
-        [sys.executable, "-m", "verl", "view", str(finished)], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-m", "verl", *words], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT
     )
     os.close(writer)
-    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 128 + signal.SIGPIPE and done.stderr == b"", done.stderr
+
+
+def test_a_pipe_that_is_not_the_output_breaks_with_an_error() -> None:
+    def command() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        while_read(command)
 
 
 def test_chosen_metrics_are_shown(finished: Path, view: Callable[..., tuple[int, str]]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -51,32 +49,10 @@ def test_the_version_has_one_home() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["LICENSE", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/dependencies.md"]
+    "name",
+    ["LICENSE", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "RELEASING.md", "docs/dependencies.md"],
 )
 def test_links_between_pages_lead_somewhere(name: str) -> None:
     file = ROOT / name
     for link in re.findall(r"\]\(([^)#]+)\)", file.read_text(encoding="utf-8")):
         assert link.startswith("http") or (file.parent / link).exists(), f"{name} -> {link}"
-
-
-def test_the_wheel_has_every_file_that_is_no_code() -> None:
-    """Recipes, templates, the viewer's page: the files that setuptools would copy, found as it finds them."""
-    program = (
-        "from setuptools import Distribution\n"
-        "distribution = Distribution()\n"
-        "distribution.parse_config_files()\n"
-        "distribution.include_package_data = False  # only what pyproject.toml names; writes nothing here\n"
-        "command = distribution.get_command_obj('build_py')\n"
-        "command.ensure_finalized()\n"
-        "print('\\n'.join(f'{folder}/{name}' for _, folder, _, names in command.data_files for name in names))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
-    )
-    there = {
-        str(file.relative_to(ROOT))
-        for file in (ROOT / "verl").rglob("*")
-        if file.is_file() and file.suffix not in (".py", ".pyc", ".pyi")
-    }
-    assert {"verl/observe/web/app.js", "verl/observe/web/style.css", "verl/recipes/gspo/recipe.yaml"} < there
-    assert there - set(done.stdout.splitlines()) == set()

@@ -187,3 +187,15 @@ def test_a_gpu_that_is_not_there_is_said(worker, tiny_model_dir, tiny_tokenizer)
     extra = {"tokenizer": tiny_tokenizer} if worker is RolloutWorker else {}
     with pytest.raises(ConfigError, match="device='cuda:0'.*no GPU.*device='cpu'"):
         worker(model, device="cuda:0", **extra)
+
+
+@pytest.mark.slow(seconds=10)
+def test_a_second_worker_trains_the_model_of_a_first(tiny_model_dir, tiny_tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    first = TrainerWorker(model, reward_function=reward)
+    second = TrainerWorker(model, reward_function=reward)
+    rollout = RolloutWorker(model, tokenizer=tiny_tokenizer, n=4, max_response_length=4)
+    before = weights(model)
+    for worker in (second, first):
+        assert "actor/pg_loss" in worker.train_step(rollout.generate(["a b"] * 2))
+    assert any(not torch.equal(before[name], value) for name, value in weights(model).items())

@@ -41,6 +41,7 @@ from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.memory import free_host_bytes
 from verl.models.loading import torch_dtype
+from verl.models.safetensors_files import let_others_read
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +222,7 @@ def _keep_adapter(work: Path, part: PartFolder, scale: float) -> None:
     adapter = ShardedReader(part.model_files(), scale).adapter()
     file = work / "adapter_model.safetensors"
     save_file(adapter, file, metadata={"format": "pt"})
+    let_others_read(work)
     written = load_file(file)
     if set(written) != set(adapter) or any(not torch.equal(written[k], v) for k, v in adapter.items()):
         raise CheckpointError("the adapter that was written differs from the checkpoint")

@@ -295,6 +295,11 @@ def our_name(kind: type, name: str) -> str:
     return name
 
 
+def other_names(kind: type) -> dict[str, str]:
+    """Other spellings of keys and sections that a command takes, each with ours."""
+    return dict(_ALIASES.get(kind, {}))
+
+
 def _move(tree: dict[str, Any], name: str, value: Any, old: str, new: str) -> None:
     """Put a value, or a section's values one by one, under a name that may already hold some."""
     first, _, rest = name.partition(".")

@@ -35,18 +35,18 @@ COMMA_KEYS = (".rollout_rs", ".rollout_rs_threshold")
 _UNDERSCORED = re.compile(r"^[0-9.]+_[0-9_.]*$")
 
 
-_PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-_PARSER.add_argument("--config-path", "-cp")
-_PARSER.add_argument("--config-name", "-cn")
-_PARSER.add_argument("--cfg", "-c", choices=["job"])
-_PARSER.add_argument("--check", action="store_true")
-_PARSER.add_argument("--help", "-h", action="store_true")
+OPTIONS = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+OPTIONS.add_argument("--config-path", "-cp")
+OPTIONS.add_argument("--config-name", "-cn")
+OPTIONS.add_argument("--cfg", "-c", choices=["job"])
+OPTIONS.add_argument("--check", action="store_true")
+OPTIONS.add_argument("--help", "-h", action="store_true")
 
 
 def parse_command_line(argv: list[str]) -> argparse.Namespace:
     """Options, `overrides` and `help_about` (the sections named after --help), given in any order."""
     try:
-        line, words = _PARSER.parse_known_args(argv)
+        line, words = OPTIONS.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}; --help lists the options") from None
     for number, word in enumerate(words):

@@ -14,7 +14,6 @@ import numpy as np
 from verl.data.chat import ChatFormat, as_messages, load_tokenizer, plain_text
 from verl.data.columns import likely_column
 from verl.data.files import Rows, read_rows
-from verl.data.rl_dataset import truth_of
 from verl.data.segments import (
     Segment,
     conversation_rows,
@@ -60,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         lines.append(f"the trainer would read it as: {_KINDS[kind]}")
         if kind == "rl":
+            # Here, because it imports torch, which --help and completion do not need.
+            from verl.data.rl_dataset import truth_of
+
             sources = Counter(str(row.get("data_source") or "(none)") for row in rows)
             lines.append("data_source: " + ", ".join(f"{name} ({n})" for name, n in sources.most_common(8)))
             lines.append(f"rows without a truth: {sum(truth_of(row) is None for row in rows)}")

@@ -62,11 +62,20 @@ def _names(keys: Iterable[str]) -> str:
 
 @dataclass(eq=False, repr=False)
 class DataProto:
-    """Rows of a batch. Build one with `from_dict`; `len` is the number of rows."""
+    """Rows of a batch. Build one with `from_dict`; `len(data)` is the number of rows, `data[3]`, `data[:8]` and
+    `data[mask]` are batches again. Every operation but `pop` returns a new batch; tensors are shared where possible.
+
+    >>> data = DataProto.from_dict({"x": torch.arange(4)}, {"name": ["a", "b", "c", "d"]})
+    >>> data[[0, 2]].non_tensor_batch["name"].tolist()
+    ['a', 'c']
+    """
 
     batch: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors by name; the first dimension is the rows."""
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    """Columns of Python objects by name: one-dimensional arrays of dtype object."""
     meta_info: dict[str, Any] = field(default_factory=dict)
+    """Values about all rows."""
 
     def __post_init__(self) -> None:
         self.check()

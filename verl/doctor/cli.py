@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     from verl.runtime import run_command
 
     arguments = sys.argv[1:] if argv is None else argv
-    parsed = parser().parse_intermixed_args(arguments)  # may exit, as argparse does
+    parsed = build_parser().parse_intermixed_args(arguments)  # may exit, as argparse does
     return run_command(lambda: run(parsed))
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parsed = argparse.ArgumentParser(
         prog="verl doctor",
         description="Checks this machine, and a config or a run folder where one is given.",

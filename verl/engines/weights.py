@@ -19,6 +19,7 @@ from verl.data.proto import DataProto
 from verl.engines.sharding import Ranks, fsdp_modules, group_modules
 from verl.errors import RolloutError
 from verl.models.introspection import class_of
+from verl.models.safetensors_files import let_others_read
 from verl.models.value_model import ValueModel
 from verl.models.vmm_buffer import SleepableMemory, reserve_tensors
 from verl.models.weight_source import (
@@ -250,9 +251,10 @@ def save_folder(model: Any, tensors: NamedTensors, folder: Path, write: bool) ->
 
         save_torch_state_dict(weights, folder, max_shard_size="5GB")
         model.save_config(folder)
-        return
-    with quiet_transformers():
-        model.save_pretrained(folder, state_dict=weights)
+    else:
+        with quiet_transformers():
+            model.save_pretrained(folder, state_dict=weights)
+    let_others_read(folder)
 
 
 def _tied_names(model: Any) -> set[str]:

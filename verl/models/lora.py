@@ -17,6 +17,7 @@ from torch import nn
 
 from verl.errors import ConfigError, ModelError, missing_package
 from verl.json_input import read_json
+from verl.models.safetensors_files import let_others_read
 
 ADAPTER = "default"
 _BASE = ".base_layer."
@@ -198,6 +199,7 @@ def save_adapter(model: Any, folder: Path, write: bool = True) -> None:
     if write:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        let_others_read(folder)
         model.verl_lora_config.save_pretrained(folder)
 
 

@@ -21,6 +21,12 @@ class CannotStream(Exception):
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+def let_others_read(folder: Path) -> None:
+    """safetensors creates files that only their owner may read, unlike the files beside them."""
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)
+
+
 def model_file(path: str, name: str) -> Path | None:
     """A file of a model folder, or of a model of the hub (fetched if need be); None where it has none."""
     folder = Path(path).expanduser()

@@ -6,12 +6,14 @@ and its control characters are written out.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any
@@ -70,6 +72,10 @@ class SafeConsole(Console):
     def file(self, stream: IO[str]) -> None:
         self._file = stream
 
+    def on_broken_pipe(self) -> None:
+        """The caller decides; rich would end the process."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
 
 def start_live(display: Live) -> None:
     """Start a live display. It replaces sys.stdout by streams that obey escape sequences, so protect them again."""
@@ -118,7 +124,8 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 class StepConsole:
-    """Shows steps as they finish. `live=True` asks for the live display, which needs a terminal."""
+    """Shows steps as they finish. `live=True` asks for the live display, which needs a terminal; `curve` draws the
+    steps so far in it, by default a line of the reward or the loss."""
 
     def __init__(
         self,
@@ -127,8 +134,10 @@ class StepConsole:
         live: bool = False,
         title: str = "training",
         console: Console | None = None,
+        curve: Callable[[], RenderableType | None] | None = None,
     ) -> None:
         self.console = console or shared_console()
+        self._curve = curve or self._sparkline
         self.total_steps = total_steps
         self.title = title
         self._rewards: list[float] = []
@@ -175,6 +184,9 @@ class StepConsole:
             self._live.stop()
             self._live = None
 
+    def _sparkline(self) -> RenderableType | None:
+        return Text(sparkline(self._rewards, 60), style="cyan") if len(self._rewards) > 1 else None
+
     def _panel(self) -> Any:
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
@@ -182,8 +194,8 @@ class StepConsole:
         rows: list[Any] = [Text(self._last or "starting ...", overflow="fold")]
         if now := self._progress.line():
             rows.append(Text(now, style="dim", overflow="fold"))
-        if len(self._rewards) > 1:
-            rows.append(Text(sparkline(self._rewards, 60), style="cyan"))
+        if (curve := self._curve()) is not None:
+            rows.append(curve)
         if self.total_steps:
             rows.append(ProgressBar(total=self.total_steps, completed=self._step))
         return Panel(Group(*rows), title=Text(self.title), title_align="left")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import select
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # C0 and C1 controls but newline and tab, marks that turn the direction of writing around, and halves of surrogate
@@ -72,3 +74,27 @@ def protect_terminal() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, SafeStream):
             setattr(sys, name, SafeStream(stream))
+
+
+def while_read(command: Callable[[], int]) -> int:
+    """The exit code of a command; 141, as after SIGPIPE, where the reader of its output left first (`| head`)."""
+    try:
+        try:
+            return command()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        left = [descriptor for descriptor in (1, 2) if _reader_left(descriptor)]
+        if not left:  # a pipe to some other process, whose end is an error
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in left:  # what is still buffered is written when Python ends
+            os.dup2(nowhere, descriptor)
+        return 128 + signal.SIGPIPE
+
+
+def _reader_left(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

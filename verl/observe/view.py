@@ -11,7 +11,6 @@ import contextlib
 import fnmatch
 import heapq
 import itertools
-import os
 import re
 import sys
 import time
@@ -95,13 +94,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} is {value}; it must be 1 or more")
-    console = make_console()
-    try:
-        return _run(args, console)
-    except BrokenPipeError:
-        # The reader of the pipe (`head`) has seen enough; nothing must be flushed to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return _run(args, make_console())
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
@@ -380,14 +373,10 @@ def make_console(width: int | None = None) -> Console:
     """As wide as the terminal; plain text and a fixed width where output is piped."""
     from verl.observe.console import SafeConsole
 
-    class PipeConsole(SafeConsole):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    console = PipeConsole(width=width)
-    return console if console.is_terminal else PipeConsole(width=width or PIPE_WIDTH, color_system=None)
+    console = SafeConsole(width=width)
+    return console if console.is_terminal else SafeConsole(width=width or PIPE_WIDTH, color_system=None)
 
 
 def write(console: Console, what: RenderableType) -> None:

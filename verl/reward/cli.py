@@ -14,7 +14,6 @@ from typing import Any
 from verl.config.schema import RewardConfig, RewardFunctionConfig
 from verl.data.chat import as_messages, plain_text
 from verl.data.files import read_rows
-from verl.data.rl_dataset import truth_of
 from verl.errors import ConfigError, DataError, RewardError
 from verl.reward.base import RewardSample
 from verl.reward.managers import FunctionRewardManager, build_reward_manager
@@ -99,7 +98,13 @@ def _responses(row: Mapping[str, Any], args: argparse.Namespace) -> list[tuple[s
         return [(f"column {args.response_key}", str(row[args.response_key]))]
     if args.response is not None:
         return [("given response", args.response)]
-    return [("the truth as response", str(truth_of(row))), ("an empty response", "")]
+    return [("the truth as response", str(_truth(row))), ("an empty response", "")]
+
+
+def _truth(row: Mapping[str, Any]) -> Any:
+    from verl.data.rl_dataset import truth_of  # imports torch, which --help and completion do not need
+
+    return truth_of(row)
 
 
 def _sample(
@@ -111,7 +116,7 @@ def _sample(
         index=number,
         prompt=plain_text(messages) if messages else str(prompt or ""),
         response=response,
-        ground_truth=truth_of(row),
+        ground_truth=_truth(row),
         data_source=source,
         extra_info=dict(row.get("extra_info") or {}),
         columns={name: value for name, value in row.items() if name not in (*_SAMPLE_COLUMNS, prompt_key)},

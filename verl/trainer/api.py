@@ -25,11 +25,15 @@ class TrainingConfig:
     """The numbers one usually changes. `overrides` reaches every other key, by its full name."""
 
     total_epochs: int = 1
+    """Passes over the dataloader."""
     batch_size: int = 8
     """Prompts per step; as many as a batch of the dataloader holds."""
     learning_rate: float = 1e-6
+    """Of AdamW, constant."""
     ppo_epochs: int = 1
+    """Passes over the responses of a step."""
     clip_range: float = 0.2
+    """The probability ratio is clipped to 1 - clip_range and 1 + clip_range."""
     kl_coef: float = 0.001
     """Weight of the KL to the model as it was given: in the reward for PPO, in the loss for GRPO. 0: no reference."""
     mini_batch_size: int | None = None
@@ -37,12 +41,19 @@ class TrainingConfig:
     n: int | None = None
     """Responses per prompt; default: 1 for PPO, 8 for GRPO."""
     max_prompt_length: int = 512
+    """In tokens; a longer prompt is an error."""
     max_response_length: int = 512
+    """In tokens; generation ends there."""
     temperature: float = 1.0
+    """Of sampling."""
     seed: int = 1
+    """Of every random draw; the same seed gives the same run on the same machine."""
     device: str = "auto"
+    """`cuda`, `cpu`, or `auto`: a GPU where there is one."""
     output_dir: str = "checkpoints/verl/api"
+    """The run folder: metrics, responses, report, checkpoints."""
     overrides: dict[str, Any] = field(default_factory=dict)
+    """Any key of the configuration reference, e.g. `{"actor_rollout_ref.model.lora_rank": 16}`."""
 
 
 class PPOTrainer:
@@ -50,6 +61,17 @@ class PPOTrainer:
 
     >>> trainer = PPOTrainer(model, tokenizer, config, reward_function=compute_reward)  # doctest: +SKIP
     >>> trainer.train(train_dataloader)  # doctest: +SKIP
+
+    Args:
+        model: A loaded causal language model of transformers. It is trained in place.
+        tokenizer: Its tokenizer; prompts that are messages need its chat template.
+        config: The numbers of the run; default: `TrainingConfig()`.
+        reward_function: A function, or a list of functions whose scores are added. Its parameters are filled by name:
+            `prompt`, `response`, `ground_truth`, and every column of the row. Without one, rows are scored by the
+            scorer of their `data_source`, or as `overrides` says.
+
+    Raises:
+        ConfigError: For an argument or a combination of settings that cannot work, before anything is trained.
     """
 
     adv_estimator: ClassVar[str] = "gae"
@@ -130,7 +152,16 @@ class PPOTrainer:
         return {"algorithm.use_kl_in_reward": coef > 0, "algorithm.kl_ctrl.kl_coef": coef}
 
     def train(self, train_dataloader: Iterable[Any]) -> RunResult:
-        """Train on the dataloader's prompts; the model given is the one that learns, in place."""
+        """Train on the dataloader's prompts; the model given is the one that learns, in place.
+
+        Args:
+            train_dataloader: An iterable of batches, read once per epoch. A batch is a list of prompts (strings or
+                lists of messages), a list of rows (dicts with `prompt` and further columns), or what torch's default
+                collation makes of such rows.
+
+        Returns:
+            The run folder, the metrics of the last step and the number of steps.
+        """
         from torch import device
 
         from verl.models.external_model import avoid_slow_bf16, unwrapped
@@ -152,7 +183,8 @@ class PPOTrainer:
 
 
 class GRPOTrainer(PPOTrainer):
-    """GRPO: several responses per prompt are compared with each other; no critic."""
+    """GRPO: several responses per prompt are compared with each other; no critic. Arguments and `train` are those of
+    `PPOTrainer`."""
 
     adv_estimator: ClassVar[str] = "grpo"
     responses: ClassVar[int] = 8

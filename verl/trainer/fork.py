@@ -35,7 +35,9 @@ _OWN_FOLDERS = {"rollout_data_dir": None, "validation_data_dir": None}
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _arguments(sys.argv[1:] if argv is None else argv)  # may exit, as argparse does
+    args = build_parser().parse_intermixed_args(
+        sys.argv[1:] if argv is None else argv
+    )  # may exit, as argparse does
     return run_command(lambda: _fork(args))
 
 
@@ -60,7 +62,7 @@ def _fork(args: argparse.Namespace) -> int:
     return 0
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verl fork",
         description="a new run from a checkpoint of another, under other settings",
@@ -76,7 +78,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         help="only prepare the folder and print the command that starts it",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the fork")
-    return parser.parse_intermixed_args(argv)
+    return parser
 
 
 def prepare(

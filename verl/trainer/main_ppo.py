@@ -27,11 +27,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunResult:
-    """Run folder and last metrics of a finished run."""
+    """What a finished run leaves behind."""
 
     folder: Path
+    """The run folder: `metrics.jsonl`, `report.html`, `rollouts/`, checkpoints."""
     metrics: dict[str, float]
+    """Of the last step, e.g. `reward/mean`; empty where no step was left to do."""
     steps: int
+    """Steps done, those before a resume included."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,8 +59,19 @@ def run(
     train_loader: Any = None,
     live: bool = True,
 ) -> RunResult:
-    """Train with `cfg`; objects passed in replace what the config names. `live`: with the live display, where output is
-    a terminal."""
+    """Train with `cfg`, as `verl train` does; objects passed in replace what the config names.
+
+    Args:
+        cfg: A checked config, from `verl.config.load.from_dict` or `load_ppo_config`.
+        reward_function: A function or a list of functions.
+        model: A loaded model, which is trained in place; one process only.
+        tokenizer: The model's tokenizer.
+        train_loader: The source of prompts, with the interface of `verl.data.loader`.
+        live: Show the live display, where output is a terminal.
+
+    Returns:
+        The run folder, the metrics of the last step and the number of steps.
+    """
     from verl.trainer.preflight import preflight
 
     preflight(cfg, given_model=model is not None, given_data=train_loader is not None)

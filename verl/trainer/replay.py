@@ -29,7 +29,6 @@ from verl.observe.jsonl import dumps
 from verl.runtime import exits_as_errors
 from verl.trainer.compare import ENGINE_LOG_PROBS, NUMERICS, Comparison, Files, compare, metrics_differ
 from verl.trainer.recorded import Recorded, open_recorded
-from verl.workers.group import corrects_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +87,8 @@ def depends_on_time(cfg: PPOConfig | OfflineConfig, found: Comparison) -> list[s
     """A note where an equal repetition cannot be expected to the last bit."""
     if not isinstance(cfg, PPOConfig) or not cfg.actor_rollout_ref.rollout.multi_turn.enable:
         return []
+    from verl.workers.group import corrects_rollout  # imports torch, which --help and completion do not need
+
     reason = "the engine's log-probs depend in their last bits on when tools answer"
     if corrects_rollout(cfg) or cfg.algorithm.rollout_correction.bypass_mode:
         if found.difference is None or found.difference.cause != NUMERICS:

@@ -77,9 +77,19 @@ class Session:
         reference: bool = False,
         overrides: dict[str, Any] | None = None,
     ) -> None:
-        """`model`: a folder, a hub id, or a loaded transformers model, which then learns in place. `optimizer`: your
-        own, made from that model's parameters. `reference`: keep a frozen copy of the start from the beginning; of a
-        folder it is otherwise loaded when first asked for. `overrides` reaches every other config key."""
+        """
+        Args:
+            model: A folder, a hub id, or a loaded transformers model, which then learns in place.
+            tokenizer: Default: that of the model's folder.
+            device: `cuda`, `cpu`, or `auto`: a GPU where there is one.
+            dtype: Of the parameters; `auto`: bfloat16 on a GPU, float32 on a CPU.
+            lora_rank: Rank of LoRA adapters; 0 trains all weights.
+            lr: Learning rate; default: that of the config.
+            optimizer: Your own, made from the parameters of the loaded model, instead of AdamW.
+            reference: Keep a frozen copy of the start from the beginning; of a folder it is otherwise loaded when
+                first asked for.
+            overrides: Any other key of the configuration reference that a session reads, by its full name.
+        """
         refuse_several_processes()
         given = isinstance(model, nn.Module)
         if not given and not (isinstance(model, (str, Path)) and str(model)):
@@ -166,9 +176,27 @@ class Session:
         stop_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
     ) -> DataProto:
-        """`n` responses for each prompt (a string, messages, or a row of a data file) from the current weights, as rows
-        to train on. What is not given comes from the config (`actor_rollout_ref.rollout`, `data`); without `seed` every
-        call draws anew, and the same in a session that was loaded."""
+        """Generate `n` responses for each prompt from the current weights, as rows to train on.
+
+        What is not given comes from the config (`actor_rollout_ref.rollout`, `data`). Without `seed` every call draws
+        anew, and the same in a session that was loaded.
+
+        Args:
+            prompts: Strings, lists of messages, or rows of a data file (dicts whose further columns are kept).
+            n: Responses per prompt.
+            max_tokens: Longest response.
+            temperature: 0 is greedy.
+            top_p: Nucleus sampling; 1 is off.
+            top_k: Draw from the k likeliest tokens; -1 is off.
+            min_p: Drop tokens below this share of the likeliest.
+            stop: Strings that end a response.
+            stop_token_ids: Token ids that end a response, besides the end token.
+            seed: Of this call's draws.
+
+        Returns:
+            One row per response, with the tensors, columns and temperature that `verl.workers.RolloutWorker.generate`
+            returns.
+        """
         self._check_open()
         rollout, data = self.cfg.actor_rollout_ref.rollout, self.cfg.data
         changes: dict[str, Any] = {
@@ -196,7 +224,16 @@ class Session:
         return with_texts(self._group.generate(rows, settings), self.tokenizer, sampling)
 
     def encode(self, prompts: Sequence[Any] | DataProto, responses: Sequence[str]) -> DataProto:
-        """Rows like those of `sample` for responses that are given as texts, each with the end token after it."""
+        """Rows like those of `sample` for responses that are given as texts, each with the end token after it.
+
+        Args:
+            prompts: As in `sample`.
+            responses: One text per prompt.
+
+        Returns:
+            One row per response, without `rollout_log_probs`, `response_text` and `policy_version`: no policy drew
+            them.
+        """
         self._check_open()
         rows = self._prompts(prompts)
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
@@ -225,8 +262,15 @@ class Session:
     # -- log-probs --------------------------------------------------------------------------------------------------
 
     def log_probs(self, batch: DataProto, *, reference: bool = False) -> torch.Tensor:
-        """[B, T] on the CPU, 0 where the response mask is: of the current weights, or of the `reference`, which are the
-        weights this session began with."""
+        """Log-probabilities of the response tokens.
+
+        Args:
+            batch: Rows of `sample` or `encode`.
+            reference: Under the weights this session began with, instead of the current ones.
+
+        Returns:
+            [B, T] on the CPU, 0 where `response_mask` is 0.
+        """
         self._check_open()
         batch = self._with_temperature(batch)
         if not reference:
@@ -256,9 +300,18 @@ class Session:
     def forward_backward(
         self, batch: DataProto, loss: str | LossFunction | None = None, *, of: DataProto | None = None
     ) -> dict[str, float]:
-        """Add the gradients of a batch; its metrics. `loss`: a policy loss by its name (default: the config's),
-        "cross_entropy", or a function. Means are over the whole batch; `of` is a larger one that this is a part of, so
-        that the calls for all parts add up to one call for all of it. A pass that raises drops all gradients."""
+        """Add the gradients of a batch. A pass that raises drops all gradients.
+
+        Args:
+            batch: Rows of `sample` or `encode`; a policy loss reads `advantages` [B] or [B, T] from `batch.batch`.
+            loss: A policy loss by its name (default: the config's), `"cross_entropy"`, or a function
+                `(log_probs, batch)` that returns token losses [b, T], losses of rows [b], or one number.
+            of: A larger batch that this is a part of: means are over all of it, so that the calls for all parts add up
+                to one call for the whole.
+
+        Returns:
+            Metrics of the loss, e.g. `actor/pg_loss` or `actor/loss`.
+        """
         self._check_open()
         mini = self._mini_batch(batch, of)
         loss = self.cfg.actor_rollout_ref.actor.policy_loss.loss_mode if loss is None else loss
@@ -281,8 +334,15 @@ class Session:
         return average_metrics([metrics])
 
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
-        """One optimiser step with the gradients added since the last one, at the schedule's rate or at `lr`; `sample`
-        then uses the new weights. A gradient that is not finite changes nothing (`actor/skipped_updates` is 1)."""
+        """Take one optimiser step with the gradients added since the last one; `sample` then uses the new weights.
+
+        Args:
+            lr: Learning rate of this step, instead of the schedule's.
+
+        Returns:
+            `actor/grad_norm`, `actor/lr` and `actor/skipped_updates`, which is 1 when the gradient was not finite and
+            nothing was changed.
+        """
         self._check_open()
         if not self._pending:
             raise VerlError(
@@ -343,7 +403,11 @@ class Session:
 
     def save(self, folder: str | Path) -> Path:
         """Write `folder/global_step_N`: all that `load` needs, and in `actor/huggingface` a folder that transformers
-        and vLLM open. Returns its path; an earlier save of the same step is replaced."""
+        and vLLM open. An earlier save of the same step is replaced.
+
+        Returns:
+            The path of `global_step_N`.
+        """
         self._check_open()
         if self._pending:
             raise VerlError(
@@ -362,8 +426,15 @@ class Session:
         return saved
 
     def load(self, folder: str | Path) -> int:
-        """Continue from a checkpoint, `global_step_N` or a folder whose newest one is meant; its step. Weights,
-        optimiser, schedule and draws are those of the session that saved it, gradients are dropped."""
+        """Continue from a checkpoint. Weights, optimiser, schedule and draws are those of the session that saved it;
+        gradients are dropped.
+
+        Args:
+            folder: `global_step_N`, or a folder of such, whose newest is taken; also of a `verl train` run.
+
+        Returns:
+            The step of the checkpoint.
+        """
         self._check_open()
         path = Path(folder).expanduser()
         if not (path / MANIFEST).exists() and not list_steps(path):

@@ -90,7 +90,17 @@ def with_texts(out: DataProto, tokenizer: Any, sampling: SamplingParams) -> Data
 class RolloutWorker:
     """Generates from a model's current weights.
 
-    `inference_engine` is a rollout engine's name (native, hf); `overrides` reaches every config key."""
+    Args:
+        model: A loaded causal language model; it is moved to `device`. Its weights are used, not copied: after an
+            optimiser step on the same model the next `generate` has the new ones.
+        inference_engine: `native` or `hf`.
+        device: `cpu`, `cuda` or `cuda:N`.
+        tokenizer: Default: that of the folder the model came from.
+        n: Responses per prompt.
+        max_response_length: In tokens.
+        temperature: Of sampling; 0 is greedy.
+        overrides: Any key of the configuration reference, by its full name.
+    """
 
     def __init__(
         self,
@@ -121,7 +131,40 @@ class RolloutWorker:
         self._calls = 0
 
     def generate(self, prompts: Sequence[Any] | DataProto) -> DataProto:
-        """`n` responses for each prompt (a string, a list of messages, or a row of a data file)."""
+        """Generate `n` responses for each prompt.
+
+        Args:
+            prompts: Strings (used as they are, without the chat template), lists of messages, or rows of a data file
+                (dicts whose further columns are kept); or a `DataProto` with the column `prompt_ids`.
+
+        Returns:
+            One row per response; the `n` responses of a prompt follow each other. B rows, P tokens of the longest
+            prompt, T tokens of the longest response.
+
+            Tensors (`out.batch`):
+
+            - `responses` [B, T]: token ids, padded on the right; `prompts` [B, P]: padded on the left
+            - `input_ids` [B, P+T]: both; `attention_mask` [B, P+T]: 0 on padding
+            - `response_mask` [B, T]: 1 on tokens that the model generated
+            - `rollout_log_probs` [B, T]: log-probability of each token when it was drawn
+            - `token_versions` [B, T]: version of the weights that drew each token
+
+            Columns (`out.non_tensor_batch`), one object per row:
+
+            - `response_text`: the response as text, without special tokens
+            - `finish_reason`: `stop`, `length` or `abort`
+            - `uid`: the same for all responses of a prompt
+            - `prompt_text`, `prompt_ids`, `raw_prompt`: the prompt after the chat template, its tokens, and as given
+            - `ground_truth`, `data_source`, `extra_info`, `columns`: from the row of data
+            - `index`, `policy_version`
+
+            `out.meta_info["temperature"]` is the temperature that the log-probabilities belong to.
+
+        Examples:
+            >>> out = worker.generate(["1+1="])  # doctest: +SKIP
+            >>> out.non_tensor_batch["response_text"][0]  # doctest: +SKIP
+            '2'
+        """
         from verl.trainer.external_batches import ExternalLoader
 
         self._calls += 1
@@ -135,15 +178,22 @@ class RolloutWorker:
         return with_texts(out, self.tokenizer, settings.sampling)
 
     def close(self) -> None:
+        """Free the engine's memory; the model stays."""
         self._engine.close()
 
 
 class TrainerWorker:
-    """Learns from what a RolloutWorker generated: one optimiser step per `train_step`, with your optimiser.
+    """Learns from what a `RolloutWorker` generated: one optimiser step per `train_step`.
 
-    Rewards come from `reward_function` (any signature of the reward page) or are in the data as
-    `token_level_scores`. Advantages are by `adv_estimator`: grpo where prompts have several responses,
-    reinforce_plus_plus otherwise."""
+    Args:
+        model: The model to train, usually that of the `RolloutWorker`.
+        optimizer: A torch optimiser over its parameters; default: AdamW as the config says.
+        device: `cpu`, `cuda` or `cuda:N`.
+        reward_function: Scores the responses; any signature of a reward function. Not needed where the data has
+            `token_level_scores` [B, T].
+        adv_estimator: Default: `grpo` where prompts have several responses, `reinforce_plus_plus` otherwise.
+        overrides: Any key of the configuration reference, by its full name.
+    """
 
     def __init__(
         self,
@@ -155,10 +205,13 @@ class TrainerWorker:
         overrides: dict[str, Any] | None = None,
     ) -> None:
         from verl.engines import build_engine
+        from verl.models.attention import ATTENTION_NAME
 
         self.cfg = _config(overrides, device)
         arr = self.cfg.actor_rollout_ref
         where = _prepared(model, device, arr.model.dtype)
+        if getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION_NAME:
+            model.set_attn_implementation("sdpa")  # type: ignore[operator]  # left by an earlier worker
         self._engine = build_engine(
             "actor", arr.model, arr.actor, model=model, optimizer=optimizer, device=where, seed=0
         )
@@ -176,7 +229,15 @@ class TrainerWorker:
             )
 
     def train_step(self, data: DataProto) -> dict[str, float]:
-        """Score, estimate advantages, and take one optimiser step; returns the metrics of the step."""
+        """Score the responses, estimate advantages, and take one optimiser step.
+
+        Args:
+            data: What `RolloutWorker.generate` returned. Scores, advantages and returns are added to it.
+
+        Returns:
+            The metrics of the step: `reward/mean`, `actor/pg_loss`, `actor/grad_norm`, `response_length/mean` and
+            others.
+        """
         from verl.observe.batch_metrics import batch_metrics
         from verl.observe.metrics import average_metrics
         from verl.trainer import advantage
