@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.timeout(3000)  # the demo's time counts for the test that comes first
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -26,7 +27,7 @@ def demo(tmp_path_factory) -> tuple[Path, str]:
         env={**os.environ, "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=1100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return folder, done.stdout
@@ -41,7 +42,6 @@ def require_learned(text: str) -> None:
 
 
 @pytest.mark.slow(seconds=260)
-@pytest.mark.timeout(1200)
 def test_demo_learns_and_prints_its_accuracy(demo):
     folder, printed = demo
     last = printed.rstrip("\n").splitlines()[-1]
@@ -50,11 +50,30 @@ def test_demo_learns_and_prints_its_accuracy(demo):
     assert "gives the same 300 answers" in printed
     run = folder / "grpo"
     assert str(run) in printed
+    assert "o held-out accuracy" in printed, "the chart"
     assert {"config.yaml", "metrics.jsonl", "rollouts", "validation"} <= {path.name for path in run.iterdir()}
     for stage in ("sft", "grpo"):
         assert '"findings"' not in (folder / stage / "metrics.jsonl").read_text(), (
             "a healthy run alarms nobody"
         )
+
+
+@pytest.mark.slow(seconds=45)
+def test_the_three_commands_at_the_end_work_as_printed(demo):
+    folder, printed = demo
+    ending = printed.split("what to try next ==\n")[1].splitlines()
+    commands = [line for line in ending if line.startswith("  ") and not line.startswith("  #")]
+    assert len(commands) == 3
+    shown = []
+    for command in commands:
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
+        shown.append(done.stdout)
+    assert "score 0" in shown[0]
+    assert "3 scores; the function can be used" in shown[1]
+    assert "step 10/10" in shown[2]
+    assert (folder / "grpo" / "report.html").is_file()
+    assert "report.html" in printed and (folder / "rloo" / "report.html").is_file()
 
 
 @pytest.fixture
@@ -67,7 +86,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.slow(seconds=120)
-@pytest.mark.timeout(1800)
 def test_grpo_on_a_session_reaches_the_accuracy_of_the_demo(demo, one_thread, monkeypatch, capsys):
     """examples/session_grpo.py, from the demo's fine-tuned model."""
     folder, _ = demo

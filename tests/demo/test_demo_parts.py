@@ -135,6 +135,7 @@ def test_model_folder_loads_like_any_other(folder):
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
         file.name for file in path.iterdir()
     }
+    assert (path / "model.safetensors").stat().st_mode & 0o777 == 0o644  # others may read it
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     assert sum(weight.numel() for weight in model.parameters()) == parameters < 300_000
     assert AutoConfig.from_pretrained(path).vocab_size == len(tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +20,14 @@ HOME = Path("checkpoints") / "demo"
 SFT_STEPS = 450
 RL_STEPS = 45
 REWARD_FILE = Path(__file__).with_name("reward.py")
+_EXAMPLE_FILES = {
+    "model": "a tiny Llama with random weights and a chat template",
+    "sft_model": "the same after fine-tuning: answers in the right form, often wrong",
+    "sft_train.parquet, sft_val.parquet": "demonstrations: prompt, response",
+    "train.parquet, held_out.parquet": "problems: prompt, reward_model.ground_truth",
+    "pairs_train.parquet, pairs_val.parquet": "pairs: prompt, chosen, rejected",
+    "reward.py": "1 for a right answer, else 0",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help=f"a new or empty folder; default: the next free {HOME}/run-N"
     )
+    parser.add_argument(
+        "--files",
+        type=Path,
+        metavar="DIR",
+        help="only write the demo's data, its model before and after fine-tuning and its reward function, which the "
+        "examples start from",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """The whole demo. Its last line is `demo: held-out accuracy A -> B`."""
+    if args.files is not None:
+        return write_example_files(args.files, args.seed)
     started = time.monotonic()
     out = choose_folder(args.out)
 
@@ -50,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     show.headline("1  a tiny model and its data")
     parameters = build_model_folder(out / "model", args.seed)
     files = write_files(out / "data", args.seed)
+    reward = Path(shutil.copy(REWARD_FILE, out / "reward.py"))
     show.line(
         f"{parameters:,} random weights in {out / 'model'}; problems and demonstrations in {out / 'data'}"
     )
@@ -60,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     sft = require_finished(sft_trainer.run(load_sft_config(arguments)), SFT_STEPS)
 
     show.headline("3  reinforcement learning: GRPO, a reward of 1 for a right answer")
-    arguments = rl_arguments(trained_model(sft), files, out / "grpo", args.seed)
+    arguments = rl_arguments(trained_model(sft), files, out / "grpo", args.seed, reward)
     show.command("verl train", arguments)
     rl = require_finished(main_ppo.run(load_ppo_config(arguments)), RL_STEPS)
 
@@ -77,9 +96,36 @@ def run(args: argparse.Namespace) -> int:
             "differently from the trained one: saving or loading is broken"
         )
     show.line(f"the saved model, loaded with transformers, gives the same {len(after)} answers")
-    show.paths(out, sft.folder, rl.folder, trained_model(rl))
+    show.paths(out, out / "grpo", rl.steps)
+    show.next_steps(out, out / "grpo")
     show.line(f"took {time.monotonic() - started:.0f} s")
     show.line(f"demo: held-out accuracy {show.accuracy(before):.2f} -> {show.accuracy(after):.2f}")
+    return 0
+
+
+def write_example_files(wanted: Path, seed: int) -> int:
+    """What the examples and the pages of the documentation start from, in one folder."""
+    out = choose_folder(wanted, "--files")
+
+    from verl.config.load import load_sft_config
+    from verl.demo.data import write_files, write_pairs
+    from verl.demo.model import build_model_folder
+    from verl.demo.show import line
+    from verl.runtime import quiet_transformers
+    from verl.trainer import sft_trainer
+
+    quiet_transformers()
+    _use_one_thread()
+    build_model_folder(out / "model", seed)
+    files = write_files(out, seed)
+    write_pairs(out, seed)
+    shutil.copy(REWARD_FILE, out / "reward.py")
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        arguments = sft_arguments(out / "model", files, Path(folder) / "sft", seed)
+        sft = require_finished(sft_trainer.run(load_sft_config(arguments)), SFT_STEPS)
+        trained_model(sft).rename(out / "sft_model")
+    for name, about in _EXAMPLE_FILES.items():
+        line(f"  {name:40}  {about}")
     return 0
 
 
@@ -100,7 +146,7 @@ def sft_arguments(model: Path, files: Files, folder: Path, seed: int) -> list[st
     ]
 
 
-def rl_arguments(model: Path, files: Files, folder: Path, seed: int) -> list[str]:
+def rl_arguments(model: Path, files: Files, folder: Path, seed: int, reward: Path = REWARD_FILE) -> list[str]:
     """For `verl train`."""
     return [
         "algorithm.adv_estimator=grpo",
@@ -110,7 +156,7 @@ def rl_arguments(model: Path, files: Files, folder: Path, seed: int) -> list[str
         "data.train_batch_size=64",
         "data.max_prompt_length=48",
         "data.max_response_length=20",
-        f"reward.custom_reward_function.path={REWARD_FILE}",
+        f"reward.custom_reward_function.path={reward}",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.actor.clip_ratio_high=0.28",
@@ -154,7 +200,7 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def choose_folder(wanted: Path | None) -> Path:
+def choose_folder(wanted: Path | None, flag: str = "--out") -> Path:
     """Make a folder with nothing in it, so that no earlier run is resumed or overwritten."""
     try:
         if wanted is None:
@@ -162,12 +208,12 @@ def choose_folder(wanted: Path | None) -> Path:
         wanted = wanted.expanduser()
         wanted.mkdir(parents=True, exist_ok=True)
         if any(wanted.iterdir()):
-            raise ConfigError(f"--out {wanted} is not empty; give a new or empty folder")
+            raise ConfigError(f"{flag} {wanted} is not empty; give a new or empty folder")
         with tempfile.TemporaryFile(dir=wanted):
             return wanted
     except OSError as error:
         raise ConfigError(
-            f"the demo cannot write to {wanted or HOME}: {error.strerror or error}. Give a folder with --out"
+            f"the demo cannot write to {wanted or HOME}: {error.strerror or error}. Give a folder with {flag}"
         ) from error
 
 

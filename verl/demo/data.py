@@ -1,4 +1,4 @@
-"""The demo's files: problems to train on, held-out problems, and demonstrations for fine-tuning.
+"""The demo's files: problems to train on, held-out problems, demonstrations for fine-tuning and preference pairs.
 
 Demonstrations have the right form and arithmetic, but in most of them the numbers are just added, whatever the
 question asks. Fine-tuning learns form, arithmetic and that habit; reinforcement learning, which sees only whether the
@@ -45,6 +45,24 @@ def write_files(
     write_rows(task.rows(train, seed, DIFFICULTY, "train"), files.train)
     write_rows(task.rows(held_out, 0, DIFFICULTY, "test"), files.held_out)
     return files
+
+
+def write_pairs(folder: Path, seed: int, *, train: int = 2000, val: int = 100) -> None:
+    """Rows for preference training: the chosen answer does what the question asks, the rejected one something else with
+    the same numbers."""
+    rng = random.Random(f"pairs/{seed}")
+    write_rows([pair(s, rng) for s in _stories("train", seed, train)], folder / "pairs_train.parquet")
+    write_rows([pair(s, rng) for s in _stories("test", seed, val)], folder / "pairs_val.parquet")
+
+
+def pair(story: Story, rng: random.Random) -> dict[str, Any]:
+    """One row for preference training."""
+    wrong = rng.choice([plan for plan in PLANS if story.worked(plan) != story.worked(story.plan)])
+    return {
+        "prompt": [{"role": "user", "content": story.text}],
+        "chosen": story.worked(story.plan),
+        "rejected": story.worked(wrong),
+    }
 
 
 def demonstrate(story: Story, rng: random.Random) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def build_model_folder(folder: Path, seed: int) -> int:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+    from verl.models.safetensors_files import let_others_read
+
     tokenizer = build_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -93,5 +95,6 @@ def build_model_folder(folder: Path, seed: int) -> int:
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, do_sample=False
     )
     model.save_pretrained(folder)
+    let_others_read(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())

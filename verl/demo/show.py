@@ -3,18 +3,24 @@ model loaded with plain `transformers`; a live display where output is a termina
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.data.tasks.word_problems import PLANS, Plan
+from verl.demo.curve import Curve
 from verl.observe.console import StepConsole, shared_console
 from verl.observe.jsonl import read_jsonl
 from verl.observe.trackers import register_tracker
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from verl.observe.run_folder import RunFolder
 
 _KINDS = {
@@ -96,15 +102,23 @@ def examples(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[An
 
 
 class DemoTracker:
-    """Every step in the live display; in piped output the first, the last and about twelve between."""
+    """Every step as a chart in the live display; in piped output lines for the first, the last and about twelve steps
+    between, and the chart of rewards at the end."""
 
     def __init__(self, total_steps: int, title: str) -> None:
-        self.console = StepConsole(total_steps, live=True, title=title)
-        self.watched = self.console.console.is_terminal
+        self.curve = Curve(total_steps)
+        self.console = StepConsole(total_steps, live=True, title=title, curve=self._draw)
+        self.watched = shared_console().is_terminal
         self.total = total_steps
         self.every = max(1, total_steps // 12)
 
+    def _draw(self) -> Text | None:
+        console = shared_console()
+        rows = 11 if console.height >= 24 else 5
+        return self.curve.draw(min(console.width - 4, 120), rows, ascii_only=console.options.ascii_only)
+
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.curve.add(step, metrics)
         if self.watched or step in (0, 1, self.total) or step % self.every == 0:
             self.console.log(step, metrics)
 
@@ -113,6 +127,10 @@ class DemoTracker:
 
     def close(self) -> None:
         self.console.close()
+        if self.watched or self.curve.offline:
+            return
+        if (chart := self.curve.draw(72, 9, ascii_only=True)) is not None:
+            line(chart.plain)
 
 
 @register_tracker("demo")
@@ -130,15 +148,18 @@ def headline(text: str) -> None:
         line(f"\n== {text} ==")
 
 
-def line(text: str) -> None:
+def line(text: str, *, typed: bool = False) -> None:
+    """Wrapped at words on a terminal; a command that can be typed stays one line, so that it can be copied."""
     from rich.text import Text
 
-    shared_console().print(Text(text), soft_wrap=True)
+    console = shared_console()
+    console.print(Text(text), soft_wrap=typed or not console.is_terminal)
 
 
 def command(words: str, arguments: Sequence[str]) -> None:
     """The command this stage is, as it could be typed."""
-    line(f"$ {words} \\\n    " + " \\\n    ".join(shlex.quote(argument) for argument in arguments))
+    lines = [f"$ {words}", *(f"    {shlex.quote(argument)}" for argument in arguments)]
+    line(" \\\n".join(lines), typed=True)
 
 
 def samples(before: Sequence[Answer], after: Sequence[Answer]) -> None:
@@ -170,8 +191,55 @@ def results(before: Sequence[Answer], after: Sequence[Answer]) -> None:
     console.print(table, width=None if console.is_terminal else 80)
 
 
-def paths(out: Path, sft: Path, rl: Path, model: Path) -> None:
-    line(f"run folder        {rl}")
-    line(f"fine-tuning run   {sft}")
-    line(f"trained model     {model}")
-    line(f"data and start    {out}")
+def paths(out: Path, rl: Path, steps: int) -> None:
+    line(f"report            {rl / 'report.html'} (for the browser)", typed=True)
+    line(f"run folder        {rl}", typed=True)
+    line(f"trained model     {rl / f'global_step_{steps}' / 'actor' / 'huggingface'}", typed=True)
+    line(f"everything else   {out}", typed=True)
+
+
+def next_steps(out: Path, rl: Path) -> None:
+    """Three commands to go on with, as they can be typed in this folder."""
+    headline("5  what to try next")
+    program = _program()
+    for about, words in next_commands(out, rl):
+        line(f"  # {about}")
+        line(f"  {shlex.join([*program, *words])}", typed=True)
+
+
+def next_commands(out: Path, rl: Path) -> list[tuple[str, list[str]]]:
+    """What a command is for, and its words after the program's name."""
+    return [
+        (
+            "what it still gets wrong",
+            ["view", str(rl), "--val", "--worst", "3"],
+        ),
+        (
+            "your own reward: change this file, then score the answers with it",
+            [
+                *("reward", "test", "--fn", str(out / "reward.py")),
+                *("--data", str(rl / "validation" / "0.jsonl"), "--response-key", "response"),
+            ],
+        ),
+        (
+            "another algorithm with the same model, data and reward (10 steps)",
+            [
+                *("train", "--config-path", str(rl), "--config-name", "config.yaml"),
+                "algorithm.adv_estimator=rloo",
+                "trainer.total_training_steps=10",
+                "trainer.experiment_name=rloo",
+                f"trainer.default_local_dir={out / 'rloo'}",
+            ],
+        ),
+    ]
+
+
+def _program() -> list[str]:
+    """How `verl` of this environment is called: by its name where the shell finds it, else by its path."""
+    found = shutil.which("verl")
+    script = Path(sys.executable).parent / "verl"
+    if not script.is_file():
+        return [sys.executable, "-m", "verl.cli"]
+    if found is not None and script.samefile(found):
+        return ["verl"]
+    return [os.path.relpath(script) if Path.cwd() in script.parents else str(script)]
