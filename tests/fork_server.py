@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 PRELOADED = (
     "hydra",
@@ -48,6 +48,8 @@ class Program(TypedDict):
     program: str
     arguments: list[str]
     environment: dict[str, str]
+    folder: NotRequired[str]
+    """Where it runs; the server's own folder without it."""
 
 
 def preload() -> None:
@@ -133,7 +135,9 @@ def run(program: Program) -> None:
     sys.stdin = os.fdopen(0)
     os.environ.clear()
     os.environ.update(program["environment"])
+    os.chdir(program.get("folder", "."))
     random.seed()
+    tempfile.tempdir = None  # TMPDIR is read again
     name = program["program"]
     sys.argv = [name, *program["arguments"]]
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -149,5 +149,6 @@ if __name__ == "__main__":
         "agent", choices=sorted(file.parent.name for file in Path(__file__).parent.glob("*/agent.py"))
     )
     parser.add_argument("--out", type=Path, help="a folder; default: checkpoints/agents/AGENT")
+    parser.add_argument("--steps", type=int, help="of fine-tuning; default: what the agent needs")
     args = parser.parse_args()
-    prepare(args.agent, args.out or Path("checkpoints/agents") / args.agent)
+    prepare(args.agent, args.out or Path("checkpoints/agents") / args.agent, args.steps)

@@ -1,0 +1,19 @@
+#!/bin/sh
+# GRPO on GSM8K with the GPUs of one node, 80 GiB each: sharded training, vLLM on the same GPUs.
+# Needs Ray and vLLM, and `pip install 'datasets>=3.0'` for the data. MODEL, DATA, GPUS; keys can be added.
+set -eu
+model=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
+data=${DATA:-data/gsm8k}
+test -e "$data/train.parquet" || verl prepare gsm8k --to "$data"
+
+verl train algorithm.adv_estimator=grpo \
+    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
+    data.train_batch_size=512 data.max_prompt_length=512 data.max_response_length=1024 \
+    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    trainer.n_gpus_per_node="${GPUS:-8}" trainer.total_epochs=10 trainer.test_freq=5 trainer.save_freq=20 \
+    trainer.project_name=examples trainer.experiment_name=grpo_one_node "$@"
