@@ -1,4 +1,5 @@
-"""Fixtures shared by all tests: a tiny model as a Hugging Face folder, a tiny task, the real GSM8K, a fork server."""
+"""Fixtures shared by all tests: a tiny model as a Hugging Face folder, a tiny task, the real GSM8K, a fork server and a
+Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import json
 import os
 import random
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -31,6 +33,8 @@ settings.load_profile("verl")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
 # Servers of the tests are on this machine: never ask a proxy for them.
 for _name in ("no_proxy", "NO_PROXY"):
     os.environ[_name] = ",".join(filter(None, [os.environ.get(_name), "127.0.0.1", "localhost"]))
@@ -182,6 +186,7 @@ class ForkServer:
         output: Path,
         errors: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
     ) -> Forked:
         """As `python PROGRAM ARGUMENTS`, or with the name of a module as `python -m PROGRAM ARGUMENTS`. What libraries
         read from the environment when they are imported stays as it is in this process."""
@@ -191,6 +196,7 @@ class ForkServer:
             "program": str(program),
             "arguments": list(arguments),
             "environment": {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            "folder": str(folder or Path.cwd()),
         }
         with open(os.devnull) as stdin, output.open("ab") as stdout, (errors or output).open("ab") as stderr:
             streams = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
@@ -209,6 +215,53 @@ def fork_server() -> Iterator[ForkServer]:
     server = ForkServer()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def forked_path(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PATH on which `verl` is started by the fork server, for scripts and pages that tests type."""
+    folder = tmp_path_factory.mktemp("bin")
+    command = [sys.executable, "-I", "-S", str(ROOT / "tests" / "forked_verl.py"), fork_server.address]
+    (folder / "verl").write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    (folder / "verl").chmod(0o755)
+    return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(fork_server: Any) -> Iterator[Any]:
+    """An existing cluster, which runs join by RAY_ADDRESS. Starting one for every test would cost seconds each, and so
+    would a worker that imports torch by itself."""
+    pytest.importorskip("ray", reason="needs the package ray (pip install -e '.[ray]')")
+    from ray.cluster_utils import Cluster
+
+    os.environ["VERL_TEST_FORK_SERVER"] = fork_server.address
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 4,
+            "object_store_memory": 200_000_000,
+            "include_dashboard": False,
+            "worker_path": str(ROOT / "tests" / "workers" / "forked_worker.py"),
+            # A dead node refuses every check, so it is noticed after a second instead of fifteen. A slow one is not
+            # taken for dead sooner: a check waits ten seconds for its answer.
+            "_system_config": {"health_check_period_ms": 200, "health_check_failure_threshold": 5},
+        },
+    )
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture
+def session_folder(ray_cluster: Any) -> str:
+    """Where the processes of the session's cluster write: it tells them from those of any other cluster."""
+    return str(ray_cluster.head_node.get_session_dir_path())
+
+
+@pytest.fixture
+def joined(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs join the session's cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    return ray_cluster
 
 
 @pytest.fixture(scope="session")

@@ -157,8 +157,10 @@ def test_the_servers_engine_is_lost(phase: str, number: signal.Signals, words: s
             signal.SIGSTOP,
             r"no progress for 2 s .* in generate: .*Worker\S*\) stopped",
         ),
-        ("generate", "EngineCore", signal.SIGKILL, r"vLLM's engine died"),
         ("weight sync", "Worker", signal.SIGKILL, r"vLLM's engine died"),
+        pytest.param(
+            "generate", "EngineCore", signal.SIGKILL, r"vLLM's engine died", marks=pytest.mark.extended
+        ),
     ],
 )
 def test_a_tensor_parallel_engine_is_lost(
@@ -201,7 +203,7 @@ Engine.stream, Engine.deliver = killed_while_generating, stopped_while_taking_we
 
 
 def test_a_run_goes_on_after_its_server_is_killed_and_ends_when_it_hangs(
-    small_model_dir: Path, digits_data: Path, tmp_path: Path, scratch: Path
+    small_model_dir: Path, digits_data: Path, tmp_path: Path, scratch: Path, fork_server: Any
 ) -> None:
     """One restart is allowed. Without Ray: the trainer's process is the only one that could notice."""
     tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
@@ -223,13 +225,12 @@ def test_a_run_goes_on_after_its_server_is_killed_and_ends_when_it_hangs(
         folder=tmp_path / "run",
     )
     search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with (tmp_path / "log.txt").open("wb") as output:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
-            env={**os.environ, "PYTHONPATH": search, "TMPDIR": str(scratch)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    run = fork_server.start(
+        "verl.trainer.main_ppo",
+        arguments,
+        output=tmp_path / "log.txt",
+        environment={"PYTHONPATH": search, "TMPDIR": str(scratch)},
+    )
     seen: dict[int, str] = {}
     try:
         while run.poll() is None:

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,8 +41,8 @@ def model_dir(
     return folder
 
 
-def command(model: Path, task: Path, folder: Path, *placement: str) -> list[str]:
-    run = tiny_run(
+def overrides(model: Path, task: Path, folder: Path, *placement: str) -> list[str]:
+    return tiny_run(
         model,
         task,
         "data.train_batch_size=4",
@@ -56,10 +54,6 @@ def command(model: Path, task: Path, folder: Path, *placement: str) -> list[str]
         *placement,
         folder=folder,
     )
-    return [sys.executable, "-m", "verl.trainer.main_ppo", *run]
-
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -75,18 +69,35 @@ def agree(found: list[dict[str, Any]]) -> None:
     assert min(row["actor/grad_norm"] for row in found) > 0, "the weights moved, and the engine's with them"
 
 
-def test_vllm_in_a_process_of_its_own(model_dir: Path, digits_data: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def train(
+    model_dir: Path, digits_data: Path, tmp_path: Path, joined: Any, fork_server: Any
+) -> Callable[..., list[dict[str, Any]]]:
+    """Train in the session's cluster; the rows of metrics.jsonl. Plugins are found in `tmp_path`."""
+
+    def go(*keys: str) -> list[dict[str, Any]]:
+        log = tmp_path / "log.txt"
+        arguments = overrides(model_dir, digits_data, tmp_path / "run", *keys)
+        plugins = {"PYTHONPATH": str(tmp_path)}
+        process = fork_server.start("verl.trainer.main_ppo", arguments, output=log, environment=plugins)
+        try:
+            assert process.wait(timeout=850) == 0, log.read_text()[-6000:]
+        finally:
+            process.kill()
+        return rows(tmp_path / "run")
+
+    return go
+
+
+@pytest.mark.extended
+def test_vllm_in_a_process_of_its_own(train: Callable[..., list[dict[str, Any]]]) -> None:
     pool = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
-    steps = f"trainer.total_training_steps={STEPS}"
-    run = command(model_dir, digits_data, tmp_path / "run", *pool, steps)
-    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = rows(tmp_path / "run")
+    found = train(*pool, f"trainer.total_training_steps={STEPS}")
     assert len(found) == STEPS
     agree(found)
 
 
-def test_weights_of_megatron_stages_arrive_whole(model_dir: Path, digits_data: Path, tmp_path: Path) -> None:
+def test_weights_of_megatron_stages_arrive_whole(train: Callable[..., list[dict[str, Any]]]) -> None:
     """Fingerprints of what was sent and what arrived are compared by the run. The embedding is tied: both stages have
     it."""
     pytest.importorskip("megatron.core", reason="needs megatron-core (make test-components)")
@@ -96,13 +107,10 @@ def test_weights_of_megatron_stages_arrive_whole(model_dir: Path, digits_data: P
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.actor.strategy=megatron",
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
-        "trainer.total_training_steps=2",
+        f"trainer.total_training_steps={STEPS}",
     ]
-    run = command(model_dir, digits_data, tmp_path / "run", *split)
-    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = rows(tmp_path / "run")
-    assert len(found) == 2
+    found = train(*split)
+    assert len(found) == STEPS
     agree(found)
 
 
@@ -136,7 +144,7 @@ broadcast.pack, TrainRank.do_sync_weights = pack, sync_weights
 
 
 def test_an_adapter_to_vllm_in_a_process_of_its_own(
-    model_dir: Path, digits_data: Path, tmp_path: Path
+    train: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """Everything crosses once, then only the adapter; vLLM computes with the newest."""
     note = tmp_path / "bytes"
@@ -148,11 +156,7 @@ def test_an_adapter_to_vllm_in_a_process_of_its_own(
         "trainer.plugins=[counting_bytes]",
         f"trainer.total_training_steps={STEPS}",
     ]
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    run = command(model_dir, digits_data, tmp_path / "run", *extra)
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = rows(tmp_path / "run")
+    found = train(*extra)
     assert len(found) == STEPS
     agree(found)
     counts = [[int(number) for number in line.split()] for line in note.read_text().splitlines()]
@@ -180,7 +184,7 @@ RLLoop.step = step
 
 
 def test_vllm_takes_weights_while_the_trainer_trains(
-    model_dir: Path, digits_data: Path, tmp_path: Path
+    train: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """It decodes the first batch and half of the second, then waits for the weights of the first update."""
     length, note = 24, tmp_path / "versions"
@@ -198,13 +202,10 @@ def test_vllm_takes_weights_while_the_trainer_trains(
         "trainer.plugins=[holds_decoding,notes_versions]",
         f"trainer.total_training_steps={STEPS}",
     ]
-    run = command(model_dir, digits_data, tmp_path / "run", *keys)
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = train(*keys)
     versions = [json.loads(line) for line in note.read_text().splitlines()]
     assert versions[:2] == [[[0]] * 8, [[0, 1]] * 8]
-    assert all(row["training/age/max"] <= 2 for row in rows(tmp_path / "run"))
+    assert all(row["training/age/max"] <= 2 for row in found)
     steps = trained(tmp_path / "run")
     assert [len(uids) for uids in steps] == [4] * STEPS
     assert max(Counter(chain(*steps)).values()) == 1
@@ -233,7 +234,7 @@ def until(reached: Callable[[], bool], seconds: float = 600) -> bool:
 
 @pytest.mark.timeout(2500)
 def test_two_ranks_share_one_engine_and_it_goes_with_its_host(
-    model_dir: Path, digits_data: Path, tmp_path: Path
+    model_dir: Path, digits_data: Path, tmp_path: Path, fork_server: Any
 ) -> None:
     """Steps as usual; then the rank that hosts the engine is killed, and nothing of either stays. The ranks split the
     matrices of one model, so that the one without the engine takes part in every comparison of log-probs."""
@@ -244,12 +245,13 @@ def test_two_ranks_share_one_engine_and_it_goes_with_its_host(
         "actor_rollout_ref.actor.strategy=megatron",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
     ]
-    run = command(model_dir, digits_data, tmp_path / "run", *shared, "trainer.total_training_steps=5000")
+    endless = ["trainer.total_training_steps=5000", "trainer.total_epochs=1000"]
+    arguments = overrides(model_dir, digits_data, tmp_path / "run", *shared, *endless)
     log = tmp_path / "log.txt"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*run, "trainer.total_epochs=1000"], env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT
-        )
+    # A cluster of its own, so that every process of the run is a descendant of the command.
+    process = fork_server.start(
+        "verl.trainer.main_ppo", arguments, output=log, environment={"RAY_ADDRESS": "local"}
+    )
     names: dict[int, str] = {}
     engines: dict[int, set[int]] = {}
 

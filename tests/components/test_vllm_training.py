@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,24 +41,32 @@ def words_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_command(folder: Path, task: Path, model: Path, *extra: str) -> subprocess.CompletedProcess[str]:
-    run = tiny_run(
-        model,
-        task,
-        "data.train_batch_size=4",
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.temperature=0.8",
-        "actor_rollout_ref.rollout.max_num_seqs=16",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.total_epochs=10",
-        *extra,
-        folder=folder,
-    )
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *run]
-    # A cluster of its own: whoever else runs one on this machine may end it at any time.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=850)
+@pytest.fixture
+def run_command(fork_server: Any, tmp_path: Path) -> Callable[..., None]:
+    """Train with the command, to its end, in `tmp_path`/run."""
+
+    def go(task: Path, model: Path, *extra: str) -> None:
+        log = tmp_path / "log.txt"
+        arguments = tiny_run(
+            model,
+            task,
+            "data.train_batch_size=4",
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.rollout.temperature=0.8",
+            "actor_rollout_ref.rollout.max_num_seqs=16",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.total_epochs=10",
+            *extra,
+            folder=tmp_path / "run",
+        )
+        process = fork_server.start("verl.trainer.main_ppo", arguments, output=log)
+        try:
+            assert process.wait(timeout=850) == 0, log.read_text()[-6000:]
+        finally:
+            process.kill()
+
+    return go
 
 
 def assert_both_sides_agree(folder: Path) -> None:
@@ -72,7 +77,7 @@ def assert_both_sides_agree(folder: Path) -> None:
 
 
 def test_grpo_on_smollm2_keeps_both_sides_together(
-    smollm2_dir: Path, words_task: Path, tmp_path: Path
+    smollm2_dir: Path, words_task: Path, run_command: Callable[..., None], tmp_path: Path
 ) -> None:
     task = [
         "data.max_prompt_length=64",
@@ -80,8 +85,7 @@ def test_grpo_on_smollm2_keeps_both_sides_together(
         "actor_rollout_ref.actor.optim.lr=1e-5",
         f"reward.custom_reward_function.path={words_task}/reward.py",
     ]
-    done = run_command(tmp_path / "run", words_task, smollm2_dir, *task)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_command(words_task, smollm2_dir, *task)
     assert_both_sides_agree(tmp_path / "run")
 
 
@@ -131,11 +135,14 @@ def test_an_adapter_is_used_and_replaced(adapted: Adapted, reference: Callable[.
     ids=["a server beside the trainer", "two ranks with an engine each"],
 )
 def test_runs_with_vllm_in_other_processes(
-    placement: list[str], small_model_dir: Path, digits_data: Path, tmp_path: Path
+    placement: list[str],
+    small_model_dir: Path,
+    digits_data: Path,
+    run_command: Callable[..., None],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
     if "trainer.n_gpus_per_node=2" in placement:
-        pytest.importorskip("ray", reason="needs ray")
-    lr = "actor_rollout_ref.actor.optim.lr=1e-3"
-    done = run_command(tmp_path / "run", digits_data, small_model_dir, lr, *placement)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        request.getfixturevalue("joined")
+    run_command(digits_data, small_model_dir, "actor_rollout_ref.actor.optim.lr=1e-3", *placement)
     assert_both_sides_agree(tmp_path / "run")

@@ -516,6 +516,8 @@ def test_lora_engine_trains_adapters_and_keeps_its_reference(tools, tmp_path):
     torch.testing.assert_close(merged.log_probs(batch)["log_probs"], now, rtol=1e-4, atol=1e-4)
     adapter = sum(file.stat().st_size for file in (tmp_path / "adapter").glob("*.safetensors"))
     assert adapter < (tmp_path / "merged/model.safetensors").stat().st_size
+    modes = [file.stat().st_mode & 0o777 for file in tmp_path.glob("*/*.safetensors")]
+    assert modes == [0o644, 0o644]  # others may read them
 
 
 def test_experts_are_exported_under_the_names_of_their_files(tools, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core (make test-components)")
-pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=40), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=2), pytest.mark.timeout(1200)]
 
 SCENARIOS = {"four_stages": 4, "few_micro_batches": 4, "two_models": 2, "critic": 2, "automatic_size": 4}
 """Stages of each; four processes go through all of them."""

@@ -160,6 +160,7 @@ def test_two_ranks_agree_with_one(alone, two):
         check_case([rank[name] for rank in ranks], alone(name), 2, name)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(seconds=60)
 @pytest.mark.parametrize(("scenario", "degree"), [("split_over_all", 4), ("split_over_two", 2)])
 def test_four_ranks_agree_with_one(alone, four, scenario, degree):

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.structure.import_graph import ROOT, modules
 
 REPOSITORY = ROOT.parent
-PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("benchmarks/**/*.md")]
+PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("benchmarks/**/*.md")]
 
 
 def test_source_files_named_in_strings_exist():
@@ -49,6 +49,8 @@ def test_links_between_pages_lead_to_existing_files_and_headings():
 
 
 def headings(page: Path) -> set[str]:
-    """As GitHub names them in links."""
-    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    """As GitHub names them in links, and the anchors that a page sets itself."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    named = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    return named | set(re.findall(r'<a id="([^"]+)">', text))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from verl.observe.metrics import Timer
 
@@ -173,3 +175,8 @@ def wait_for(reached: Callable[[], bool], seconds: float) -> bool:
     while not reached() and time.monotonic() < deadline:
         time.sleep(0.2)
     return reached()
+
+
+def extended(phases: Sequence[str], usual: Sequence[str]) -> list[Any]:
+    """Parameters of which only the `usual` ones are tested with every change."""
+    return [p if p in usual else pytest.param(p, marks=pytest.mark.extended) for p in phases]

@@ -32,7 +32,7 @@ from tests.workers import faults
 from tests.workers.test_ray_command import family, start
 from verl.errors import WorkersLost
 
-pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=20), pytest.mark.timeout(900)]
 
 STEPS = 4
 LENGTH = 24
@@ -46,7 +46,11 @@ SMALL = (
 )
 ONE_STEP = (f"{MODE}=one_step_off", BYPASS, *POOL)
 FULLY = (f"{MODE}=fully_async", f"{STALENESS}=2", BYPASS, *POOL)
-MODES = pytest.mark.parametrize("mode", [ONE_STEP, FULLY], ids=["one_step_off", "fully_async"])
+MODES = pytest.mark.parametrize(
+    "mode",
+    [pytest.param(ONE_STEP, marks=pytest.mark.extended), FULLY],
+    ids=["one_step_off", "fully_async"],
+)
 Run = Callable[..., Path]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.workers.faults import extended
 from verl.errors import TrainingHalted, WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
@@ -154,11 +155,11 @@ def test_the_numbers_are_those_of_one_process(train, joined, plugin, tmp_path):
     assert nobody_left()
 
 
-@pytest.mark.parametrize(("call", "nth"), [("generate", 2), ("sync_weights", 2)])
-def test_a_killed_rollout_rank_is_named_and_the_run_goes_on_after_it(call, nth, train, joined, faulty):
+@pytest.mark.parametrize("call", extended(["generate", "sync_weights"], ["generate"]))
+def test_a_killed_rollout_rank_is_named_and_the_run_goes_on_after_it(call, train, joined, faulty):
     settings = [*FEW, *placed(2, 2), "trainer.save_freq=1"]
     with pytest.raises(WorkersLost) as caught:
-        train(*settings, faulty(call, "kill", rank=1, nth=nth))
+        train(*settings, faulty(call, "kill", rank=1, nth=2))
     message = str(caught.value)
     assert message.startswith("rollout rank 1 on ") and f"died in {call}" in message, message
     assert "trainer.resume_mode=auto" in message
@@ -171,7 +172,7 @@ def test_a_killed_rollout_rank_is_named_and_the_run_goes_on_after_it(call, nth, 
         )
 
 
-@pytest.mark.parametrize("call", ["generate", "sync_weights"])
+@pytest.mark.parametrize("call", extended(["generate", "sync_weights"], ["sync_weights"]))
 def test_a_hang_of_a_rollout_rank_says_who_waits_for_whom(call, train, joined, faulty, happened, monkeypatch):
     from verl.workers.ray_calls import RankCalls
 

@@ -1,4 +1,4 @@
-"""The controller is killed in every phase of a step: neither its ranks nor its reward workers outlive it."""
+"""The controller is killed in a phase of each kind: neither its ranks nor its reward workers outlive it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import signal
 import pytest
 
 from tests.workers import faults
-from tests.workers.faults import CALLS, PPO
+from tests.workers.faults import PPO
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
 OWN = ["testing", "reward", "adv"]
 """Phases in which the controller works itself; in the others a rank kills it, in the middle of a call."""
+IN_CALLS = ["generate", "log_probs", "train_actor", "update_weights", "save"]
+"""A call with results in parts, a forward pass, an update, a call without a result, and files."""
 MARK = "VERL_TEST_RUN"
 """What a controller starts by itself carries this in its environment."""
 
 
-@pytest.mark.parametrize("phase", [*OWN, *CALLS])
+@pytest.mark.parametrize("phase", faults.extended([*OWN, *IN_CALLS], ["reward", "generate", "save"]))
 def test_nobody_outlives_a_killed_controller(
     phase, overrides, joined, session_folder, digits_data, tmp_path, fork_server
 ):

@@ -13,7 +13,7 @@ import signal
 import pytest
 
 from tests.workers import faults
-from tests.workers.faults import CALLS, PPO
+from tests.workers.faults import CALLS, PPO, extended
 from verl.errors import TrainingHalted, WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
@@ -40,7 +40,7 @@ def nobody_left(session_folder):
     return lambda: faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", extended(PHASES, ["generate", "train_critic", "save"]))
 def test_a_killed_rank_is_named_and_the_run_goes_on_after_it(phase, train, joined, faulty, nobody_left):
     plugin = faulty(phase, "kill", nth=1 if phase == "save" else 2)
     with pytest.raises(WorkersLost) as caught:
@@ -55,7 +55,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_after_it(phase, train, joine
         assert [row["training/global_step"] for row in rows] == [1, 2]
 
 
-@pytest.mark.parametrize("phase", ["reward", "adv"])
+@pytest.mark.parametrize("phase", extended(["reward", "adv"], ["reward"]))
 def test_a_rank_that_dies_while_the_controller_works_is_named(
     phase, train, joined, faulty, nobody_left, tmp_path, monkeypatch
 ):
@@ -71,7 +71,7 @@ def test_a_rank_that_dies_while_the_controller_works_is_named(
     assert nobody_left()
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", extended(PHASES, ["testing", "train_actor", "update_weights"]))
 def test_a_hang_is_noticed_and_says_who_waits_for_whom(
     phase, train, joined, faulty, nobody_left, tmp_path, monkeypatch
 ):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers import faults
-from tests.workers.faults import CALLS, PPO
+from tests.workers.faults import PPO, extended
 from verl.errors import WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
@@ -74,8 +74,10 @@ def test_a_lost_node_ends_the_run_and_the_rest_goes_on(train, node_dies, session
     assert [row["training/global_step"] for row in rows] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("phase", [call for call in CALLS if call != "train_actor"])
+@pytest.mark.parametrize("phase", extended(["generate", "update_weights", "save"], ["update_weights"]))
 def test_a_node_that_dies_in_a_call_is_missed(phase, train, node_dies, session_folder):
+    """One call of each kind: results that come in parts, none, and files. A rank that dies is missed in every call:
+    test_ray_faults.py."""
     with pytest.raises(WorkersLost) as caught:
         train(*PPO, "trainer.total_training_steps=1", *TWO_NODES, node_dies(phase))
     message = str(caught.value)
@@ -83,7 +85,7 @@ def test_a_node_that_dies_in_a_call_is_missed(phase, train, node_dies, session_f
     assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
 
 
-@pytest.mark.parametrize("phase", MISSED_IN)
+@pytest.mark.parametrize("phase", extended(MISSED_IN, ["reward"]))
 def test_a_node_that_dies_while_the_controller_works_is_missed(
     phase, train, raylet, session_folder, digits_data, monkeypatch
 ):

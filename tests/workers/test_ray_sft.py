@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from verl.errors import WorkersLost
 
-pytestmark = [pytest.mark.components, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=15), pytest.mark.timeout(900)]
 
 PLUGIN = """
 import os, signal, time
