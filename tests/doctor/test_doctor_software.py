@@ -59,7 +59,11 @@ def test_what_is_wanted_is_what_the_project_says() -> None:
     wanted = package_requirements()
     core = [each.requirement for each in wanted if not each.extra]
     assert core == [line.replace(" ", "") for line in project["dependencies"]]
-    assert {each.extra for each in wanted} - {""} == set(project["optional-dependencies"]) - {"dev", "docs", "all"}
+    assert {each.extra for each in wanted} - {""} == set(project["optional-dependencies"]) - {
+        "dev",
+        "docs",
+        "all",
+    }
 
 
 @pytest.mark.parametrize(
