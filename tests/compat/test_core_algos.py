@@ -93,6 +93,14 @@ def test_gae_takes_values_second() -> None:
     assert advantages[MASK.bool()].mean().abs() < 1e-6
 
 
+def test_gae_takes_gamma_before_lambda() -> None:
+    values = torch.rand(MASK.shape, generator=torch.Generator().manual_seed(1))
+    _, returns = core_algos.compute_gae_advantage_return(rewards(), values, MASK, 0.5, 1.0)
+    # With lambda = 1 the return of a token is the discounted reward still to come.
+    to_the_end = MASK.flip(1).cumsum(1).flip(1) - 1
+    assert torch.allclose(returns, SCORES.unsqueeze(-1) * 0.5**to_the_end * MASK)
+
+
 def test_remax_takes_the_baselines_second() -> None:
     advantages, _ = core_algos.compute_remax_outcome_advantage(rewards(), torch.ones(4), MASK)
     assert advantages[:, 0].tolist() == [0.0, -1.0, 2.0, 4.0]

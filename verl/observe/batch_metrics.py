@@ -301,7 +301,6 @@ def _repetitive(batch: DataProto) -> torch.Tensor:
     # NumPy sorts 32-bit integers several times as fast as torch, which sorts their places along.
     ordered = np.sort(np.where(counted_BT.numpy(), responses_BT.numpy().astype(np.int32), -1), axis=-1)
     changes_B = torch.from_numpy((ordered[:, 1:] != ordered[:, :-1]).sum(-1))
-    distinct_B = changes_B + (
-        length_B == counted_BT.shape[1]
-    )  # without -1 the first token is not behind a change
+    # In a row without a -1 no change stands before the first token.
+    distinct_B = changes_B + (length_B == counted_BT.shape[1])
     return (length_B >= _LONG_ENOUGH) & (distinct_B < _DISTINCT_SHARE * length_B)
