@@ -4,6 +4,7 @@ so that the run ends as if it had never been killed."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections import Counter
@@ -26,7 +27,9 @@ def lines(file: Path) -> int:
 
 def saving(run: Path) -> list[Path]:
     """Files of a checkpoint that is being written: in a hidden folder until it is complete."""
-    return [file for folder in run.glob(".global_step_*") for file in folder.rglob("*")]
+    folders = run.glob(".global_step_*")
+    # os.walk, unlike rglob, takes a folder that is renamed while it is read
+    return [Path(at, file) for folder in folders for at, _, files in os.walk(folder) for file in files]
 
 
 def moments(run: Path, draws: random.Random) -> Callable[[], bool]:
