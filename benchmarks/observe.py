@@ -2,10 +2,11 @@
 
 One run, in which blocks of steps alternate: everything on (metrics endpoint scraped every 5 s by another process as in
 examples/monitoring, token data, phases, live table, findings, TensorBoard where it is installed), everything off. What
-no key switches off (live table, phases, findings) is taken out for the blocks that are off. A step's time is that
-between two lines of metrics, so what happens between steps counts. The first step of a block is not counted: samples of
-the step before it are written during it. A block is compared with the mean of its two neighbours, so that a machine
-that gets slower or faster does not count for one side.
+no key switches off (live table, phases, findings) is taken out for the blocks that are off. Every step has the same
+prompts and responses of the full length, so that both sides have the same work. A step's time is that between two lines
+of metrics, so what happens between steps counts. The first step of a block is not counted: samples of the step before
+it are written during it. A block is compared with the mean of its two neighbours, so that a machine that gets slower or
+faster does not count for one side.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         model = Path(args.model) if args.model else make_model(work / "model", args.hidden)
-        data = make_data(work, args.prompts * args.steps)
+        data = make_data(work, args.prompts)
+        data.write_text(data.read_text() * args.steps)
         figures = summary(block_seconds(args, model, data, work / "run"))
     sys.stdout.write(
         f"GRPO step, {args.prompts} prompts x {args.n} responses of at most {args.max_tokens} tokens: "
@@ -105,6 +107,7 @@ def block_seconds(
         run_values(args, model, data, folder)
         | {"trainer.logger": ["tensorboard"] if importlib.util.find_spec("tensorboard") else []}
         | {"trainer.prometheus.enable": True, "trainer.prometheus.port": port}
+        | {"actor_rollout_ref.rollout.ignore_eos": True}
         | dict(item.split("=", 1) for item in args.set),
     )
 

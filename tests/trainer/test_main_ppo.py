@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,12 @@ def test_health_rules_watch_numbers_that_a_run_gives(watch):
     seen = watch("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
     others = {name for name in WATCHED if name.startswith(("train/", "val/", "tools/", "implicit_reward/"))}
     assert WATCHED - others <= set(seen.rows[-1]), "the others are those of fine-tuning, tools and prime"
+
+
+def test_threads_get_the_interpreter_soon_while_a_run_lasts(watch):
+    before, during = sys.getswitchinterval(), []
+    watch("trainer.total_training_steps=1", within=lambda loop: during.append(sys.getswitchinterval()))
+    assert during == [pytest.approx(0.0005)] and sys.getswitchinterval() == before
 
 
 def test_the_first_signal_asks_the_second_insists():

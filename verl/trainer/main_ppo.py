@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verl.runtime import exits_as_errors, run_command
+from verl.runtime import exits_as_errors, run_command, short_switch_interval
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,7 +92,7 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
         require_disk(cfg, parts.folder.path, parts.total_steps, model)
         loop = build_loop(cfg, parts, model=model, live=live)
         try:
-            with stop_on_signal(loop):
+            with stop_on_signal(loop), short_switch_interval():
                 metrics = loop.fit()
             if metrics and not cfg.trainer.val_only:
                 require_saved(parts.folder, loop.step_number, loop.saved_step)
