@@ -103,6 +103,26 @@ def test_a_machine_without_bubblewrap_is_warned_of(monkeypatch: pytest.MonkeyPat
     assert finding.status == "warning" and "bwrap" in finding.seen and "bubblewrap" in finding.fix
 
 
+def test_bubblewrap_that_may_not_make_namespaces_is_not_to_be_installed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from verl.reward.sandbox import local
+
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    local.why_unavailable.cache_clear()
+    try:
+        finding = only(machine.sandbox())
+        refusal = local.refusal("no namespaces")
+    finally:
+        local.why_unavailable.cache_clear()
+    assert "bubblewrap does not work on this machine" in finding.seen
+    for told in (finding.fix, refusal):
+        assert "permit user namespaces" in told and "install" not in told
+
+
 @pytest.mark.parametrize(
     "variables, problem, status, told",
     [

@@ -140,16 +140,14 @@ def judge_limits(files: int | None) -> Finding:
 
 def sandbox() -> Iterator[Finding]:
     """Whether model-written code can run in isolation, by running some."""
-    from verl.reward.sandbox.local import describe, why_unavailable
+    from verl.reward.sandbox.local import describe, remedy, why_unavailable
 
     problem = why_unavailable()
     if problem is None:
         yield Finding("sandbox", "ok", describe())
     else:
         seen = f"{problem}; rewards that run model-written code are refused"
-        yield Finding(
-            "sandbox", "warning", seen, "apt-get install bubblewrap, or reward.sandbox_fusion.url=URL"
-        )
+        yield Finding("sandbox", "warning", seen, f"{remedy()}, or set reward.sandbox_fusion.url=URL")
 
 
 def hub() -> Iterator[Finding]:

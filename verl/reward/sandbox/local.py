@@ -77,8 +77,22 @@ def run(program: Program, limits: SandboxConfig) -> Outcome:
 
 def refusal(problem: str) -> str:
     return (
-        f"Model-written code cannot be isolated here: {problem}. Install bubblewrap (apt-get install bubblewrap), set "
-        f"reward.sandbox_fusion.url=URL or, only on an expendable machine, reward.sandbox.allow_unisolated=True."
+        f"Model-written code cannot be isolated here: {problem}. Either {remedy()}, set reward.sandbox_fusion.url=URL "
+        f"or, only on an expendable machine, reward.sandbox.allow_unisolated=True."
+    )
+
+
+def remedy() -> str:
+    """What makes isolation possible on this machine."""
+    if sys.platform != "linux":
+        return "use a Linux machine"
+    if find_bwrap() is None:
+        return "install bubblewrap (apt-get install bubblewrap)"
+    if find_python() is None:
+        return "install a Python that every user may run (apt-get install python3)"
+    return (
+        "permit user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0; in a container, start it with "
+        "--security-opt seccomp=unconfined)"
     )
 
 
