@@ -39,7 +39,8 @@ class PythonChild:
         with theirs:
             descriptors = [theirs.fileno(), *inherited]
             numbers = " ".join(map(str, descriptors))
-            command = [sys.executable, "-c", _MAIN.format(module=module), numbers, json.dumps(sys.path)]
+            # -u: what it printed is known even if it ends at once.
+            command = [sys.executable, "-u", "-c", _MAIN.format(module=module), numbers, json.dumps(sys.path)]
             self.process = subprocess.Popen(
                 processes.supervised_command(command),
                 stdin=subprocess.DEVNULL,

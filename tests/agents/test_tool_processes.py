@@ -786,7 +786,8 @@ def test_conversations_wait_for_a_place_but_not_for_themselves(tools, monkeypatc
         ("x = 1\n", "has no public function"),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_said_at_start(tmp_path, text, words):
+def test_a_file_that_cannot_be_imported_is_said_at_start(tmp_path, text, words, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     path = tmp_path / "bad.py"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
