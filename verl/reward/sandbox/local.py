@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from verl import processes
 from verl.config.sections.reward import SandboxConfig
 from verl.errors import RewardError
@@ -151,7 +153,7 @@ def _run(program: Program, limits: SandboxConfig, isolated: bool) -> Outcome:
         environment, drop = {}, {}
         unprivileged = _NOBODY if os.geteuid() == 0 else None
         if isolated:
-            inner = _python_arguments(_SOURCE, started_there, cgroup_fd, limits)
+            inner = _python_arguments(_SOURCE, started_there, cgroup_fd, limits, limits.max_processes)
             source_fd = _sealed(stack, program.source)
             filter_fd = _sealed(stack, seccomp.program() or b"") if seccomp.program() else None
             descriptors += [info_there, source_fd, *([] if filter_fd is None else [filter_fd])]
@@ -160,7 +162,8 @@ def _run(program: Program, limits: SandboxConfig, isolated: bool) -> Outcome:
             if unprivileged is not None:
                 drop = {"user": unprivileged, "group": unprivileged, "extra_groups": []}
         else:
-            inner = _python_arguments("solution.py", started_there, cgroup_fd, limits)
+            tasks = limits.max_processes + (0 if unprivileged is not None else _own_tasks())
+            inner = _python_arguments("solution.py", started_there, cgroup_fd, limits, tasks)
             folder = _scratch(stack, program.source)
             command = processes.supervised_command([find_python() or sys.executable, *inner], unprivileged)
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
@@ -320,15 +323,25 @@ def _scratch_limit(limits: SandboxConfig) -> int:
     return 4 * limits.max_file_mb << 20
 
 
+def _own_tasks() -> int:
+    """Processes and threads of this user: without a namespace of its own, the kernel counts them as the program's."""
+    total = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == os.getuid():
+                total += process.num_threads()
+    return total
+
+
 def _python_arguments(
-    source: str, started_fd: int, cgroup_fd: int | None, limits: SandboxConfig
+    source: str, started_fd: int, cgroup_fd: int | None, limits: SandboxConfig, tasks: int
 ) -> list[str]:
     """Python's arguments for launching the file `source` (a path as the sandbox sees it); `cgroup_fd` is the `join_fd`
-    of its cgroup."""
+    of its cgroup, `tasks` how many processes and threads its user may have."""
     resources = {
         "AS": limits.memory_limit_mb << 20,
         "CPU": int(limits.timeout_s) + 1,
-        "NPROC": limits.max_processes,
+        "NPROC": tasks,
         "FSIZE": limits.max_file_mb << 20,
         "NOFILE": 256,
         "MEMLOCK": 0,  # also what zero-copy sends may pin
