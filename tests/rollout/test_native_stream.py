@@ -187,6 +187,18 @@ def test_a_conversation_prefills_only_what_is_new(build: Engine) -> None:
     assert prefilled == len(prompt)
 
 
+def test_a_conversation_that_ends_with_a_full_block_has_its_blocks_once(build: Engine) -> None:
+    """Otherwise conversations hold more pages than there are, and others lose theirs."""
+    engine = build(max_model_len=256)
+    first, _ = turn(engine, "first", OPENING, "chat", max_tokens=32 + 1 - len(OPENING))
+    second, prefilled = turn(engine, "second", [*OPENING, *first.token_ids, 8], "chat", max_tokens=4)
+    blocks = engine.stats().kv_blocks_used
+    assert prefilled == 2 and blocks > 0
+    plain = build(max_model_len=256)
+    turn(plain, "all", [*OPENING, *first.token_ids, 8, *second.token_ids[:-1]], "chat", max_tokens=1)
+    assert blocks == plain.stats().kv_blocks_used
+
+
 def test_branches_of_a_conversation_do_not_write_into_each_other(build: Engine) -> None:
     """They share a partly filled last block, one takes it over, and none sees the other's tokens."""
     engine = build()

@@ -190,13 +190,13 @@ class BlockManager:
         return blocks, chain
 
     def _continue_kept(self, sequence: Sequence) -> bool:
-        """Take over the blocks kept for this conversation where they hold more of the prompt, to the token and not only
-        in full hash blocks. Ownership moves, so that continuing in a partly filled block needs no copy."""
+        """Take over the blocks kept for this conversation, which hold its tokens to the last one, unless full hash
+        blocks found elsewhere hold more. Ownership moves: continuing needs no copy and no second block."""
         kept = self.kept.get(sequence.request.prefix_id or "", [])
         best, length = None, sequence.computed
         for candidate in kept:
             common = _common_prefix(candidate.tokens[: candidate.computed], sequence.tokens[:-1])
-            if common > length:
+            if common and common >= length:
                 best, length = candidate, common
         if best is None:
             return False
