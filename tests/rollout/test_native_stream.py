@@ -216,6 +216,14 @@ def test_branches_of_a_conversation_do_not_write_into_each_other(build: Engine) 
         assert again.token_ids == turn(build(), f"more {i}", prompt, None)[0].token_ids
 
 
+def test_a_prompt_with_nothing_of_its_conversation_leaves_what_is_kept(build: Engine) -> None:
+    engine = build()
+    first, _ = turn(engine, "first", OPENING, "chat")
+    turn(engine, "other", [9] * 20, "chat")
+    _, prefilled = turn(engine, "second", [*OPENING, *first.token_ids, 8], "chat")
+    assert prefilled == 2
+
+
 def test_a_prompt_that_diverges_from_its_conversation_is_computed_from_there(build: Engine) -> None:
     engine = build()
     first, _ = turn(engine, "first", [*OPENING, 3, 4, 5], "chat")
