@@ -128,12 +128,15 @@ def test_tensorboard_files_hold_what_was_logged(tmp_path: Path) -> None:
 
     with RunFolder(tmp_path) as run:
         fan = build_trackers("tensorboard", "p", "e", {}, run)
-        fan.log(1, {"reward/mean": 0.25})
-        fan.log(2, {"reward/mean": 0.75})
+        fan.log(1, {"reward/mean": 0.25, "step": 1})
+        fan.log(2, {"reward/mean": 0.75, "step": 2})
         fan.log_samples(2, [{"prompt": "1+1", "response": "2"}])
         fan.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+    assert [(e.step, e.value) for e in events.Scalars("step")] == [(1, 1.0), (2, 2.0)]
+    (sample,) = events.Tensors("validation/sample_0/text_summary")
+    assert sample.step == 2 and b"**response**: 2" in sample.tensor_proto.string_val[0]
 
 
 def test_a_registered_tracker_can_be_named_and_built_in_names_are_taken(

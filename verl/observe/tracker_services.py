@@ -108,20 +108,24 @@ class Tensorboard:
     def __init__(self, run_folder: RunFolder) -> None:
         try:
             with _quiet_tensorflow():
-                from torch.utils.tensorboard import SummaryWriter
+                from tensorboard.compat.proto.summary_pb2 import Summary
+                from torch.utils.tensorboard import FileWriter
+                from torch.utils.tensorboard.summary import text
         except ImportError:
             raise missing_package("tensorboard", "tensorboard", "trainer.logger=tensorboard") from None
-        self._writer = SummaryWriter(log_dir=str(run_folder.path / "tensorboard"))
+        self._summary, self._text = Summary, text
+        self._writer = FileWriter(str(run_folder.path / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        # One event for all of them: each event wakes the thread that writes the file.
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_summary(self._summary(value=values), step)
         self._writer.flush()
 
     def log_samples(self, step: int, rows: list[Any]) -> None:
         for index, row in enumerate(rows):
             text = "\n\n".join(f"**{name}**: {plain(value)}" for name, value in row.items())
-            self._writer.add_text(f"validation/sample_{index}", text, step)
+            self._writer.add_summary(self._text(f"validation/sample_{index}", text), step)
 
     def close(self, failed: bool) -> None:
         self._writer.close()
