@@ -66,7 +66,7 @@ def test_values_and_their_gradients_do_not_depend_on_packing(tools, architecture
     for packed in (True, False):
         engine = tools.engine("critic", model=copy.deepcopy(model), use_remove_padding=packed)
         with torch.no_grad():
-            tools.module(engine).score.weight.copy_(torch.linspace(-1, 1, 32)[None])
+            tools.module(engine).head.weight.copy_(torch.linspace(-1, 1, 32)[None])
         values = engine.values(batch)
         assert values.abs().sum() > 0
         engine.forward_backward(batch, tools.value_loss)

@@ -25,7 +25,7 @@ from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.models.loading import DTYPES
 from verl.models.lora import merge_lora
-from verl.models.value_model import ValueModel
+from verl.models.value_model import HEADS, ValueModel
 
 if TYPE_CHECKING:
     from verl.engines.base import TrainEngine
@@ -109,7 +109,7 @@ class ShardedReader(CheckpointReader):
 
     def adapter(self) -> dict[str, torch.Tensor]:
         """The LoRA weights and a value head under the names peft gives them on the disk."""
-        keys = [*self._adapters, *(key for key in self._known if key.startswith("score."))]
+        keys = [*self._adapters, *(key for key in self._known if key.partition(".")[0] in HEADS)]
         return {_PEFT_PREFIX + key.replace(".default.", "."): self._gather(key) for key in keys}
 
     def _gather(self, key: str) -> torch.Tensor:
@@ -214,13 +214,18 @@ _buildable: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def _can_build(model: Any) -> bool:
+    """Whether what is built from the saved config has the names and shapes of the model."""
     if model not in _buildable:
         try:
-            empty_model(model.saved_config() if isinstance(model, ValueModel) else model.config)
-            _buildable[model] = True
+            built = empty_model(model.saved_config() if isinstance(model, ValueModel) else model.config)
+            _buildable[model] = _shapes(built) == _shapes(model)
         except CheckpointError:
             _buildable[model] = False
     return _buildable[model]
+
+
+def _shapes(model: Any) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in model.state_dict(keep_vars=True).items()}
 
 
 # -- config ---------------------------------------------------------------------------------------------------------
@@ -272,12 +277,23 @@ def auto_class(config: Any) -> Any:
 
 
 def empty_model(config: Any) -> Any:
-    """The architecture on the meta device: what names and shapes must be."""
+    """The architecture on the meta device: what names and shapes must be. A critic for which transformers has no class
+    is our own `ValueModel`."""
+    from transformers import AutoModel
+
     try:
         with torch.device("meta"):
-            return auto_class(config).from_config(config, trust_remote_code=False)
+            if opens_with_transformers(config):
+                return auto_class(config).from_config(config, trust_remote_code=False)
+            return ValueModel(AutoModel.from_config(config, trust_remote_code=False))
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"no model can be built from the configuration: {error}") from None
+
+
+def opens_with_transformers(config: Any) -> bool:
+    """False for a critic of an architecture without `...ForTokenClassification`."""
+    kind = auto_class(config)
+    return "TokenClassification" not in kind.__name__ or type(config) in kind._model_mapping
 
 
 def default_dtype(config: Any, reader: CheckpointReader) -> torch.dtype:
@@ -387,6 +403,8 @@ def _converts(model: Any) -> bool:
     """Whether this architecture fuses weights; asked once, because the question is slow."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    if isinstance(model, ValueModel):
+        return False
     if model not in _converting:
         nothing: dict[str, torch.Tensor] = {}
         _converting[model] = revert_weight_conversion(model, nothing) is not nothing

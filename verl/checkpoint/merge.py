@@ -28,6 +28,7 @@ from verl.checkpoint.hf_folder import (
     empty_model,
     hf_reader,
     is_value_config,
+    opens_with_transformers,
     read_config,
     read_lora_scale,
     set_in_config,
@@ -195,6 +196,8 @@ def _write_verified(
         logger.warning("logits were not compared (--no-logits)")
     elif sum(w.numel() for w in reader.weights.values()) * dtype.itemsize * 1.5 > free_host_bytes():
         logger.warning("logits were not compared: one copy of the model does not fit into free memory")
+    elif not opens_with_transformers(config):
+        logger.warning("logits were not compared: transformers has no %s", config.architectures[0])
     else:
         check_logits(work, reader, config, dtype)
         logger.info("logits on a fixed prompt equal those of the checkpoint")

@@ -27,10 +27,11 @@ from verl.engines.sharding import Ranks, load_shards, shard
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
 from verl.models.attention import register_attention, use_verl_attention
+from verl.models.config_files import disable_dropout
 from verl.models.fused_layers import fuse
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
-from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm, load_value_model
+from verl.models.loading import cast_parameters, load_causal_lm, load_value_model
 from verl.models.lora import add_lora
 from verl.models.meta_init import ParameterIndex, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault

@@ -139,8 +139,8 @@ class FSDPEngine(RunnerEngine):
 
     def save_hf(self, folder: Path) -> None:
         with self._all_ranks_saved():
-            tensors = merged_tensors(self._model, self._settings.dtype, names="module")
-            save_folder(self._model, tensors, Path(folder), write=self._ranks.rank == 0)
+            dtype, write = self._settings.dtype, self._ranks.rank == 0
+            save_folder(self._model, merged_tensors(self._model, dtype), Path(folder), dtype, write=write)
 
     def save_hf_config(self, folder: Path) -> None:
         save_config(self._model, Path(folder), self._settings.dtype)

@@ -18,6 +18,7 @@ from torch import nn
 from verl.data.proto import DataProto
 from verl.engines.sharding import Ranks, fsdp_modules, group_modules
 from verl.errors import RolloutError
+from verl.models.config_files import original_config, write_config
 from verl.models.introspection import class_of
 from verl.models.safetensors_files import let_others_read
 from verl.models.value_model import ValueModel
@@ -32,7 +33,6 @@ from verl.models.weight_source import (
     base_tensors,
     merged_tensors,
 )
-from verl.runtime import quiet_transformers
 
 if TYPE_CHECKING:
     from verl.engines.base import TrainEngine
@@ -235,9 +235,9 @@ class GatheredCopy(GatheredModule):
                     copied._buffers[name] = buffer.to(self._device, copy=True)
 
 
-def save_folder(model: Any, tensors: NamedTensors, folder: Path, write: bool) -> None:
+def save_folder(model: Any, tensors: NamedTensors, folder: Path, dtype: torch.dtype, *, write: bool) -> None:
     """Weights as safetensors, config and generation config. Every rank calls it, one has `write`. `tensors`: every
-    weight under the names of the module `model`, unsharded, one at a time."""
+    weight under the names of the model's files, unsharded, one at a time."""
     tied = _tied_names(model)
     weights = {}
     for name, value in tensors:
@@ -245,15 +245,11 @@ def save_folder(model: Any, tensors: NamedTensors, folder: Path, write: bool) ->
             weights[name] = value.cpu().clone() if value.device.type == "cpu" else value.cpu()
     if not write:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, ValueModel):
-        from huggingface_hub import save_torch_state_dict
+    from huggingface_hub import save_torch_state_dict
 
-        save_torch_state_dict(weights, folder, max_shard_size="5GB")
-        model.save_config(folder)
-    else:
-        with quiet_transformers():
-            model.save_pretrained(folder, state_dict=weights)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(weights, folder, max_shard_size="5GB")
+    save_config(model, folder, dtype)
     let_others_read(folder)
 
 
@@ -267,16 +263,13 @@ def _tied_names(model: Any) -> set[str]:
 
 def save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
     """config.json (with the precision the model computes in) and generation_config.json, without touching the model."""
-    folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, ValueModel):
         model.save_config(folder)
     else:
-        config = copy.deepcopy(model.config)
+        config = original_config(model)
         config._attn_implementation = None
         config.architectures = [class_of(model).__name__]
-        config.save_pretrained(folder)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
+        write_config(folder, config, model)
     path = folder / "config.json"
     document = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
     path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")

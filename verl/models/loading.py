@@ -1,6 +1,6 @@
 """Load a Hugging Face folder as a policy (causal language model) or as a critic (same backbone, scalar head).
 
-Parameter names are Hugging Face's. Dropout is off: log-probs of a policy must not be random.
+Parameter names are Hugging Face's. Dropout is off.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from verl.errors import ConfigError, ModelError
+from verl.models.config_files import disable_dropout
 from verl.models.safetensors_files import CannotStream, SafetensorsFiles
-from verl.models.value_model import ValueModel
+from verl.models.value_model import HEADS, ValueModel
 from verl.runtime import quiet_transformers
 
 log = logging.getLogger(__name__)
@@ -104,38 +105,6 @@ def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_rem
     return model
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0, in modules and in the configuration."""
-    changed = 0
-    for module in model.modules():
-        if isinstance(module, nn.Dropout) and module.p:
-            changed += 1
-            module.p = 0.0
-        changed += _zero_dropout(module)
-    config = getattr(model, "config", None)
-    for section in {id(x): x for x in (config, _text_config(config)) if x is not None}.values():
-        _zero_dropout(section)
-    if changed:
-        log.warning(
-            "dropout is switched off for training: log-probs must not be random (%d modules)", changed
-        )
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else None
-
-
-def _zero_dropout(holder: Any) -> int:
-    """Attributes such as `attention_dropout`, `resid_pdrop` and `layerdrop`, which functional
-    dropout reads; returns how many were not 0."""
-    found = [
-        name for name, value in vars(holder).items() if isinstance(value, float) and value and "drop" in name
-    ]
-    for name in found:
-        setattr(holder, name, 0.0)
-    return len(found)
-
-
 def load_causal_lm(
     path: str,
     *,
@@ -163,8 +132,7 @@ def load_value_model(
     reward: bool = False,
 ) -> ValueModel:
     """The backbone of `path` with the scalar head of a critic, or of a `reward` model: the one saved in the folder
-    (`score.*`, as in a critic or reward model with one label), else zeros, so that an untrained critic predicts 0
-    everywhere."""
+    (as transformers stores one with one label), else zeros, so that an untrained critic predicts 0 everywhere."""
     from transformers import AutoModel
 
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
@@ -188,12 +156,12 @@ def with_saved_head(model: ValueModel, path: str, dtype: torch.dtype) -> ValueMo
     if saved:
         try:
             wanted = {"bias": torch.zeros(1), **saved}
-            model.score.load_state_dict({name: wanted[name] for name in model.score.state_dict()})
+            model.head.load_state_dict({name: wanted[name] for name in model.head.state_dict()})
         except RuntimeError as error:
             raise ModelError(
                 f"the value head saved in {path!r} does not fit one scalar per token: {_first_line(error)}"
             ) from error
-    model.score.to(dtype)
+    model.head.to(dtype)
     return model
 
 
@@ -233,8 +201,8 @@ def _saved_head(path: str) -> dict[str, torch.Tensor]:
     except CannotStream:
         return {}
     found = {}
-    for name in ("weight", "bias"):
-        if f"score.{name}" in files:
-            with safe_open(files[f"score.{name}"], "pt") as handle:
-                found[name] = handle.get_tensor(f"score.{name}")
+    for name in [f"{head}.{part}" for head in HEADS for part in ("weight", "bias")]:
+        if name in files:
+            with safe_open(files[name], "pt") as handle:
+                found[name.rpartition(".")[2]] = handle.get_tensor(name)
     return found

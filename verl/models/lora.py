@@ -18,6 +18,7 @@ from torch import nn
 from verl.errors import ConfigError, ModelError, missing_package
 from verl.json_input import read_json
 from verl.models.safetensors_files import let_others_read
+from verl.models.value_model import ValueModel
 
 ADAPTER = "default"
 _BASE = ".base_layer."
@@ -43,7 +44,7 @@ def _peft() -> Any:
 
 def _linear_names(model: Any) -> list[str]:
     """Last name parts of all linear layers but the output matrix and the value head."""
-    skipped = {id(getattr(model, "score", None))}
+    skipped = {id(model.head)} if isinstance(model, ValueModel) else set()
     if hasattr(model, "get_output_embeddings"):
         skipped.add(id(model.get_output_embeddings()))
     names = {
@@ -83,16 +84,16 @@ def add_lora(
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for _, module in _adapted(model):
         module.forward = MethodType(_forward, module)
-    if hasattr(model, "score"):
-        model.score.requires_grad_(True)
+    if isinstance(model, ValueModel):
+        model.head.requires_grad_(True)
     model.verl_lora_config = config
 
 
 def _task(model: Any) -> str:
     """What peft opens the adapter as."""
-    if not hasattr(model, "score"):
+    if not isinstance(model, ValueModel):
         return "CAUSAL_LM"
-    return "SEQ_CLS" if getattr(model, "reward", False) else "TOKEN_CLS"
+    return "SEQ_CLS" if model.reward else "TOKEN_CLS"
 
 
 @contextmanager
@@ -192,7 +193,7 @@ def save_adapter(model: Any, folder: Path, write: bool = True) -> None:
 
     weights = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        trained_head = name.startswith("score.")
+        trained_head = isinstance(model, ValueModel) and name.startswith(f"{model.head_name}.")
         if plain_name(name) is None or trained_head:
             key = name.replace(f".{ADAPTER}.", ".")
             weights[f"{_PREFIX}{key}"] = _full_tensor(value.detach()).cpu().contiguous()

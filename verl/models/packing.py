@@ -311,8 +311,9 @@ def head_outputs(
 ) -> dict[str, torch.Tensor]:
     """What `packed_forward` returns, from the hidden states of the targets."""
     if isinstance(model, ValueModel):
-        bias = None if model.score.bias is None else model.score.bias.float()
-        values = nn.functional.linear(hidden.float(), model.score.weight.float(), bias)
+        head = model.head
+        bias = None if head.bias is None else head.bias.float()
+        values = nn.functional.linear(hidden.float(), head.weight.float(), bias)
         return {
             "values": values.sum(dim=-1)
         }  # not a view: the sharding hooks must survive operations in place

@@ -2,8 +2,9 @@
 last token of a conversation).
 
 Parameter names and the saved config are those of Hugging Face's `...ForTokenClassification` or, without bias,
-`...ForSequenceClassification` with one label (`<prefix>.*` and `score.*`), so that transformers can open the folder. A
-new head is zero: an untrained critic predicts 0.
+`...ForSequenceClassification` with one label, so that transformers opens the folder where it has that class. It has no
+such class for a critic of some architectures (Gemma 3, Cohere 2, OPT, GPT-J): their folders have the same form, and
+`load_value_model` opens them. A new head is zero: an untrained critic predicts 0.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from verl.models.config_files import original_config, write_config
+
+HEADS = ("score", "classifier")
+"""What transformers calls the head, by architecture."""
 
 
 class ValueModel(nn.Module):
@@ -24,9 +30,15 @@ class ValueModel(nn.Module):
         self.reward = reward
         self.add_module(self.prefix, backbone)
         config: Any = backbone.config
-        self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=not reward)
-        for param in self.score.parameters():
+        self.head_name = "score" if reward else _critic_head(config)
+        head = nn.Linear(config.get_text_config().hidden_size, 1, bias=not reward)
+        for param in head.parameters():
             nn.init.zeros_(param)
+        self.add_module(self.head_name, head)
+
+    @property
+    def head(self) -> Any:
+        return self.get_submodule(self.head_name)
 
     @property
     def backbone(self) -> Any:
@@ -52,11 +64,12 @@ class ValueModel(nn.Module):
     def forward(self, **inputs: Any) -> torch.Tensor:
         """[b, L] values, float32."""
         hidden = self.backbone(**inputs, use_cache=False).last_hidden_state
-        return self.score(hidden).squeeze(-1).float()
+        return self.head(hidden).squeeze(-1).float()
 
     def saved_config(self) -> Any:
         """The config of the class that transformers opens the folder with."""
-        config = self.config.__class__.from_dict(self.config.to_dict())
+        config = original_config(self)
+        config._attn_implementation = None
         config.num_labels = 1
         stem = type(self.backbone).__name__.removesuffix("Model")
         config.architectures = [f"{stem}For{'Sequence' if self.reward else 'Token'}Classification"]
@@ -66,4 +79,13 @@ class ValueModel(nn.Module):
         return config
 
     def save_config(self, folder: Path) -> None:
-        self.saved_config().save_pretrained(folder)
+        write_config(folder, self.saved_config())
+
+
+def _critic_head(config: Any) -> str:
+    """What the class of transformers that opens the folder calls its head."""
+    from transformers import AutoModelForTokenClassification
+    from transformers.modeling_layers import GenericForTokenClassification
+
+    kind = AutoModelForTokenClassification._model_mapping.get(type(config), None)
+    return "classifier" if kind and not issubclass(kind, GenericForTokenClassification) else "score"

@@ -160,4 +160,5 @@ class MegatronWeights(EngineWeights):
 
     def save_hf(self, folder: Path) -> None:
         """As a Hugging Face folder. The first rank writes, and holds all weights once in host memory."""
-        save_folder(self._model, self.named_tensors("module"), folder, write=self._ranks.rank == 0)
+        write = self._ranks.rank == 0
+        save_folder(self._model, self.named_tensors(), folder, self.dtype, write=write)
