@@ -29,6 +29,7 @@ from verl.errors import ConfigError, ModelError
 from verl.models.attention import register_attention, use_verl_attention
 from verl.models.config_files import disable_dropout
 from verl.models.fused_layers import fuse
+from verl.models.given_adapter import given_lora
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
 from verl.models.loading import cast_parameters, load_causal_lm, load_value_model
@@ -181,8 +182,10 @@ def _load(settings: EngineSettings, ranks: Ranks) -> tuple[nn.Module, ParameterI
 
 def _prepared(settings: EngineSettings, model: Any, ranks: Ranks) -> Any:
     """A user's model as the engine needs it."""
-    if hasattr(model, "get_base_model"):
+    if hasattr(model, "get_base_model"):  # a model of peft
         model = model.get_base_model()
+    if not settings.lora and given_lora(model) is not None:
+        raise ConfigError("the model has LoRA adapters, but model.lora_rank is 0; set it to their rank")
     if settings.scalar and not isinstance(model, ValueModel):
         model = ValueModel(getattr(model, "base_model", model), reward=settings.kind == "reward")
     disable_dropout(model)

@@ -1,10 +1,11 @@
-"""A user's model: unwrapped from FSDP, DDP or torch.compile for training, with the weights copied back at the end."""
+"""A user's model: unwrapped from peft, FSDP, DDP or torch.compile for training, with the weights copied back at the
+end."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl.config.machine import cpu_has_bf16
 from verl.errors import ConfigError
+from verl.models.given_adapter import adapted_layers, adapter_keys
 from verl.models.loading import cast_parameters
 from verl.models.meta_init import parameters_on_meta
 
@@ -36,14 +38,15 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
     The training engine shards in its own way, copies the model and calls parts of it, none of which FSDP's wrappers
     allow."""
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        yield model.module
-        return
-    if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile(model)
-        yield model._orig_mod  # type: ignore[misc]
-        return
     if not is_sharded(model):
-        yield model
+        base = _inner(model)
+        base = base.get_base_model() if hasattr(base, "get_base_model") else base  # a model of peft
+        own = adapted_layers(base)
+        try:
+            yield base
+        finally:
+            for _, layer in own:  # peft's own forward, instead of the one for training
+                vars(layer).pop("forward", None)
         return
     plain = _plain(model)
     log.info(
@@ -53,6 +56,27 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
         yield plain
     finally:
         set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+
+
+def _inner(model: Any) -> Any:
+    """The model inside DDP or torch.compile."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    compiled = getattr(model, "_orig_mod", None)
+    return compiled if isinstance(compiled, nn.Module) else model
+
+
+def given_keys(model: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the LoRA adapters a user's model came with. ConfigError for adapters that cannot be trained, and
+    where `overrides` ask for others."""
+    keys = {f"actor_rollout_ref.model.{name}": value for name, value in adapter_keys(_inner(model)).items()}
+    other = [n for n, value in keys.items() if not n.endswith("modules") and overrides.get(n, value) != value]
+    if other:
+        raise ConfigError(
+            f"the model has LoRA adapters with {other[0].rpartition('.')[2]}={keys[other[0]]}, but {other[0]}="
+            f"{overrides[other[0]]} is set; leave the key out, or give the model without adapters"
+        )
+    return keys
 
 
 def _plain(model: nn.Module) -> nn.Module:

@@ -17,21 +17,13 @@ from torch import nn
 
 from verl.errors import ConfigError, ModelError, missing_package
 from verl.json_input import read_json
+from verl.models.given_adapter import ADAPTER, UNSUPPORTED, given_lora
 from verl.models.safetensors_files import let_others_read
 from verl.models.value_model import ValueModel
 
-ADAPTER = "default"
 _BASE = ".base_layer."
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_UNSUPPORTED = (
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "layer_replication",
-    "lora_bias",
-)
 
 
 def _peft() -> Any:
@@ -58,7 +50,25 @@ def _linear_names(model: Any) -> list[str]:
 def add_lora(
     model: Any, *, rank: int, alpha: int, target_modules: Sequence[str], base_path: str = ""
 ) -> None:
-    """Put an adapter on every target module and freeze the rest."""
+    """Put an adapter on every target module and freeze the rest. A user's model may have its adapters already."""
+    config = given_lora(model)
+    if config is None:
+        config = _new_adapters(model, rank, alpha, target_modules, base_path)
+    elif config.r != rank:
+        raise ConfigError(
+            f"the model has LoRA adapters of rank {config.r}, but model.lora_rank={rank}; leave the key out"
+        )
+    model.requires_grad_(False)
+    for _, module in _adapted(model):
+        for part in (module.lora_A, module.lora_B):
+            part[ADAPTER].requires_grad_(True)
+        module.forward = MethodType(_forward, module)
+    if isinstance(model, ValueModel):
+        model.head.requires_grad_(True)
+    model.verl_lora_config = config
+
+
+def _new_adapters(model: Any, rank: int, alpha: int, target_modules: Sequence[str], base_path: str) -> Any:
     peft = _peft()
     wanted = list(target_modules)
     if "all-linear" in wanted:
@@ -79,14 +89,9 @@ def add_lora(
         task_type=_task(model),
         base_model_name_or_path=base_path or None,
     )
-    model.requires_grad_(False)
     with _placeholder_weights(model):
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    for _, module in _adapted(model):
-        module.forward = MethodType(_forward, module)
-    if isinstance(model, ValueModel):
-        model.head.requires_grad_(True)
-    model.verl_lora_config = config
+    return config
 
 
 def _task(model: Any) -> str:
@@ -241,7 +246,7 @@ def _adapter_settings(folder: Path) -> dict[str, Any]:
         rank, _ = int(settings["r"]), float(settings["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder / 'adapter_config.json'} cannot be understood: {error!r}") from error
-    special = [name for name in _UNSUPPORTED if settings.get(name)]
+    special = [name for name in UNSUPPORTED if settings.get(name)]
     if rank < 1 or special:
         raise ModelError(
             f"the adapter {folder} uses {special[0] if special else f'r={rank}'}, which cannot be merged here; merge "

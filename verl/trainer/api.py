@@ -63,7 +63,8 @@ class PPOTrainer:
     >>> trainer.train(train_dataloader)  # doctest: +SKIP
 
     Args:
-        model: A loaded causal language model of transformers. It is trained in place.
+        model: A loaded causal language model of transformers. It is trained in place; of one with LoRA adapters
+            (`peft.get_peft_model`) the adapters are, as with `actor_rollout_ref.model.lora_rank`.
         tokenizer: Its tokenizer; prompts that are messages need its chat template.
         config: The numbers of the run; default: `TrainingConfig()`.
         reward_function: A function, or a list of functions whose scores are added. Its parameters are filled by name:
@@ -123,6 +124,8 @@ class PPOTrainer:
         """The full config this trainer runs with; `quiet`: without its warnings."""
         simple = self.config
         n = simple.n if simple.n is not None else self.responses
+        from verl.models.external_model import given_keys
+
         values: dict[str, Any] = {
             "data.train_batch_size": simple.batch_size,
             "data.max_prompt_length": simple.max_prompt_length,
@@ -140,6 +143,7 @@ class PPOTrainer:
             "trainer.default_local_dir": simple.output_dir,
             "trainer.resume_mode": "disable",
             **self._kl(simple.kl_coef),
+            **given_keys(self.model, simple.overrides),
         }
         # The model and the data are objects here; the checks want a name for each.
         given = {

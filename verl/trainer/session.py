@@ -30,7 +30,7 @@ from verl.data.files import Rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import RLDataset
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
-from verl.models.external_model import avoid_slow_bf16, unwrapped
+from verl.models.external_model import avoid_slow_bf16, given_keys, unwrapped
 from verl.observe.metrics import Metric, average_metrics
 from verl.rollout.base import Response
 from verl.trainer.api import handed_back
@@ -79,7 +79,8 @@ class Session:
     ) -> None:
         """
         Args:
-            model: A folder, a hub id, or a loaded transformers model, which then learns in place.
+            model: A folder, a hub id, or a loaded transformers model, which then learns in place; of one with LoRA
+                adapters (`peft.get_peft_model`) the adapters learn.
             tokenizer: Default: that of the model's folder.
             device: `cuda`, `cpu`, or `auto`: a GPU where there is one.
             dtype: Of the parameters; `auto`: bfloat16 on a GPU, float32 on a CPU.
@@ -100,6 +101,10 @@ class Session:
             raise ConfigError(
                 "an optimizer of your own holds the parameters of a loaded model: give that model, not its path"
             )
+        asked = {
+            **({"actor_rollout_ref.model.lora_rank": lora_rank} if lora_rank else {}),
+            **(overrides or {}),
+        }
         self.cfg = session_config(
             overrides or {},
             {
@@ -108,6 +113,7 @@ class Session:
                 "actor_rollout_ref.model.lora_rank": lora_rank,
                 "trainer.device": device,
                 **({} if lr is None else {"actor_rollout_ref.actor.optim.lr": lr}),
+                **(given_keys(model, asked) if given else {}),
             },
         )
         preflight(self.cfg, given_model=given, given_data=True)

@@ -206,8 +206,9 @@ class TrainerWorker:
     ) -> None:
         from verl.engines import build_engine
         from verl.models.attention import ATTENTION_NAME
+        from verl.models.external_model import given_keys
 
-        self.cfg = _config(overrides, device)
+        self.cfg = _config(overrides, device, **given_keys(model, overrides or {}))
         arr = self.cfg.actor_rollout_ref
         where = _prepared(model, device, arr.model.dtype)
         if getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION_NAME:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from verl.data.proto import DataProto
 from verl.engines import build_engine
 from verl.errors import ConfigError, ModelError
 from verl.models.distillation import Teacher
+from verl.models.given_adapter import without_adapters
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.observe.profiling import profiled
@@ -74,11 +74,14 @@ class LocalGroup(WorkerGroup):
             "max_skipped_steps": cfg.trainer.health.max_skipped_steps,
             "bad_batch_dir": bad_batch_dir,
         }
+
         # Copies of a handed-in module are taken first: the actor's engine prepares the module for training.
-        frozen = copy.deepcopy(model) if model is not None and needs_reference(cfg) else None
-        critic_model = copy.deepcopy(model) if model is not None and needs_critic(cfg) else None
-        implicit = model if needs_implicit_reward(cfg) else None
-        implicit_models = copy.deepcopy(implicit), copy.deepcopy(implicit)
+        def copied(needed: bool) -> Any:
+            return without_adapters(model) if model is not None and needed else None
+
+        frozen = copied(needs_reference(cfg) and arr.model.lora_rank == 0)
+        critic_model = copied(needs_critic(cfg))
+        implicit_models = copied(needs_implicit_reward(cfg)), copied(needs_implicit_reward(cfg))
         self.actor_engine = build_engine(
             "actor",
             arr.model,
