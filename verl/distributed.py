@@ -50,6 +50,13 @@ class Ranks:
         """Rank 0's number, on every rank."""
         return self.total([number if self.rank == 0 else 0])[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         """All-reduce one number: unlike `dist.barrier` it needs no device index on any backend."""
         self.largest(0)

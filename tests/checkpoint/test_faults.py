@@ -48,7 +48,9 @@ def test_a_full_disk_costs_the_save_and_nothing_else(
     """The disk is filled to every point of a save in turn, the last files included."""
     engine = job.make_engine()
     settings = {"actor": PartSettings(["model", "optimizer", "extra", "hf_model"], None, background)}
-    manager = CheckpointManager(small_disk / "run", settings, max_actor_to_keep=1, peer_timeout_s=20)
+    manager = CheckpointManager(
+        small_disk / "run", settings, max_actor_to_keep=1, peer_timeout_s=20, continue_without=True
+    )
     manager.save(1, {"actor": engine}, {"step": 1})
     manager.wait()
     size = sum(f.stat().st_size for f in (small_disk / "run").rglob("*") if f.is_file())
@@ -84,7 +86,7 @@ def test_a_disk_that_fills_up_inside_the_tokenizer_costs_the_save_alone(
 ) -> None:
     """The library behind `tokenizer.json` has an error of its own for a full disk."""
     engine = job.make_engine()
-    manager = CheckpointManager(small_disk / "run")
+    manager = CheckpointManager(small_disk / "run", continue_without=True)
     stuffing = small_disk / "stuffing"
     for pages in range(1, 12):
         stuffing.write_bytes(b"x" * max(0, shutil.disk_usage(small_disk).free - pages * 4096))
@@ -166,12 +168,20 @@ def test_a_rank_that_failed_or_never_answers_is_named(tmp_path: Path) -> None:
     first, second = (SaveOperation(1, work, final, a_rank(rank, 2), peer_timeout_s=0.3) for rank in (0, 1))
     first.trees, second.trees = {"a": encode({"x": 1})}, {"b": encode({"y": 2})}
     first.open()
+    first.announce()
+    second.announce()
     first.write()
     with pytest.raises(TimeoutError, match="rank 1 has not written its files after 0.3 s"):
         first.commit()
-    second.give_up()
-    with pytest.raises(OSError, match="rank 1 could not write its files"):
+    (work / ".not_written_by_rank_1").mkdir()  # as on a disk that cannot hold another file
+    second.give_up("quota")
+    with pytest.raises(OSError, match="rank 1 could not write its files$"):
         first.commit()
+    (work / ".not_written_by_rank_1").rmdir()
+    second.give_up("quota")
+    with pytest.raises(OSError, match="rank 1 could not write its files: quota$"):
+        first.commit()
+    (work / ".not_written_by_rank_1").unlink()
     second.write()
     first.commit()
     assert set(read_manifest(final).files) == {"a.json", "b.json"}

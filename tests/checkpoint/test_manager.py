@@ -244,6 +244,81 @@ def test_contents_can_be_left_out_on_saving_and_on_loading(
             assert torch.equal(value, (expected if name.startswith("model") else before)[name]), name
 
 
+EXACT = [
+    ({}, ["hf_model"]),
+    ({"tied": True}, ["hf_model", "optimizer", "extra"]),
+    ({"kind": "critic"}, ["hf_model"]),
+    ({"lora_rank": 2}, ["hf_model"]),
+    ({"lora_rank": 2}, ["optimizer", "extra"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "contents"), EXACT, ids=str)
+def test_weights_saved_without_model_are_resumed_from_the_exported_ones(
+    tmp_path: Path, job: ModuleType, kind: dict[str, Any], contents: list[str]
+) -> None:
+    engine, other = job.make_engine(**kind), job.make_engine(**kind, seed=0 if "lora_rank" in kind else 4)
+    for step in (1, 2):
+        job.train(engine, step)
+    CheckpointManager(tmp_path, {"actor": PartSettings(contents)}).save(2, {"actor": engine}, {})
+    assert CheckpointManager(tmp_path).resume({"actor": other}) == {}
+    found, expected = job.weights(other), job.weights(engine)
+    names = [name for name in expected if name.startswith("model" if "optimizer" not in contents else "")]
+    assert names and all(torch.equal(found[name], expected[name]) for name in names)
+    assert other.state()["scheduler"] == engine.state()["scheduler"] == {"step": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "contents", "says"),
+    [
+        (
+            {"dtype": "bfloat16"},
+            ["hf_model"],
+            r"save_contents=\[hf_model\]\), and huggingface/ has them in bfloat16",
+        ),
+        (
+            {},
+            ["optimizer", "extra"],
+            r"save_contents=\[optimizer, extra\]\), and there are none in its huggingface/",
+        ),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_without_the_weights_of_training_is_refused_by_name(
+    tmp_path: Path, job: ModuleType, kind: dict[str, Any], contents: list[str], says: str
+) -> None:
+    engine, other = job.make_engine(**kind), job.make_engine(**kind, seed=4)
+    job.train(engine, 1)
+    manager = CheckpointManager(tmp_path, {"actor": PartSettings(contents)})
+    manager.save(1, {"actor": engine}, {})
+    before = job.weights(other)
+    with pytest.raises(CheckpointError, match=says):
+        CheckpointManager(tmp_path).resume({"actor": other})
+    after = job.weights(other)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    manager.settings["actor"] = PartSettings(["model"])
+    manager.save(2, {"actor": engine}, {"older": True})
+    manager.settings["actor"] = PartSettings(contents)
+    manager.save(3, {"actor": engine}, {})
+    assert CheckpointManager(tmp_path).resume({"actor": other}) == {"older": True}
+
+
+@pytest.mark.parametrize(
+    "settings", [PartSettings(["model"]), PartSettings(None, ["model"])], ids=["saved", "loaded"]
+)
+def test_the_schedule_continues_where_only_weights_are_resumed(
+    tmp_path: Path, job: ModuleType, settings: PartSettings
+) -> None:
+    engine, other = job.make_engine(), job.make_engine(seed=4)
+    for step in (1, 2, 3):
+        job.train(engine, step)
+    CheckpointManager(tmp_path, {"actor": settings}).save(3, {"actor": engine}, {})
+    CheckpointManager(tmp_path, {"actor": settings}).resume({"actor": other})
+    engine.forward_backward(job.make_batch(9), job.loss_fn)
+    other.forward_backward(job.make_batch(9), job.loss_fn)
+    assert other.optimizer_step()["lr"] == engine.optimizer_step()["lr"]
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, job: ModuleType) -> None:
     CheckpointManager(tmp_path).save(1, {"actor": job.make_engine()}, {})
     wide = job.make_engine(model=job.make_model(intermediate_size=32))

@@ -124,3 +124,39 @@ def test_a_problem_of_one_rank_alone_is_answered_by_all(children: Any, tmp_path:
         "global_step_1",
         "global_step_2",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_folder_that_ranks_do_not_share_is_named_at_start_and_stalls_no_save(
+    children: Any, tmp_path: Path
+) -> None:
+    folders = [str(tmp_path / "run"), str(tmp_path / "elsewhere" / "run")]
+    pids = [
+        children.start(
+            "apart",
+            tmp_path / f"output_{rank}",
+            rank=rank,
+            world_size=2,
+            store=str(tmp_path / "store"),
+            folders=folders,
+        )
+        for rank in range(2)
+    ]
+    for rank, pid in enumerate(pids):
+        output = tmp_path / f"output_{rank}"
+        assert children.wait(pid) == 0, output.read_text()
+        start, first, second, saved = [
+            line
+            for line in output.read_text().splitlines()
+            if line.startswith(("result", "ConfigError", "CheckpointError", "saved"))
+        ]
+        assert f"ConfigError trainer.default_local_dir={folders[rank]}" in start
+        assert "what rank 0 on " in start and "is not seen by rank 1 on " in start
+        assert "result None rank 1: [Errno 2] No such file or directory" in first
+        assert "must be a folder that all nodes share" in first and "space" not in first
+        assert second.startswith(
+            "CheckpointError the checkpoints of steps 1 and 1 could not be saved: rank 1: [Errno 2]"
+        )
+        assert saved == "saved True"
+    assert not list(tmp_path.rglob(".global_step*"))

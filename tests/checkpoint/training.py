@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from verl.checkpoint.manifest import read_manifest, write_manifest
 from verl.config.schema import ActorConfig, CriticConfig, ModelConfig
 from verl.data.proto import DataProto
 from verl.engines import build_engine
+from verl.errors import VerlError
 from verl.observe.run_folder import RunFolder
 
 VOCAB = 40
@@ -230,6 +232,29 @@ def fall_back(rank: int, world_size: int, store: str, folder: str) -> None:
     found = weights(fresh)
     equal = all(torch.equal(found[name], value) for name, value in held[1].items())
     say(f"took {state and state['step']} {equal}")
+    dist.destroy_process_group()
+
+
+def apart(rank: int, world_size: int, store: str, folders: list[str]) -> None:
+    """Ranks whose run folders have one name on disks of their own: what a start says, then what saves say."""
+    from verl.checkpoint import rehearsal
+
+    rehearsal.VISIBLE_S = 0.0
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    manager = CheckpointManager(folders[rank], peer_timeout_s=1000)
+    engine = make_engine()
+    for attempt in (
+        lambda: manager.rehearse({"actor": engine}, {}),
+        *[partial(manager.save, 1, {"actor": engine}, {})] * 2,
+    ):
+        try:
+            say(f"result {attempt()} {manager.failure}")
+        except VerlError as error:
+            say(f"{type(error).__name__} {error}")
+    shared = CheckpointManager(folders[0])
+    shared.rehearse({"actor": engine}, {})
+    say(f"saved {shared.save(1, {'actor': engine}, {}) is not None}")
     dist.destroy_process_group()
 
 

@@ -110,7 +110,7 @@ class ShardedReader(CheckpointReader):
     def adapter(self) -> dict[str, torch.Tensor]:
         """The LoRA weights and a value head under the names peft gives them on the disk."""
         keys = [*self._adapters, *(key for key in self._known if key.partition(".")[0] in HEADS)]
-        return {_PEFT_PREFIX + key.replace(".default.", "."): self._gather(key) for key in keys}
+        return {adapter_name(key): self._gather(key) for key in keys}
 
     def _gather(self, key: str) -> torch.Tensor:
         entry = self._known[key]
@@ -132,6 +132,11 @@ class ShardedReader(CheckpointReader):
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         return self._open[file].get_tensor(key)  # type: ignore[no-any-return]
+
+
+def adapter_name(key: str) -> str:
+    """What peft calls a LoRA weight or a value head on the disk."""
+    return _PEFT_PREFIX + key.replace(".default.", ".")
 
 
 def hf_reader(folder: Path) -> ShardedReader:
@@ -165,23 +170,46 @@ def hf_steps(
     Every rank takes every step. The `writer` may fail alone, so the ranks must agree after each step: the next one may
     be collective."""
     folder = part / HF_FOLDER
-    lora = engine.info.lora_config is not None
-    weights = "hf_model" in contents
-    with engine.weights().structure() as model:
-        from_shards = weights and "model" in contents and not lora and _can_build(model)
+    from_shards = takes_shards(engine, contents)
 
     def small_files() -> None:
         if writer:
-            engine.save_hf_config(folder)
-        if writer and tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            write_small_files(folder, engine, tokenizer)
 
     steps = [small_files]
-    if weights and not from_shards:
+    if "hf_model" in contents and not from_shards:
         steps.append(lambda: engine.save_hf(folder))
-    if lora:
+    if engine.info.lora_config is not None:
         steps.append(lambda: engine.save_adapter(part / ADAPTER_FOLDER))
     return steps, from_shards
+
+
+def takes_shards(engine: TrainEngine, contents: Sequence[str]) -> bool:
+    """Whether the Hugging Face folder gets its weights from the part's model files."""
+    if engine.info.lora_config is not None or not {"model", "hf_model"} <= set(contents):
+        return False
+    with engine.weights().structure() as model:
+        return _can_build(model)
+
+
+def replaces_shards(engine: TrainEngine, contents: Sequence[str]) -> bool:
+    """Whether what is saved without 'model' has the weights that training continues with, bit for bit: the adapter, or
+    the Hugging Face folder, in the precision of the master weights."""
+    weights = engine.saved_weights()
+    with engine.weights().structure() as model:
+        if engine.info.lora_config is not None:
+            params = dict(model.named_parameters())
+            return all(params[name].dtype == weight.dtype for name, weight in weights.items())
+        floats = [weight for weight in weights.values() if weight.is_floating_point()]
+        same = all(weight.dtype == engine.info.dtype for weight in floats)
+        return "hf_model" in contents and same and not _converts(model)
+
+
+def write_small_files(folder: Path, engine: TrainEngine, tokenizer: Any) -> None:
+    """Config, generation config and tokenizer."""
+    engine.save_hf_config(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def write_from_shards(
@@ -282,7 +310,7 @@ def empty_model(config: Any) -> Any:
     from transformers import AutoModel
 
     try:
-        with torch.device("meta"):
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
             if opens_with_transformers(config):
                 return auto_class(config).from_config(config, trust_remote_code=False)
             return ValueModel(AutoModel.from_config(config, trust_remote_code=False))
@@ -325,7 +353,10 @@ def check_names(reader: CheckpointReader, model: Any) -> list[str]:
             )
     both = {name for name, twin in ties.items() if name in saved and twin in saved}
     for name in both:
-        if not torch.equal(reader.get(name), reader.get(ties[name])):
+        value, twin = reader.get(name), reader.get(ties[name])
+        if not value.is_meta and not torch.equal(
+            value, twin
+        ):  # on the meta device only the names are checked
             raise CheckpointError(
                 f"{name!r} differs from {ties[name]!r}, to which config.json ties it: set tie_word_embeddings to false"
             )

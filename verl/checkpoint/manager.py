@@ -5,7 +5,8 @@ The order of a save: files into a hidden folder, each synced to the disk; the ma
 from (it started afresh, or from an earlier step) are renamed at its first save: none may be taken for its newest.
 
 At every moment the newest complete checkpoint is loadable, however the process ends. A save that fails leaves the
-earlier ones alone and the run continues. Every rank makes the same calls in the same order.
+earlier ones alone and the run continues; the second in a row stops it. Every rank makes the same calls in the same
+order.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
 
 from verl.checkpoint.files import finish_removals
-from verl.checkpoint.resume import RANDOM_STATE, TRAINER_STATE, Found, Resuming, resume_newest
-from verl.checkpoint.save_op import SaveOperation, Staging
-from verl.checkpoint.state import Snapshot, capture_rng, encode, snapshot
+from verl.checkpoint.rehearsal import on_all_ranks, rehearse_part, shared_folder, warn_of_contents
+from verl.checkpoint.resume import RANDOM_STATE, SCHEDULES, TRAINER_STATE, Found, Resuming, resume_newest
+from verl.checkpoint.save_op import SaveOperation, Staging, cause_of
+from verl.checkpoint.state import Snapshot, capture_rng, check_tree, encode, snapshot
 from verl.checkpoint.steps import (
     Limits,
     apply_limits,
@@ -38,6 +41,7 @@ from verl.checkpoint.steps import (
 from verl.config.disk import HF_BY_DEFAULT_BELOW
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
+from verl.errors import CheckpointError
 from verl.memory import free_host_bytes
 
 logger = logging.getLogger(__name__)
@@ -67,7 +71,9 @@ class CheckpointManager:
         resume_mode: str = "auto",
         resume_from_path: Path | str | None = None,
         peer_timeout_s: float = 600.0,
+        continue_without: bool = False,
     ) -> None:
+        """`continue_without`: however many saves fail, the caller goes on."""
         self.run_folder = Path(run_folder)
         self.settings = dict(settings or {})
         self.limits = Limits(
@@ -93,10 +99,15 @@ class CheckpointManager:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._reserving: threading.Thread | None = None
-        self._saved: Path | None = None
+        self._saving: SaveOperation | None = None
+        self._problem: str | None = None
+        """Why the save in the background failed, on this rank."""
         self._error: BaseException | None = None
         self.failure: str | None = None
         """Why the last save that failed did."""
+        self._continue_without = continue_without
+        self._failed: list[int] = []
+        """The steps of the saves that failed since one succeeded."""
         self._recovered = False
         self._warned_about_best = False
         self._foreign_steps: list[Path] = []
@@ -132,9 +143,33 @@ class CheckpointManager:
             resume_mode=trainer.resume_mode,
             resume_from_path=trainer.resume_from_path,
             peer_timeout_s=trainer.watchdog_s,
+            continue_without=trainer.continue_without_checkpoints,
         )
 
     # -- saving -------------------------------------------------------------------------------------------------
+
+    def rehearse(
+        self,
+        parts: Mapping[str, TrainEngine | None],
+        trainer_state: Mapping[str, Any],
+        *,
+        tokenizer: Any = None,
+    ) -> None:
+        """Before the first step: write and read back all of a checkpoint but the bytes of tensors. ConfigError or
+        CheckpointError where a save could not succeed."""
+        work = work_folder(self.run_folder, 0)
+        with shared_folder(work, self._ranks):
+            on_all_ranks(self._ranks, "the trainer's state", lambda: check_tree(trainer_state))
+            for name, engine in _present(parts).items():
+                contents, writer = self._contents(name, engine.saved_weights()), self._ranks.rank == 0
+                on_all_ranks(
+                    self._ranks,
+                    f"a checkpoint of the {name}",
+                    partial(rehearse_part, work / name, engine, tokenizer, contents=contents, writer=writer),
+                )
+                tokenizer = None  # the same for every part
+                if writer:
+                    warn_of_contents(name, engine, contents)
 
     def save(
         self,
@@ -146,7 +181,7 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
     ) -> Path | None:
         """Save a step. Returns its folder, or None when saving failed (logged as a warning) or continues in the
-        background (`wait` returns the folder then)."""
+        background (`wait` returns the folder then). CheckpointError where the save before it failed too."""
         self.wait()
         engines = _present(parts)
         work, final = work_folder(self.run_folder, step), self.run_folder / step_name(step)
@@ -156,20 +191,19 @@ class CheckpointManager:
         if ready and self._is_async(engines):
             background = self._ranks.all_true(self._reserve(op.snapshots))
             ready = not background or self._on_all_ranks(lambda: self._stage(op), op)
-        steps: list[Callable[[], None]] = []
+        steps: list[Callable[[], None]] = [op.announce]
         ready = ready and self._on_all_ranks(lambda: steps.extend(self._open(op, engines, tokenizer)), op)
-        if not ready or not all(self._on_all_ranks(each, op) for each in steps):
-            op.discard()
-            return None
-        if background:
+        ready = ready and all(self._on_all_ranks(each, op) for each in steps)
+        if background and ready:
             self._thread = threading.Thread(target=self._background, args=(op,), name="checkpoint")
             self._thread.start()
+            self._saving = op
             return None
-        saved = self._finish(op)
-        return op.final if self._ranks.from_first(int(saved is not None)) else None
+        ready = ready and self._on_all_ranks(op.write, op)
+        return self._outcome(op, ready and self._on_all_ranks(lambda: self._commit(op), op))
 
     def wait(self) -> Path | None:
-        """Wait for a save in the background; its folder, or None."""
+        """Wait for a save in the background; its folder, or None. CheckpointError as in `save`."""
         finish_removals()
         if self._thread is None:
             return None
@@ -178,7 +212,25 @@ class CheckpointManager:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        return self._saved
+        (problem, *_) = self._ranks.gather(self._problem)  # rank 0 has that of any
+        self.failure = problem or self.failure
+        assert self._saving is not None
+        return self._outcome(self._saving, problem is None)
+
+    def _outcome(self, op: SaveOperation, saved: bool) -> Path | None:
+        """The folder of a save that all ranks have ended; its cleaning up."""
+        if saved:
+            self._failed.clear()
+            return op.final
+        op.discard()
+        self._failed.append(op.step)
+        if len(self._failed) > 1 and not self._continue_without:
+            steps = " and ".join(map(str, self._failed[-2:]))
+            raise CheckpointError(
+                f"the checkpoints of steps {steps} could not be saved: {self.failure}. The run ends here; to train on "
+                "without checkpoints set trainer.continue_without_checkpoints=True"
+            )
+        return None
 
     def _snapshot(
         self,
@@ -188,13 +240,15 @@ class CheckpointManager:
         metrics: Mapping[str, Any],
     ) -> None:
         """Everything as it is at this moment; tensors are the engines' own, not copies."""
+        schedules = {}
         for name, engine in engines.items():
             state = engine.state()
-            op.contents[name] = self._contents(name, state)
+            schedules[name] = state["scheduler"]
+            op.contents[name] = self._contents(name, state["model"])
             op.snapshots[name] = snapshot(state, op.contents[name], engine.info.rank)
         op.trees[RANDOM_STATE.format(self._ranks.rank)] = encode(capture_rng(), indent=False)
         if self._ranks.rank == 0:
-            op.trees[TRAINER_STATE] = encode(dict(trainer_state))
+            op.trees[TRAINER_STATE] = encode({**trainer_state, SCHEDULES: schedules})
         op.metrics = self._kept_metrics(metrics)
 
     def _stage(self, op: SaveOperation) -> None:
@@ -235,7 +289,9 @@ class CheckpointManager:
         ):
             return
         states = {name: engine.state() for name, engine in engines.items()}
-        taken = {n: snapshot(s, self._contents(n, s), engines[n].info.rank) for n, s in states.items()}
+        taken = {
+            n: snapshot(s, self._contents(n, s["model"]), engines[n].info.rank) for n, s in states.items()
+        }
 
         def reserve() -> None:
             for name, each in taken.items():
@@ -256,17 +312,14 @@ class CheckpointManager:
         op.open()
         return op.hf_steps(engines, tokenizer)
 
-    def _finish(self, op: SaveOperation) -> Path | None:
-        """Write the tensors, wait for the other ranks' files, commit. Without collectives, as it may run during
-        training."""
-        written = self._run_or_warn(op.write, op)
-        if not written:
-            op.give_up()
+    def _commit(self, op: SaveOperation) -> None:
+        """Make the ranks' files a checkpoint; rank 0 does."""
         if self._ranks.rank != 0:
-            return op.final if written else None
-        if not (written and self._run_or_warn(lambda: self._commit(op), op)):
-            op.discard()
-            return None
+            return
+        if op.final in self._foreign_steps:
+            archive(op.final)
+            self._foreign_steps.remove(op.final)
+        op.commit()
         # The checkpoint is complete; what follows can only fail to clean up.
         for action in (
             lambda: write_tracker(self.run_folder, op.step),
@@ -277,46 +330,48 @@ class CheckpointManager:
                 action()
             except Exception as error:
                 logger.warning("checkpoint %s is complete, but cleaning up failed: %s", op.final.name, error)
-        return op.final
-
-    def _commit(self, op: SaveOperation) -> None:
-        if op.final in self._foreign_steps:
-            archive(op.final)
-            self._foreign_steps.remove(op.final)
-        op.commit()
 
     def _archive_foreign_steps(self) -> None:
         self._foreign_steps = [path for path in self._foreign_steps if not archive(path)]
 
     def _background(self, op: SaveOperation) -> None:
+        """Write the tensors, wait for the other ranks' files, commit. Without collectives, as it runs during
+        training."""
         try:
-            self._saved = self._finish(op)
+            self._problem = self._run_or_warn(op.write, op)
+            if self._problem is not None:
+                op.give_up(self._problem)
+            else:
+                self._problem = self._run_or_warn(lambda: self._commit(op), op)
         except BaseException as error:  # raised in the training thread by `wait`
             self._error = error
 
     def _on_all_ranks(self, action: Callable[[], object], op: SaveOperation) -> bool:
         """Run it on every rank; whether all could. One that failed alone would leave the others waiting."""
-        return self._ranks.all_true(self._run_or_warn(action, op))
+        problem = self._run_or_warn(action, op)
+        if self._ranks.all_true(problem is None):
+            return True
+        found = [(rank, each) for rank, each in enumerate(self._ranks.gather(problem)) if each is not None]
+        rank, cause = found[0]
+        self.failure = cause if self._ranks.world_size == 1 else f"rank {rank}: {cause}"
+        return False
 
-    def _run_or_warn(self, action: Callable[[], object], op: SaveOperation) -> bool:
-        """Run it; a failure costs this checkpoint, not the run."""
+    def _run_or_warn(self, action: Callable[[], object], op: SaveOperation) -> str | None:
+        """Run it; a failure costs this checkpoint, not the run. Returns its cause."""
         try:
             action()
         except Exception as error:
-            # Libraries in Rust raise a bare Exception for a full disk: "No space left on device (os error 28)".
-            if isinstance(error, (OSError, SafetensorError)) or "(os error " in str(error):
-                why = f"{error}. Free some space or set trainer.default_local_dir to another disk"
-            else:
-                why = f"{type(error).__name__}: {error}{self._write_traceback(error)}"
-            self.failure = why
+            why = cause_of(error, self._ranks.world_size > 1)
+            if why.startswith(type(error).__name__):  # no error of the system, whose text says all
+                why += self._write_traceback(error)
             logger.warning(
                 "the checkpoint of step %d could not be saved: %s. Training continues; the last complete checkpoint "
                 "stays valid",
                 op.step,
                 why,
             )
-            return False
-        return True
+            return why
+        return None
 
     def _write_traceback(self, error: Exception) -> str:
         file = self.run_folder / "failed_save.txt"
@@ -326,11 +381,11 @@ class CheckpointManager:
             return ""
         return f" (traceback in {file})"
 
-    def _contents(self, name: str, state: Mapping[str, Any]) -> list[str]:
+    def _contents(self, name: str, weights: Mapping[str, torch.Tensor]) -> list[str]:
         chosen = self._of(name).save_contents
         if chosen is not None:
             return list(chosen)
-        small = sum(tensor.numel() for tensor in state["model"].values()) < HF_BY_DEFAULT_BELOW
+        small = sum(tensor.numel() for tensor in weights.values()) < HF_BY_DEFAULT_BELOW
         return ["model", "optimizer", "extra", *(["hf_model"] if small else [])]
 
     def _kept_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:

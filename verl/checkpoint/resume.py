@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state"
 RANDOM_STATE = "random/rank_{}"
+SCHEDULES = "schedules"
+"""In the trainer's state: where the learning rate of each part was. `extra` has it too, but may be left out."""
 
 Found = tuple[int, bool, dict[str, Any]]
 """The step of a checkpoint, whether the user named it, and its trainer state."""
@@ -39,6 +41,7 @@ class Candidate:
     path: Path
     manifest: Manifest
     state: dict[str, Any]
+    schedules: Mapping[str, Any]
     random: Any
     """This rank's random states; None where another number of processes saved them."""
 
@@ -134,18 +137,21 @@ class Resuming:
                 raise CheckpointError(
                     f"its {TRAINER_STATE}.json is of step {str(state['step'])[:40]}, its manifest of {manifest.step}"
                 )
+            schedules = state.pop(SCHEDULES, {})
+            if not isinstance(schedules, dict):
+                raise CheckpointError(f"the {SCHEDULES} in its {TRAINER_STATE}.json are no object")
             random = None
             if manifest.world_size == self._ranks.world_size:
                 random = load_tree(path, manifest, RANDOM_STATE.format(self._ranks.rank))
                 check_rng(random)
             for name, engine in engines.items():
-                check_part(path, manifest, name, engine, self._contents(name))
+                check_part(path, manifest, name, engine, self._contents(name), schedules.get(name))
             lacking = self._overwritten - self._sections(manifest, engines)
             if lacking:
                 raise CheckpointError(
                     f"it holds no {' of the '.join(min(lacking)[::-1])}, which must be loaded anew"
                 )
-        return Candidate(path, manifest, state, random)
+        return Candidate(path, manifest, state, schedules, random)
 
     def load(self, engines: Mapping[str, TrainEngine]) -> Candidate | None:
         """Load what `find` found, and restore random states. None where a rank could not, and another checkpoint is
@@ -172,7 +178,8 @@ class Resuming:
         path, manifest = candidate.path, candidate.manifest
         with in_use(path):
             for name, engine in engines.items():
-                load_part(path, manifest, name, engine, self._contents(name))
+                schedule = candidate.schedules.get(name)
+                load_part(path, manifest, name, engine, self._contents(name), schedule)
         if candidate.random is not None:
             restore_rng(candidate.random)
         else:

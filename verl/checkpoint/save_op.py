@@ -2,14 +2,17 @@
 
 Until `commit` renames it, everything is in a hidden folder. `write` needs no other rank; `commit` runs on rank 0 alone,
 after every rank has left a record of its files in that folder. No collective is involved, so a save in the background
-does not use the communicators of training.
+does not use the communicators of training: a rank that cannot write removes the empty file it made at the beginning,
+which works on a full disk too.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +59,10 @@ class SaveOperation:
             for name in self.snapshots:
                 (self.work / name).mkdir()
 
+    def announce(self) -> None:
+        """After `open`, on every rank: it will write into this folder."""
+        self._rank_pending(self.ranks.rank).touch()
+
     def hf_steps(self, engines: Mapping[str, TrainEngine], tokenizer: Any) -> list[Callable[[], None]]:
         """What only the live engine can write; every rank takes every step, and all agree after each."""
         steps: list[Callable[[], None]] = []
@@ -80,10 +87,12 @@ class SaveOperation:
         path.with_suffix(".new").write_text(json.dumps(document), encoding="utf-8")
         os.replace(path.with_suffix(".new"), path)
 
-    def give_up(self) -> None:
-        """Tell rank 0 that this rank could not write its files, by an empty file: a full disk may hold no more."""
+    def give_up(self, cause: str) -> None:
+        """Tell rank 0 that this rank could not write its files, and why where the disk can hold it."""
         with suppress(OSError):
-            self._rank_failure(self.ranks.rank).touch()
+            self._rank_failure(self.ranks.rank).write_text(cause, encoding="utf-8")
+        with suppress(OSError):
+            self._rank_pending(self.ranks.rank).unlink(missing_ok=True)
 
     def commit(self) -> None:
         records = self._collect_records()
@@ -105,6 +114,7 @@ class SaveOperation:
         sync_all([path for name, path in names.items() if name not in self.records], folders_below(self.work))
         for rank in range(self.ranks.world_size):
             self._rank_record(rank).unlink(missing_ok=True)
+            self._rank_pending(rank).unlink(missing_ok=True)
         manifest = Manifest(
             step=self.step,
             world_size=self.ranks.world_size,
@@ -128,8 +138,8 @@ class SaveOperation:
         records: dict[str, FileRecord] = {}
         for rank in range(self.ranks.world_size):
             while not self._rank_record(rank).exists():
-                if self._rank_failure(rank).exists():
-                    raise OSError(f"rank {rank} could not write its files")
+                if not self._rank_pending(rank).exists() and not self._rank_record(rank).exists():
+                    raise OSError(f"rank {rank} could not write its files{self._cause(rank)}")
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"rank {rank} has not written its files after {self.peer_timeout_s:g} s"
@@ -139,11 +149,37 @@ class SaveOperation:
             records |= {name: FileRecord(int(e["size"]), str(e["crc32"])) for name, e in document.items()}
         return records
 
+    def _cause(self, rank: int) -> str:
+        try:
+            return f": {self._rank_failure(rank).read_text(encoding='utf-8')}"
+        except OSError:
+            return ""
+
+    def _rank_pending(self, rank: int) -> Path:
+        return self.work / f".to_be_written_by_rank_{rank}"
+
     def _rank_record(self, rank: int) -> Path:
         return self.work / f".written_by_rank_{rank}.json"
 
     def _rank_failure(self, rank: int) -> Path:
         return self.work / f".not_written_by_rank_{rank}"
+
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust name an error of the system, in a bare Exception."""
+
+
+def cause_of(error: Exception, several_ranks: bool = False) -> str:
+    """Why a save failed, with what to do where that is known."""
+    found = _OS_ERROR.search(str(error))
+    number = getattr(error, "errno", None) or (int(found.group(1)) if found else None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error}. Free some space or set trainer.default_local_dir to another disk"
+    if isinstance(error, FileNotFoundError) and several_ranks:
+        return f"{error}. trainer.default_local_dir must be a folder that all nodes share"
+    if isinstance(error, OSError) or number is not None:
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 _THREADS = min(4, os.cpu_count() or 1)

@@ -24,8 +24,17 @@ import numpy as np
 import torch
 
 from verl.checkpoint.files import FileRecord, inside, write_file
+from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER, adapter_name
 from verl.checkpoint.manifest import Manifest
-from verl.checkpoint.tensors import Chunk, check_fit, local_chunks, read_into, read_tensors, write_chunks
+from verl.checkpoint.tensors import (
+    Chunk,
+    check_fit,
+    local_chunks,
+    read_into,
+    read_tensors,
+    saved_tensors,
+    write_chunks,
+)
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
 from verl.json_input import parse_json, read_json
@@ -98,47 +107,109 @@ def write_snapshot(
 
 
 def wanted_sections(manifest: Manifest, part: str, contents: Sequence[str] | None = None) -> list[str]:
-    """What of an engine's state the checkpoint replaces; `contents` limits it (None: all that was saved)."""
-    saved = manifest.parts.get(part, [])
+    """What of an engine's state the checkpoint replaces; `contents` limits it (None: all that was saved). Weights
+    always are, as a run that continues at a step must not have those it began with."""
+    saved = [*manifest.parts.get(part, []), "model"]
     return [section for section in SECTIONS if section in saved and (contents is None or section in contents)]
 
 
 def check_part(
-    folder: Path, manifest: Manifest, part: str, engine: TrainEngine, contents: Sequence[str] | None = None
+    folder: Path,
+    manifest: Manifest,
+    part: str,
+    engine: TrainEngine,
+    contents: Sequence[str] | None = None,
+    schedule: Any = None,
 ) -> None:
     """Raise unless `load_part` would do. Reads no values of tensors and changes nothing."""
     state = engine.state()
     for section in wanted_sections(manifest, part, contents):
         target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
         tensors = _tensors_by_name(target)
+        if section == "model" and "model" not in manifest.parts.get(part, []):
+            shards, tensors = _instead_of_shards(folder, manifest, part, engine, tensors)
         if tensors or shards:
             check_fit(shards, tensors, f"{folder.name}/{part}/{section}")
         _check_plain(target, plain, f"{folder.name}/{part}/{section}")
+    if schedule is not None:
+        _check_plain(state["scheduler"], schedule, f"{folder.name}: schedule of the {part}")
+
+
+_RESTARTS = {
+    "optimizer": "the optimiser's moments start at zero",
+    "extra": "the loss scale and the reference of trainer.ref_update_freq start anew",
+}
 
 
 def load_part(
-    folder: Path, manifest: Manifest, part: str, engine: TrainEngine, contents: Sequence[str] | None = None
+    folder: Path,
+    manifest: Manifest,
+    part: str,
+    engine: TrainEngine,
+    contents: Sequence[str] | None = None,
+    schedule: Any = None,
 ) -> None:
-    """Load `part` of the checkpoint into the engine; `contents` limits it (None: all that was saved)."""
+    """Load `part` of the checkpoint into the engine; `contents` limits it (None: all that was saved). `schedule`: of
+    the learning rate, where `extra`, which has it too, is not loaded."""
     sections = wanted_sections(manifest, part, contents)
-    for section in SECTIONS if contents is None else contents:
-        if section in SECTIONS and section not in sections:
+    for section, restarts in _RESTARTS.items():
+        if section not in sections and (contents is None or section in contents):
             logger.warning(
-                "checkpoint %s holds no '%s' of the %s (saved: %s): it is not loaded",
+                "checkpoint %s holds no '%s' of the %s (saved: %s): %s",
                 folder.name,
                 section,
                 part,
                 ", ".join(manifest.parts.get(part, [])),
+                restarts,
             )
     state: Any = engine.state()
     for section in sections:
         target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
         tensors = _tensors_by_name(target)
+        if section == "model" and "model" not in manifest.parts.get(part, []):
+            shards, tensors = _instead_of_shards(folder, manifest, part, engine, tensors)
         if tensors or shards:
             read_into(shards, tensors, f"{folder.name}/{part}/{section}")
         merged = _with_plain(target, plain)
         state.update(merged if section == "extra" else {section: merged})
+    if "extra" not in sections and state["scheduler"]:
+        if schedule is None:
+            logger.warning(
+                "checkpoint %s does not say where the schedule of the %s was: the learning rate begins as at step 1",
+                folder.name,
+                part,
+            )
+        else:
+            state["scheduler"] = schedule
     engine.load_state(state)
+
+
+def _instead_of_shards(
+    folder: Path, manifest: Manifest, part: str, engine: TrainEngine, weights: Mapping[str, torch.Tensor]
+) -> tuple[list[Path], dict[str, torch.Tensor]]:
+    """Of a part that was saved without 'model': the files that hold its weights in full, and the weights by their names
+    there. CheckpointError unless these are the weights training had, bit for bit."""
+    lora = engine.info.lora_config is not None
+    kind = ADAPTER_FOLDER if lora else HF_FOLDER
+    files = [f for f in manifest.files_of(folder, f"{part}/{kind}/") if f.suffix == ".safetensors"]
+    named = {adapter_name(name) if lora else name: weight for name, weight in weights.items()}
+    known = saved_tensors(files) if files else {}
+    dtypes = {known[name].properties.dtype for name in named.keys() & known.keys()}
+    held = {weight.dtype for name, weight in named.items()}
+    if not files:
+        why = f"there are none in its {kind}/ either"
+    elif known.keys() != named.keys():
+        why = f"{kind}/ stores them under other names, such as {min(known.keys() ^ named.keys())!r}"
+    elif any(known[name].properties.dtype != weight.dtype for name, weight in named.items()):
+        shown = [", ".join(sorted(str(d).removeprefix("torch.") for d in each)) for each in (dtypes, held)]
+        why = f"{kind}/ has them in {shown[0]}, rounded from the {shown[1]} that training continues with"
+    else:
+        return files, named
+    raise CheckpointError(
+        f"the {part} was saved without its master weights (checkpoint.save_contents="
+        f"[{', '.join(manifest.parts.get(part, []))}]), and {why}: a run cannot be resumed from it. Add 'model' to "
+        "save_contents, or set model.path to its huggingface/ folder and trainer.resume_mode=disable"
+    )
 
 
 def _section(
@@ -263,6 +334,12 @@ def read_tree(path: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         return _decode(read_json(path), tensors)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from None
+
+
+def check_tree(tree: Mapping[str, Any]) -> None:
+    """Raise unless the tree comes back as it was."""
+    text, tensors = encode(dict(tree))
+    _decode(parse_json(text), tensors)
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -108,20 +108,11 @@ def write_stream(
     metadata: Mapping[str, str],
 ) -> FileRecord:
     """One safetensors file. `tensors` are taken one at a time, in the order, types and shapes of `entries`."""
-    header: dict[str, Any] = {}
-    offset = 0
-    for key, dtype, shape in entries:
-        if dtype not in _DTYPES:
-            raise CheckpointError(f"tensor {key!r} has type {dtype}, which cannot be saved")
-        if key in header:
-            raise CheckpointError(f"tensor {key!r} would be in {path.name} twice")
-        size = math.prod(shape) * dtype.itemsize
-        header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
+    header, size = file_header(entries)
     header["__metadata__"] = dict(metadata)
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
-    with ChecksumFile(path, direct=offset >= LARGE) as file:
+    with ChecksumFile(path, direct=size >= LARGE) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for (key, dtype, shape), tensor in zip(entries, tensors, strict=True):
             if tensor.dtype != dtype or tuple(tensor.shape) != shape:
@@ -130,6 +121,21 @@ def write_stream(
                 )
             file.write(_bytes_of(tensor))
     return file.record
+
+
+def file_header(entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file with these tensors, and their bytes; an error for what cannot be stored."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for key, dtype, shape in entries:
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"tensor {key!r} has type {dtype}, which cannot be saved")
+        if key in header:
+            raise CheckpointError(f"there are two tensors {key!r}")
+        size = math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    return header, offset
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

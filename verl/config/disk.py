@@ -63,7 +63,8 @@ def disk_verdict(
         contents = "checkpoint" if isinstance(config, OfflineConfig) else "actor_rollout_ref.actor.checkpoint"
         return DiskVerdict(
             error=f"{where}: a checkpoint takes about {gib(size)} and {gib(free)} are free. Set "
-            f"trainer.default_local_dir to another disk, or {contents}.save_contents=[hf_model]"
+            f"trainer.default_local_dir to another disk, or {contents}.save_contents=[hf_model], from which a run "
+            "in half precision cannot be resumed"
         )
     total_steps, keep = total_steps or trainer.total_training_steps, trainer.max_actor_ckpt_to_keep
     if total_steps is None:

@@ -166,6 +166,11 @@ class TrainEngine(ABC):
         checkpoints hold. An error without adapters."""
 
     @abstractmethod
+    def saved_weights(self) -> dict[str, torch.Tensor]:
+        """The entry `model` of `state`, by name: masters where there are some, tied weights once; under LoRA, what is
+        trained."""
+
+    @abstractmethod
     def state(self) -> TrainState:
         """Tensors are the engine's own, not copies; an optimiser that has not stepped yet allocates its moments."""
 

@@ -151,8 +151,7 @@ class FSDPEngine(RunnerEngine):
         with self._all_ranks_saved():
             save_adapter(self._model, Path(folder), write=self._ranks.rank == 0)
 
-    def _saved_weights(self) -> dict[str, torch.Tensor]:
-        """Masters where there are some, tied weights once; under LoRA, what is trained."""
+    def saved_weights(self) -> dict[str, torch.Tensor]:
         masters = self._optimizer.masters if self._optimizer else {}
         if has_lora(self._model):
             return dict(masters)

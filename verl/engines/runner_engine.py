@@ -46,10 +46,6 @@ class RunnerEngine(TrainEngine):
         self._offloaded: set[str] = set()
 
     @abstractmethod
-    def _saved_weights(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of the model, by name: masters where there are some, tied weights once."""
-
-    @abstractmethod
     def _move_model(self, to_host: bool) -> None:
         """Parameters and buffers to host memory, or back."""
 
@@ -154,7 +150,7 @@ class RunnerEngine(TrainEngine):
 
     def state(self) -> TrainState:
         state = TrainState(
-            model={name: value.detach() for name, value in self._saved_weights().items()},
+            model={name: value.detach() for name, value in self.saved_weights().items()},
             optimizer={},
             scheduler={},
             extra={},
@@ -170,7 +166,7 @@ class RunnerEngine(TrainEngine):
 
     @torch.no_grad()
     def load_state(self, state: TrainState) -> None:
-        for name, value in self._saved_weights().items():
+        for name, value in self.saved_weights().items():
             if name not in state["model"]:
                 raise ModelError(f"the checkpoint has no weight {name!r}, which this model needs")
             if not value.is_meta:  # else another rank has it

@@ -104,6 +104,9 @@ class RLLoop:
 
     def _fit(self) -> dict[str, float]:
         trainer = self.cfg.trainer
+        if not trainer.val_only and self.repeat_to is None:
+            parts = self.workers.checkpoint_parts()
+            self.checkpoints.rehearse(parts, self.state_dict(), tokenizer=self.tokenizer)
         self.resume()
         live.begin_step(self.step_number)
         live.record_phases(self.run_folder.phases_dir / "controller.jsonl")

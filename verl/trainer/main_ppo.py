@@ -95,7 +95,7 @@ def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, 
             with stop_on_signal(loop), short_switch_interval():
                 metrics = loop.fit()
             if metrics and not cfg.trainer.val_only:
-                require_saved(parts.folder, loop.step_number, loop.saved_step)
+                require_saved(parts.folder, loop.step_number, loop.saved_step, loop.checkpoints.failure)
         finally:
             loop.tracker.close()
             loop.workers.close()

@@ -100,6 +100,8 @@ class Update:
     notice: str = ""
     """Why the run ended before its last step."""
     findings: Sequence[Finding] = ()
+    failure: str | None = None
+    """Why the last checkpoint that could not be saved was not."""
 
 
 def timed(batches: Iterable[DataProto]) -> Iterator[tuple[DataProto, dict[str, float]]]:
@@ -145,6 +147,9 @@ class OfflineLoop:
         """To the end, to `request_stop` on any rank, or until validations no longer improve."""
         trainer, total = self.cfg.trainer, self.data.total_steps
         with live.phase("prepare"), self._serving("prepare"):
+            if self.repeat_to is None:
+                parts, tokenizer = self.role.checkpoint_parts(), self.data.tokenizer
+                self.checkpoints.rehearse(parts, self.state_dict({}), tokenizer=tokenizer)
             self.role.prepare([self.data.train, self.data.val], self.run_folder)
         state = self.checkpoints.resume(self.role.checkpoint_parts(), self.load_state_dict)
         if state is None:
@@ -183,7 +188,8 @@ class OfflineLoop:
             self.saved_step = self.step_number
         early = self.early_stop.reached and self.step_number < total
         notice = self.early_stop.notice(self.step_number) if early else ""
-        yield Update(self.step_number, last, self.saved_step, kind="end", notice=notice)
+        failure = self.checkpoints.failure
+        yield Update(self.step_number, last, self.saved_step, kind="end", notice=notice, failure=failure)
 
     def step(self, batch: DataProto) -> dict[str, float]:
         """One optimiser step on one batch."""
@@ -229,24 +235,26 @@ class OfflineLoop:
             return {}
         timer = Timer()
         with timer("save_checkpoint"), self._serving("save"):
-            state = {
-                "step": self.step_number,
-                "loader": self.data.train.state_dict(),
-                "metrics": metrics,
-                "early_stop": self.early_stop.state_dict(),
-                "health": self.health.state_dict(),
-                "findings": [finding.to_row() for finding in findings],
-            }
             saved = self.checkpoints.save(
                 self.step_number,
                 self.role.checkpoint_parts(),
-                state,
+                self.state_dict(metrics, findings),
                 tokenizer=self.data.tokenizer,
                 metrics=metrics,
             )
         if saved is not None:
             self.saved_step = self.step_number
         return timer.metrics()
+
+    def state_dict(self, metrics: dict[str, float], findings: Sequence[Finding] = ()) -> dict[str, Any]:
+        return {
+            "step": self.step_number,
+            "loader": self.data.train.state_dict(),
+            "metrics": metrics,
+            "early_stop": self.early_stop.state_dict(),
+            "health": self.health.state_dict(),
+            "findings": [finding.to_row() for finding in findings],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; where it cannot be used, nothing changes."""

@@ -196,7 +196,7 @@ def run_once(cfg: OfflineConfig, *, live: bool, monitor: RankMonitor | None = No
                 if best:
                     tracker.note(best)
                 if last.metrics:
-                    require_saved(folder, last.step, last.saved_step)
+                    require_saved(folder, last.step, last.saved_step, last.failure)
         except Exception as error:
             error = error if monitor is None else monitor.explain(error)
             folder.write_crash(error, likely_cure(cfg, error))

@@ -163,15 +163,14 @@ def whole_number(state: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def require_saved(folder: RunFolder, step: int, saved_step: int) -> None:
-    """A failed checkpoint during the run is a warning; a failed last one is an error."""
+def require_saved(folder: RunFolder, step: int, saved_step: int, failure: str | None) -> None:
+    """A failed checkpoint during the run is a warning; a failed last one is an error. `failure`: its cause."""
     if saved_step == step:
         return
     steps = [saved for saved in _saved_steps(folder) if saved != step]
     left = f"the newest complete one is global_step_{max(steps)}" if steps else "there is none"
     raise CheckpointError(
-        f"the checkpoint of the last step ({step}) could not be saved (see the log); {left} in {folder.path}. "
-        "Free disk space or set trainer.default_local_dir to another disk, and start again"
+        f"the checkpoint of the last step ({step}) could not be saved: {failure}. In {folder.path} {left}"
     )
 
 

@@ -102,6 +102,14 @@ class RayCheckpoints:
 
     def __init__(self, calls: RankCalls) -> None:
         self._calls = calls
+        self.failure: str | None = None
+        """Why the last save that failed did."""
+
+    def rehearse(
+        self, parts: Mapping[str, Any], trainer_state: Mapping[str, Any], *, tokenizer: Any = None
+    ) -> None:
+        """As `CheckpointManager.rehearse`; `parts` and `tokenizer` are those of the ranks."""
+        self._calls.all("rehearse_save", dict(trainer_state))
 
     def save(
         self,
@@ -114,10 +122,12 @@ class RayCheckpoints:
     ) -> Path | None:
         """As `CheckpointManager.save`; `parts` and `tokenizer` are those of the ranks."""
         state = {**trainer_state, _DRIVER_RANDOM: capture_rng()}
-        return self._calls.all("save", step, state, dict(metrics or {}))[0]
+        saved, self.failure = self._calls.all("save", step, state, dict(metrics or {}))[0]
+        return saved
 
     def wait(self) -> Path | None:
-        return self._calls.all("wait_for_save")[0]
+        saved, self.failure = self._calls.all("wait_for_save")[0]
+        return saved
 
     def resume(
         self, parts: Mapping[str, Any], take: Callable[[dict[str, Any]], None] = lambda state: None

@@ -336,10 +336,18 @@ class TrainRank(JoinedRank, RolloutServer):
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def do_save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> Path | None:
+    def do_rehearse_save(self, state: Mapping[str, Any]) -> None:
+        assert self._checkpoints is not None
+        self._checkpoints.rehearse(self.group.checkpoint_parts(), state, tokenizer=self._tokenizer)
+
+    def do_save(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]
+    ) -> tuple[Path | None, str | None]:
+        """The folder, and why the last save that failed did."""
         assert self._checkpoints is not None
         parts = self.group.checkpoint_parts()
-        return self._checkpoints.save(step, parts, state, tokenizer=self._tokenizer, metrics=metrics)
+        saved = self._checkpoints.save(step, parts, state, tokenizer=self._tokenizer, metrics=metrics)
+        return saved, self._checkpoints.failure
 
     def do_find_checkpoint(self, below: int | None) -> Any:
         """What `CheckpointManager.find` found; on the other ranks its step alone."""
@@ -351,9 +359,9 @@ class TrainRank(JoinedRank, RolloutServer):
         assert self._checkpoints is not None
         return self._checkpoints.load_found(self.group.checkpoint_parts())
 
-    def do_wait_for_save(self) -> Path | None:
+    def do_wait_for_save(self) -> tuple[Path | None, str | None]:
         assert self._checkpoints is not None
-        return self._checkpoints.wait()
+        return self._checkpoints.wait(), self._checkpoints.failure
 
     def do_close(self) -> None:
         if self._group is not None:

@@ -120,6 +120,15 @@ class CheckpointConfig:
     load_contents: list[str] | None = key(None, "to load on resume; default: all", known=known.SAVE_CONTENTS)
     async_save: bool = key(False, "copy to host memory and write in the background")
 
+    def errors(self, name: str) -> list[str]:
+        """What is wrong within the section called `name`."""
+        if self.load_contents is None or "model" in self.load_contents:
+            return []
+        return [
+            f"'{name}.load_contents' is {self.load_contents}: a resumed run would continue with the weights it began "
+            "with; add model"
+        ]
+
 
 @dataclass
 class ShardingConfig:

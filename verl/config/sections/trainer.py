@@ -74,6 +74,9 @@ class BaseTrainerConfig(PlacementConfig):
     max_actor_ckpt_to_keep: int | None = key(None, "number of newest checkpoints to keep; default: all", ge=1)
     keep_best: str | None = key(None, "metric whose best checkpoint is kept, e.g. val-core/gsm8k/acc/mean@1")
     keep_best_mode: str = key("max", "which is better", known=known.BEST_MODES, used_if=".keep_best")
+    continue_without_checkpoints: bool = key(
+        False, "train on though two checkpoints in a row could not be saved; otherwise the run ends"
+    )
     wandb_proxy: str | None = key(None, "HTTP proxy used for wandb only", used_if=".logger=wandb")
     prometheus: PrometheusConfig = section(PrometheusConfig, "metrics endpoint")
     health: HealthConfig = section(HealthConfig, "bounds of the health rules")

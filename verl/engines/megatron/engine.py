@@ -72,7 +72,6 @@ class MegatronEngine(RunnerEngine):
     # -- weights ------------------------------------------------------------------------------------------------
 
     def weights(self) -> MegatronWeights:
-        self._onload("model")
         return MegatronWeights(self, self._hf, self._tensors, self._ranks, self._module, self._groups.model)
 
     @contextmanager
@@ -93,7 +92,7 @@ class MegatronEngine(RunnerEngine):
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def _saved_weights(self) -> dict[str, torch.Tensor]:
+    def saved_weights(self) -> dict[str, torch.Tensor]:
         stage = dict(self._model.named_parameters())
         masters = self._optimizer.masters if self._optimizer else {}
         own: dict[str, torch.Tensor] = {}

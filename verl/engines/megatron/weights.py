@@ -148,6 +148,7 @@ class MegatronWeights(EngineWeights):
         self._tensors = tensors
 
     def named_tensors(self, names: Names = "hf") -> NamedTensors:
+        self._engine.onload(optimizer=False)
         with self._ranks.watching():
             for name, tensor in self._tensors.each():
                 yield from renamed(self._model, name, tensor, names)
