@@ -346,6 +346,30 @@ def test_going_back_to_an_earlier_checkpoint(session: Open, tmp_path: Path) -> N
     torch.testing.assert_close(again.batch["rollout_log_probs"], ours.log_probs(again), atol=1e-5, rtol=0)
 
 
+def test_steps_of_an_earlier_session_are_not_taken_for_those_of_this_one(
+    session: Open, tmp_path: Path
+) -> None:
+    earlier = session()
+    for _ in range(2):
+        one_step(earlier)
+    earlier.save(tmp_path)
+    ours = session()
+    for _ in range(2):
+        ours.save(tmp_path)
+        one_step(ours)
+    ours.save(tmp_path / "." / "")
+    assert sorted(path.name for path in tmp_path.glob("global*")) == [
+        "global_step_0",
+        "global_step_1",
+        "global_step_2",
+        "global_step_2.earlier",
+    ]
+    assert session().load(tmp_path) == 2
+    assert ours.load(tmp_path / "global_step_1") == 1
+    ours.save(tmp_path)
+    assert session().load(tmp_path) == 1  # step 2 was left behind by going back
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -432,7 +432,8 @@ class CheckpointManager:
             self._recover()
         found = self._resuming.find(_present(parts), below)
         if found is None:
-            self._start_from(0, parts)
+            self.start_from(0)
+            self._reserve_ahead(parts)
         return found
 
     def load_found(self, parts: Mapping[str, TrainEngine | None]) -> bool:
@@ -440,13 +441,14 @@ class CheckpointManager:
         loaded = self._resuming.load(_present(parts))
         if loaded is not None:
             logger.info("resumed from %s", loaded.path)
-            self._start_from(loaded.manifest.step, parts)
+            self.start_from(loaded.manifest.step)
+            self._reserve_ahead(parts)
         return loaded is not None
 
-    def _start_from(self, step: int, parts: Mapping[str, TrainEngine | None]) -> None:
+    def start_from(self, step: int) -> None:
+        """Checkpoints beyond this step are not of this run: its first save puts them aside."""
         if self._ranks.rank == 0:
             self._foreign_steps = [entry.path for entry in list_steps(self.run_folder) if entry.step > step]
-        self._reserve_ahead(parts)
 
 
 def _present(parts: Mapping[str, TrainEngine | None]) -> dict[str, TrainEngine]:

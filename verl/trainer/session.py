@@ -133,6 +133,8 @@ class Session:
         self._optimizer = optimizer
         self._roles: dict[str, ActorRole] = {}
         self._samples = 0
+        self._managers: dict[Path, CheckpointManager] = {}
+        self._began = 0
         self._pending = 0
         self._closed = False
 
@@ -409,7 +411,8 @@ class Session:
 
     def save(self, folder: str | Path) -> Path:
         """Write `folder/global_step_N`: all that `load` needs, and in `actor/huggingface` a folder that transformers
-        and vLLM open. An earlier save of the same step is replaced.
+        and vLLM open. An earlier save of the same step is replaced; steps of an earlier session beyond the one this
+        session began at are renamed to `global_step_N.earlier`.
 
         Returns:
             The path of `global_step_N`.
@@ -420,8 +423,7 @@ class Session:
                 f"save() would lose the gradients of {self._pending} forward_backward calls: call optim_step() or "
                 "zero_grad() first"
             )
-        contents = [part for part in _CONTENTS if part != "optimizer" or self._optimizer is None]
-        manager = CheckpointManager(folder, {"actor": PartSettings(save_contents=contents)})
+        manager = self._manager(Path(folder).expanduser().absolute())
         state: dict[str, Any] = {"step": self.step, "policy_version": self.step, "samples": self._samples}
         if self._optimizer is not None:  # its state has a form of its own, and is empty before the first step
             state["optimizer"] = self._optimizer.state_dict()
@@ -430,6 +432,15 @@ class Session:
         if saved is None:
             raise CheckpointError(f"the checkpoint could not be written to {folder}: {manager.failure}")
         return saved
+
+    def _manager(self, folder: Path) -> CheckpointManager:
+        """One for each folder: what an earlier session left there beyond the step this one began at is put aside."""
+        if folder not in self._managers:
+            contents = [part for part in _CONTENTS if part != "optimizer" or self._optimizer is None]
+            settings = {"actor": PartSettings(save_contents=contents)}
+            self._managers[folder] = CheckpointManager(folder, settings, continue_without=True)
+            self._managers[folder].start_from(self._began)
+        return self._managers[folder]
 
     def load(self, folder: str | Path) -> int:
         """Continue from a checkpoint. Weights, optimiser, schedule and draws are those of the session that saved it;
@@ -461,6 +472,8 @@ class Session:
         if self._optimizer is not None and "optimizer" in state:
             self._optimizer.load_state_dict(state["optimizer"])
         self._group.policy_version, self._samples = _counts(state)
+        self._began = self.step
+        self._managers.clear()
         self._group.sync_weights()
         return self.step
 
