@@ -35,6 +35,26 @@ def test_validation_and_checkpoints_come_when_they_are_due_and_at_the_end(watch,
     assert [row["step"] for row in seen.rows] == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_run_that_cannot_save_its_critic_ends_before_its_first_step(watch, monkeypatch, tmp_path):
+    from verl.checkpoint import rehearsal
+    from verl.errors import CheckpointError
+
+    write = rehearsal.write_small_files
+
+    def refuse(folder, engine, tokenizer):
+        if folder.parent.name == "critic":
+            raise ValueError("no name for the head")
+        write(folder, engine, tokenizer)
+
+    monkeypatch.setattr(rehearsal, "write_small_files", refuse)
+    folder = tmp_path / "run"
+    with pytest.raises(
+        CheckpointError, match="checkpoint of the critic cannot be saved: ValueError: no name"
+    ):
+        watch("algorithm.adv_estimator=gae", f"trainer.default_local_dir={folder}")
+    assert not (folder / "metrics.jsonl").exists() and not list(folder.glob("*global_step*"))
+
+
 def test_validation_before_training_is_a_choice(watch, digits_data):
     seen = watch(f"data.val_files={digits_data}/val.jsonl", "trainer.val_before_train=False")
     assert steps_with(seen, "val-core/") == [2]

@@ -78,6 +78,16 @@ def run(model, data, tmp_path_factory):
     return train(model, data, out, "trainer.test_freq=4", "trainer.save_freq=4")
 
 
+def test_a_run_whose_checkpoints_have_exported_weights_only_resumes_from_them(model, data, tmp_path):
+    keys = ("checkpoint.save_contents=[hf_model]", "data.val_files=[]", "optim.lr_warmup_steps=9")
+    train(model, data, tmp_path / "whole", *keys, "trainer.total_training_steps=3")
+    for steps in (2, 3):
+        train(model, data, tmp_path / "halves", *keys, f"trainer.total_training_steps={steps}")
+    expected, found = (metrics(tmp_path / name)[2] for name in ("whole", "halves"))
+    for name in ("train/loss", "train/lr"):  # of step 3: of the weights after step 2
+        assert found[name] == pytest.approx(expected[name], rel=1e-6)
+
+
 def test_loss_falls_on_training_and_validation_rows(run):
     lines = metrics(run.folder)
     assert [line["step"] for line in lines] == list(range(1, 9))
