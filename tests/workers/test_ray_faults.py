@@ -14,7 +14,7 @@ import pytest
 
 from tests.workers import faults
 from tests.workers.faults import CALLS, PPO, extended
-from verl.errors import TrainingHalted, WorkersLost
+from verl.errors import ConfigError, TrainingHalted, WorkersLost
 
 pytestmark = [pytest.mark.components, pytest.mark.timeout(600)]
 
@@ -111,3 +111,31 @@ def test_lost_ranks_are_restarted_from_the_last_checkpoint(train, joined, faulty
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4]
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
         assert rows[-1][name] == pytest.approx(plain[-1][name], rel=2e-3, abs=2e-5)
+
+
+ELSEWHERE = """
+import torch.distributed as dist
+from verl.checkpoint import rehearsal
+from verl.checkpoint.manager import CheckpointManager
+
+rehearsal.VISIBLE_S = 0.0
+make = CheckpointManager.from_config.__func__
+
+def on_own_disk(cls, config, folder):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return make(cls, config, f"{folder}/of rank {rank}" if rank else folder)
+
+CheckpointManager.from_config = classmethod(on_own_disk)
+"""
+
+
+def test_a_run_folder_that_the_ranks_do_not_share_is_refused_at_start(
+    train, joined, nobody_left, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_disks.py").write_text(ELSEWHERE)
+    with pytest.raises(
+        ConfigError, match=r"default_local_dir=.*what rank 0 on \S+ wrote .* by rank 1 on \S+\."
+    ):
+        train(*SMALL, "trainer.plugins=[own_disks]")
+    assert not list(tmp_path.rglob("*global_step*")) and nobody_left()
