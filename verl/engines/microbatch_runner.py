@@ -203,11 +203,11 @@ class MicroBatchRunner:
                     missing += rows
                     oom = report
             self.reshard()
-            if not self._any_oom(oom):
+            if not self._any_oom(oom, _together(batch)):
                 return {name: values.cpu() for name, values in outputs.items()}
             pending = missing
             if oom:
-                self._shrink(oom, "forward")
+                self._shrink(oom, "forward", _together(batch))
 
     def _forward_rows(
         self,
@@ -291,14 +291,14 @@ class MicroBatchRunner:
                 found, report = self.run_or_oom(act, [] if oom else rows, lengths)
                 oom = oom or report
                 metrics.append(found or {})
-            if not self._any_oom(oom):
+            if not self._any_oom(oom, _together(batch)):
                 return metrics
             # Reductions have mixed the dummy batch into every rank's gradients: all of the mini-batch is repeated.
             optimizer.restore_gradients(gradients)
             if self.replay is not None:
                 self.replay.reset()
             if oom:
-                self._shrink(oom, "train")
+                self._shrink(oom, "train", _together(batch))
 
     def _train_rows(
         self,
@@ -386,8 +386,9 @@ class MicroBatchRunner:
                 raise TrainingHalted(report.too_long(self._label, self._ranks.rank)) from error
         return None, report
 
-    def _any_oom(self, oom: OOMReport | None) -> bool:
-        """Whether a pass failed on any rank (collective). All ranks stop where one has nothing left to split."""
+    def _any_oom(self, oom: OOMReport | None, together: int) -> bool:
+        """Whether a pass failed on any rank (collective). All ranks stop where one has nothing left to split: a
+        single sequence, or the `together` sequences that stay in one micro-batch."""
         world, rank = self._ranks.world_size, self._ranks.rank
         numbers = [0] * (2 * world)
         if oom:
@@ -399,7 +400,7 @@ class MicroBatchRunner:
         if oom:
             reports[rank] = oom
         for at, report in reports.items():
-            if report.sequences < 2:
+            if report.sequences <= together:
                 raise TrainingHalted(report.too_long(self._label, at))
         if reports and not self._oom_logged:
             self._oom_logged = True
@@ -408,12 +409,14 @@ class MicroBatchRunner:
                 log.warning("%s", report.split_notice(self._label, at))
         return bool(reports)
 
-    def _shrink(self, oom: OOMReport, kind: PassKind) -> None:
+    def _shrink(self, oom: OOMReport, kind: PassKind, together: int) -> None:
+        """Below what has failed, so that a retry has smaller micro-batches until each holds one unit of `together`
+        sequences, which `_any_oom` does not let fail twice. (`max_sequences` counts such units, see `_split`.)"""
         size = self.sizes[kind]
         if size.max_tokens is not None:
             size = replace(size, max_tokens=max(min(size.max_tokens, oom.tokens) // 2, 1))
         else:
-            size = replace(size, max_sequences=max(oom.sequences // 2, 1))
+            size = replace(size, max_sequences=max(oom.sequences // together // 2, 1))
         self.sizes[kind] = size
 
     # -- measuring ----------------------------------------------------------------------------------------------
