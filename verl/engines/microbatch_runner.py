@@ -45,6 +45,7 @@ from verl.models.packing import (
     sequence_lengths,
     token_counts,
 )
+from verl.models.rope import position_limit
 from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
@@ -100,6 +101,7 @@ class MicroBatchRunner:
         """Whether other ranks work on the same sequences: a rank out of memory cannot complete the pass for them."""
         self._model, self._ranks, self.device = model, ranks, ranks.device
         self._label, self._max_tokens, self._tokens_per_rank = label, max_tokens * parts, max_tokens
+        self.position_limit = (position_limit(model) or (None, ""))[0]
         self._hidden_size = int(model.config.get_text_config().hidden_size)
         self._oom_logged = False
         self._float32 = True
@@ -119,8 +121,12 @@ class MicroBatchRunner:
         return self._pack(*rows)
 
     def _shares(self, batch: DataProto) -> bool:
-        """Whether the common beginning of rows that stay together is computed once."""
-        return self.packed and self.sequence is None and _together(batch) > 1
+        """Whether the common beginning of rows that stay together is computed once: not where a longer row has other
+        rotary frequencies from the first token on."""
+        if not self.packed or self.sequence is not None or _together(batch) == 1:
+            return False
+        lengths = sequence_lengths(batch.batch["attention_mask"])
+        return self.position_limit is None or max(lengths, default=0) <= self.position_limit
 
     def token_counts(self, batch: DataProto) -> list[int]:
         """The tokens each row adds to a micro-batch."""
