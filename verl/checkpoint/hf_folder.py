@@ -23,6 +23,7 @@ from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.tensors import Chunk, ShardReader, write_stream
 from verl.errors import CheckpointError
 from verl.json_input import read_json
+from verl.models.introspection import kept_in_float32
 from verl.models.loading import DTYPES
 from verl.models.lora import merge_lora
 from verl.models.value_model import ValueModel
@@ -39,6 +40,8 @@ _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.
 _BASE = ".base_layer."
 _PEFT_PREFIX = "base_model.model."
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+Cast = Callable[[str, torch.Tensor], torch.Tensor]
+"""(name, weight) -> the weight in the type it is to have."""
 
 
 # -- reading: weights under their Hugging Face names, one unsharded tensor at a time ---------------------------------
@@ -81,8 +84,8 @@ class ShardedReader(CheckpointReader):
             self._known |= metadata.state_dict_metadata
             self._storage |= metadata.storage_data
         self._scale = lora_scale
-        self.base_dtype: torch.dtype | None = None
-        """The precision the base weights had while the adapter was trained; None: as they are in the files."""
+        self.cast_base: Cast | None = None
+        """To the precision the base weights had while the adapter was trained; None: as they are in the files."""
         self._open: dict[str, Any] = {}
         self._adapters = [key for key in self._known if key.endswith((_A, _B))]
         if self._adapters and lora_scale is None:
@@ -99,7 +102,7 @@ class ShardedReader(CheckpointReader):
         weight = self._gather(self._keys[name])
         stem = name.removesuffix(".weight")
         if self._scale is not None and stem + _A in self._known:
-            weight = weight.to(self.base_dtype or weight.dtype)
+            weight = self.cast_base(name, weight) if self.cast_base else weight
             weight = merge_lora(weight, self._gather(stem + _A), self._gather(stem + _B), self._scale)
         return weight
 
@@ -282,10 +285,12 @@ def empty_model(config: Any) -> Any:
 
 def default_dtype(config: Any, reader: CheckpointReader) -> torch.dtype:
     """The type the model computed with; masters are float32 whatever that was."""
+    return _config_dtype(config) or next((weight.dtype for weight in reader.weights.values()), torch.float32)
+
+
+def _config_dtype(config: Any) -> torch.dtype | None:
     dtype = getattr(config, "dtype", None)
-    if isinstance(dtype, str):
-        dtype = DTYPES.get(dtype)
-    return dtype or next((weight.dtype for weight in reader.weights.values()), torch.float32)
+    return DTYPES.get(dtype) if isinstance(dtype, str) else dtype
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -328,10 +333,11 @@ def write_weights(
     folder: Path, reader: CheckpointReader, model: Any, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, FileRecord]:
     """model.safetensors, or numbered shards with an index; one tensor in memory at a time."""
+    cast = cast_to(dtype, model)
     shards: list[list[tuple[str, list[tuple[str, torch.dtype, tuple[int, ...]]]]]] = [[]]
     used = total = 0
     for name in check_names(reader, model):
-        outputs = on_disk(model, name, cast(reader.weights[name], dtype))
+        outputs = on_disk(model, name, cast(name, reader.weights[name]))
         size = sum(value.nbytes for value in outputs.values())
         if shards[-1] and used + size > shard_bytes:
             shards.append([])
@@ -349,7 +355,7 @@ def write_weights(
         tensors = (
             tensor
             for name, _ in shard
-            for tensor in on_disk(model, name, cast(reader.get(name), dtype)).values()
+            for tensor in on_disk(model, name, cast(name, reader.get(name))).values()
         )
         files[file] = write_stream(folder / file, entries, tensors, {"format": "pt"})
         index |= {key: file for key, _, _ in entries}
@@ -359,17 +365,30 @@ def write_weights(
     return files
 
 
-def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floating-point weights in `dtype`, others as they are."""
-    return weight.to(dtype) if weight.is_floating_point() else weight
+def cast_to(dtype: torch.dtype, model: Any) -> Cast:
+    """Floating-point weights in `dtype`, except those that have another type when transformers loads `model` in it, and
+    buffers, which stay as they are."""
+    kept, built = kept_in_float32(model, dtype), _config_dtype(model.config) or torch.float32
+    buffers = {name for name, _ in model.named_buffers()}
+    own = {name: param.dtype for name, param in model.named_parameters() if param.dtype != built}
+
+    def cast(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if kept and kept.search(name):
+            return weight.to(torch.float32)
+        if name in buffers or not weight.is_floating_point():
+            return weight
+        return weight.to(own.get(name, dtype))
+
+    return cast
 
 
 def stored_as_is(reader: CheckpointReader, model: Any, dtype: torch.dtype) -> bool:
     """Whether `write_weights` would write exactly the reader's tensors under the reader's names."""
+    cast = cast_to(dtype, model)
     return (
         set(check_names(reader, model)) == set(reader.weights)
         and not _converts(model)
-        and all(cast(weight, dtype).dtype == weight.dtype for weight in reader.weights.values())
+        and all(cast(name, weight).dtype == weight.dtype for name, weight in reader.weights.items())
     )
 
 

@@ -23,6 +23,7 @@ from verl.checkpoint.hf_folder import (
     HF_FOLDER,
     CheckpointReader,
     ShardedReader,
+    cast_to,
     copy_small_files,
     default_dtype,
     empty_model,
@@ -156,7 +157,7 @@ def _merge_part(work: Path, part: PartFolder, options: MergeOptions) -> None:
         raise CheckpointError(f"--is-value-model was given, but {part.path} holds a {kind}")
     base = _base_files(part, options.base_dir) if scale is not None else []
     reader = ShardedReader(part.model_files(), scale, base)
-    reader.base_dtype = default_dtype(config, reader)
+    reader.cast_base = cast_to(default_dtype(config, reader), model)
     if value_model and base:
         reader.only(model.state_dict())  # the base model is a policy, with an output matrix
     _write_verified(work, reader, config, model, options)

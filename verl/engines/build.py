@@ -39,6 +39,7 @@ from verl.models.rope import checkpoint_contexts, per_row, position_limit
 from verl.models.safetensors_files import CannotStream
 from verl.models.ulysses import SIZE_KEY, SequenceGroup, check_heads
 from verl.models.value_model import ValueModel
+from verl.models.weight_source import remember_dtypes
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ def assemble(
         fuse(module, ranks.device)
     per_row(module)
     attach(module)
+    remember_dtypes(module, settings.dtype)
     mesh = _mesh(settings, ranks)
     gathered_copy = replay = None
     if mesh is not None:
