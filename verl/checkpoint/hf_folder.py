@@ -86,6 +86,8 @@ class ShardedReader(CheckpointReader):
         self._scale = lora_scale
         self.cast_base: Cast | None = None
         """To the precision the base weights had while the adapter was trained; None: as they are in the files."""
+        self.transposed: Collection[str] = ()
+        """Weights to which the adapter's product is added transposed (`verl.models.lora`)."""
         self._open: dict[str, Any] = {}
         self._adapters = [key for key in self._known if key.endswith((_A, _B))]
         if self._adapters and lora_scale is None:
@@ -103,7 +105,8 @@ class ShardedReader(CheckpointReader):
         stem = name.removesuffix(".weight")
         if self._scale is not None and stem + _A in self._known:
             weight = self.cast_base(name, weight) if self.cast_base else weight
-            weight = merge_lora(weight, self._gather(stem + _A), self._gather(stem + _B), self._scale)
+            a, b = self._gather(stem + _A), self._gather(stem + _B)
+            weight = merge_lora(weight, a, b, self._scale, transpose=name in self.transposed)
         return weight
 
     def only(self, names: Collection[str]) -> None:

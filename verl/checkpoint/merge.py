@@ -42,6 +42,7 @@ from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.memory import free_host_bytes
 from verl.models.loading import torch_dtype
+from verl.models.lora import transposed_weights
 from verl.models.safetensors_files import let_others_read
 
 logger = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ def _merge_part(work: Path, part: PartFolder, options: MergeOptions) -> None:
         raise CheckpointError(f"--is-value-model was given, but {part.path} holds a {kind}")
     base = _base_files(part, options.base_dir) if scale is not None else []
     reader = ShardedReader(part.model_files(), scale, base)
+    reader.transposed = transposed_weights(model)
     reader.cast_base = cast_to(default_dtype(config, reader), model)
     if value_model and base:
         reader.only(model.state_dict())  # the base model is a policy, with an output matrix
