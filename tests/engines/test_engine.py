@@ -88,6 +88,36 @@ def test_micro_batches_respect_the_budget(tools):
     assert all(tokens <= 15 or rows == 1 for tokens, rows in sizes)
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_padding_counts_in_the_budget_of_a_padded_model(tools, together):
+    model = tools.model()
+    role = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40}
+    engine = tools.engine(model=model, role=role, use_remove_padding=False)
+    batch = tools.batch([(6, 26), (3, 3), (1, 2), (6, 4), (4, 3), (5, 4), (2, 5), (3, 6)])
+    batch.meta_info["rows_together"] = together
+    shapes, run = [], model.verl_forward
+    model.verl_forward = lambda pack, options: (
+        shapes.append(tuple(pack.input_ids.shape)) or run(pack, options)
+    )
+    engine.forward_backward(batch, tools.policy_loss)
+    assert sum(rows for rows, _ in shapes) == len(batch)
+    assert all(rows * longest <= 40 or rows == together for rows, longest in shapes)
+    assert len(shapes) < len(batch) // together
+
+
+def test_a_padded_batch_that_does_not_fit_is_reported_and_split_with_its_padding(tools, caplog):
+    model, batch = tools.model(), tools.batch([(6, 7), (1, 1), (3, 2), (1, 2)])
+    expected = tools.engine(model=copy.deepcopy(model), use_remove_padding=False)
+    role = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 1000}
+    engine = tools.engine(model=model, role=role, use_remove_padding=False)
+    TooSmall(tools.module(engine), 13)
+    with caplog.at_level(logging.WARNING):
+        for each in (expected, engine):
+            each.forward_backward(batch, tools.policy_loss)
+    assert "a micro-batch of 52 tokens (4 sequences)" in caplog.text
+    same(tools.gradients(engine), tools.gradients(expected), rtol=1e-4, atol=1e-5)
+
+
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from verl.algorithms.balance import token_budget_batches
+from verl.algorithms.balance import padded_budget_batches, token_budget_batches
 from verl.data.proto import DataProto
 from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
@@ -158,7 +158,7 @@ class MicroBatchRunner:
             size = replace(size, max_tokens=self._ranks.smallest(self._measure_tokens(kind)))
             self.sizes[kind] = size
         units = [rows[at : at + together] for at in range(0, len(rows), together)]
-        own = [sum(lengths[row] for row in unit) for unit in units]
+        own = [[lengths[row] for row in unit] for unit in units]
         batches = self._group(own, size, 1)
         count = self._ranks.largest(len(batches))
         if count > len(batches):
@@ -166,15 +166,25 @@ class MicroBatchRunner:
         batches += [[] for _ in range(count - len(batches))]
         return [[row for at in batch for row in units[at]] for batch in batches]
 
-    def _group(self, lengths: Sequence[int], size: MicroBatchSize, min_count: int) -> list[list[int]]:
-        if not lengths:
+    def _group(self, units: Sequence[Sequence[int]], size: MicroBatchSize, min_count: int) -> list[list[int]]:
+        """Indices of the units, of which the lengths of their rows are given."""
+        if not units:
             return []
-        if size.max_tokens is not None:
-            if min_count <= 1 and sum(lengths) <= size.max_tokens:
-                return [list(range(len(lengths)))]
-            return token_budget_batches(lengths, size.max_tokens, min_count, hidden_size=self._hidden_size)
-        rows = size.max_sequences or len(lengths)
-        return [list(range(at, min(at + rows, len(lengths)))) for at in range(0, len(lengths), rows)]
+        if size.max_tokens is None:
+            rows = size.max_sequences or len(units)
+            return [list(range(at, min(at + rows, len(units)))) for at in range(0, len(units), rows)]
+        if not self.packed:
+            return padded_budget_batches(
+                [max(unit) for unit in units], size.max_tokens, min_count, rows=len(units[0])
+            )
+        lengths = [sum(unit) for unit in units]
+        if min_count <= 1 and sum(lengths) <= size.max_tokens:
+            return [list(range(len(lengths)))]
+        return token_budget_batches(lengths, size.max_tokens, min_count, hidden_size=self._hidden_size)
+
+    def _tokens(self, lengths: Sequence[int]) -> int:
+        """What a micro-batch of rows of these lengths computes, padding included."""
+        return sum(lengths) if self.packed else len(lengths) * max(lengths, default=0)
 
     def reshard(self) -> None:
         """After passes without gradient."""
@@ -370,7 +380,8 @@ class MicroBatchRunner:
             halt = self.halts_on_oom and isinstance(error, torch.OutOfMemoryError)
         # Outside the `except`: there the error's traceback would keep the frames of the pass, and with them its
         # tensors, alive while the dummy batch runs.
-        report = OOMReport(max(sum(lengths[row] for row in rows), 1), max(len(rows), 1), cause)
+        tokens = self._tokens([lengths[row] for row in rows])
+        report = OOMReport(max(tokens, 1), max(len(rows), 1), cause)
         if halt:
             reason = "it cannot be split after ranks have begun to work on it together"
             raise TrainingHalted(report.unrecoverable(self._label, reason))
