@@ -93,7 +93,7 @@ def test_padding_counts_in_the_budget_of_a_padded_model(tools, together):
     model = tools.model()
     role = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40}
     engine = tools.engine(model=model, role=role, use_remove_padding=False)
-    batch = tools.batch([(6, 26), (3, 3), (1, 2), (6, 4), (4, 3), (5, 4), (2, 5), (3, 6)])
+    batch = tools.batch([(6, 14), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2)])  # 40 tokens without padding
     batch.meta_info["rows_together"] = together
     shapes, run = [], model.verl_forward
     model.verl_forward = lambda pack, options: (
