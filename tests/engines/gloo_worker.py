@@ -209,6 +209,17 @@ def kept_types(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return {name: value.dtype for name, value in engine.weights().named_tensors("module")}
 
 
+def norm_of_halves(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Without masters gradients are bfloat16, in one micro-batch; their norm is not."""
+    role = {"optim.stochastic_rounding": True, "ppo_micro_batch_size_per_gpu": 8}
+    engine = conftest.make_engine(model=conftest.make_model(), role=role, dtype="bfloat16")
+    engine.forward_backward(share(conftest.make_batch(), rank, world), conftest.policy_loss)
+    gradients = {name: _whole(value) for name, value in conftest.gradients_of(engine).items()}
+    assert {value.dtype for value in gradients.values()} == {torch.bfloat16}
+    exact = torch.cat([value.double().flatten() for value in gradients.values()]).norm()
+    return {"exact": float(exact), "found": engine.optimizer_step()["grad_norm"]}
+
+
 def _check_one_context_for_all_layers(engine: Any) -> None:
     """Masks are cached in the attention context: FSDP's cast of inputs must not give each layer a copy of it."""
     from verl.models.attention import PackedAttention
@@ -357,6 +368,7 @@ SCENARIOS = {
         generate_and_resume,
         half_precision,
         kept_types,
+        norm_of_halves,
         small_moments,
         idle_rank,
         idle_rank_without_copy,

@@ -22,7 +22,7 @@ ALL = [
     "small_moments",
 ]
 GENERATING = ["idle_rank", "idle_rank_without_copy", "same_as_sharded"]
-OTHERS = [*GENERATING, "kept_types"]
+OTHERS = [*GENERATING, "kept_types", "norm_of_halves"]
 """Whose results are not those of training."""
 
 
@@ -67,6 +67,12 @@ def test_weights_leave_the_ranks_in_the_types_they_were_loaded_in(alone, togethe
             torch.bfloat16,
             torch.float32,
         }
+
+
+def test_the_norm_of_gradients_in_half_precision_is_computed_in_float32(together):
+    results, _, _ = together
+    for norms in results.get("norm_of_halves", []):
+        assert norms["found"] == pytest.approx(norms["exact"], rel=1e-5)
 
 
 def test_ranks_agree_with_one_process(alone, together):

@@ -78,6 +78,18 @@ def test_peft_opens_what_was_saved(tiny, tmp_path):
     torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_what_all_linear_leaves_out_is_named(tiny, caplog):
+    """In transformers the experts of a mixture are parameters, no linear layers."""
+    mixture = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    adapted(lambda: tiny("qwen3_moe", **mixture))
+    (line,) = [record.getMessage() for record in caplog.records if "all-linear" in record.getMessage()]
+    assert "k_proj, o_proj, q_proj, v_proj get adapters" in line
+    assert "experts.down_proj, experts.gate_up_proj are no linear layers" in line
+    caplog.clear()
+    adapted(tiny)
+    assert "all-linear" not in caplog.text
+
+
 @pytest.mark.parametrize("target", ["query", "embed_tokens", "mlp"])
 def test_what_is_no_linear_layer_lists_those_that_are(tiny, target):
     with pytest.raises(ConfigError, match=rf"{target}.*down_proj.*q_proj"):

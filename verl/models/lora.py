@@ -6,6 +6,7 @@ reference policy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch import nn
 from verl.errors import ConfigError, ModelError, missing_package
 from verl.json_input import read_json
 from verl.models.safetensors_files import let_others_read
+
+log = logging.getLogger(__name__)
 
 ADAPTER = "default"
 _BASE = ".base_layer."
@@ -54,6 +57,22 @@ def _linear_names(model: Any) -> list[str]:
     return sorted(names)
 
 
+def _name_others(model: nn.Module, adapted: Sequence[str]) -> None:
+    """Say which weights `all-linear` leaves out: the experts of a mixture are one parameter for all, for example."""
+    others = {
+        f"{owner.rpartition('.')[2]}.{name}"
+        for owner, module in model.named_modules()
+        for name, param in module.named_parameters(recurse=False)
+        if param.ndim > 2
+    }
+    if others:
+        log.warning(
+            "model.target_modules=[all-linear]: %s get adapters; %s are no linear layers and stay as they are",
+            ", ".join(adapted),
+            ", ".join(sorted(others)),
+        )
+
+
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed(module)
 
@@ -78,6 +97,7 @@ def add_lora(
     wanted = list(target_modules)
     if "all-linear" in wanted:
         wanted = _linear_names(model)
+        _name_others(model, wanted)
     present = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)}
     unknown = [name for name in wanted if name.rpartition(".")[2] not in present]
     if unknown or not wanted:
