@@ -27,6 +27,7 @@ from verl.models.introspection import kept_in_float32
 from verl.models.loading import DTYPES
 from verl.models.lora import merge_lora
 from verl.models.value_model import ValueModel
+from verl.runtime import quiet_transformers
 
 if TYPE_CHECKING:
     from verl.engines.base import TrainEngine
@@ -74,8 +75,14 @@ class ShardedReader(CheckpointReader):
     the training engine merges them."""
 
     def __init__(
-        self, files: Iterable[Path], lora_scale: float | None = None, base: Iterable[Path] = ()
+        self,
+        files: Iterable[Path],
+        lora_scale: float | None = None,
+        base: Iterable[Path] | Mapping[str, torch.Tensor] = (),
     ) -> None:
+        """`base`: files with the weights that the adapter was trained on, or the weights themselves."""
+        self._loaded = base if isinstance(base, Mapping) else {}
+        base = () if isinstance(base, Mapping) else base
         self._known: dict[str, Any] = {}
         self._storage: dict[Any, Any] = {}
         # What was trained goes before the weights it was trained on: the head of a reward model is in both.
@@ -94,10 +101,11 @@ class ShardedReader(CheckpointReader):
             raise CheckpointError(
                 f"the checkpoint has LoRA weights ({self._adapters[0]!r}, ...) but no lora_adapter/adapter_config.json"
             )
-        self._keys = {key.replace(_BASE, "."): key for key in self._known if key not in set(self._adapters)}
-        self.weights = {
+        own = {key.replace(_BASE, "."): key for key in self._known if key not in set(self._adapters)}
+        self._keys = {name: name for name in self._loaded} | own
+        self.weights = {name: tensor.to("meta") for name, tensor in self._loaded.items()} | {
             name: torch.empty(self._known[key].size, dtype=self._known[key].properties.dtype, device="meta")
-            for name, key in self._keys.items()
+            for name, key in own.items()
         }
 
     def get(self, name: str) -> torch.Tensor:
@@ -119,6 +127,8 @@ class ShardedReader(CheckpointReader):
         return {_PEFT_PREFIX + key.replace(".default.", "."): self._gather(key) for key in keys}
 
     def _gather(self, key: str) -> torch.Tensor:
+        if key not in self._known:
+            return self._loaded[key]
         entry = self._known[key]
         found = sum(chunk.sizes.numel() for chunk in entry.chunks)
         if found != entry.size.numel():
@@ -146,6 +156,16 @@ def hf_reader(folder: Path) -> ShardedReader:
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file")
     return ShardedReader(files)
+
+
+def base_weights(files: Sequence[Path], model: Any) -> Sequence[Path] | dict[str, torch.Tensor]:
+    """Of a Hugging Face folder, for `ShardedReader`: the files, or where transformers joins their tensors on loading
+    (the experts of a mixture) the weights as it has them in memory."""
+    if not files or not _converts(model):
+        return files
+    with quiet_transformers():
+        loaded = type(model).from_pretrained(files[0].parent, dtype="auto", trust_remote_code=False)
+    return dict(loaded.state_dict())
 
 
 def read_lora_scale(adapter_folder: Path) -> float | None:

@@ -1,7 +1,8 @@
 """From a checkpoint to a Hugging Face folder, verified before it gets its name.
 
 The target appears complete and checked, or not at all. The checkpoint is only read, and a running training does not
-delete it meanwhile. Memory holds about one tensor while writing."""
+delete it meanwhile. Memory holds about one tensor while writing; with an adapter of a mixture of experts, its base
+model."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from verl.checkpoint.hf_folder import (
     HF_FOLDER,
     CheckpointReader,
     ShardedReader,
+    base_weights,
     cast_to,
     copy_small_files,
     default_dtype,
@@ -157,7 +159,7 @@ def _merge_part(work: Path, part: PartFolder, options: MergeOptions) -> None:
         kind = ", ".join(config.architectures or ["language model"])
         raise CheckpointError(f"--is-value-model was given, but {part.path} holds a {kind}")
     base = _base_files(part, options.base_dir) if scale is not None else []
-    reader = ShardedReader(part.model_files(), scale, base)
+    reader = ShardedReader(part.model_files(), scale, base_weights(base, model))
     reader.transposed = transposed_weights(model)
     reader.cast_base = cast_to(default_dtype(config, reader), model)
     if value_model and base:
