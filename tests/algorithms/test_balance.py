@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms import karmarkar_karp, sequence_work, token_budget_batches
+from verl.algorithms import karmarkar_karp, padded_budget_batches, sequence_work, token_budget_batches
 from verl.errors import ConfigError
 
 costs = st.lists(st.integers(0, 100), max_size=30)
@@ -51,6 +51,35 @@ def test_many_long_tailed_sequences_are_spread_almost_evenly():
     work = sequence_work(lengths)
     shares = loads(karmarkar_karp(work, 8), work)
     assert max(shares) / min(shares) < 1.02
+
+
+@given(
+    lengths=st.lists(st.integers(0, 50), max_size=30),
+    budget=st.integers(1, 240),
+    at_least=st.integers(1, 6),
+    rows=st.integers(1, 3),
+)
+@settings(max_examples=200, deadline=None)
+def test_padding_counts_in_the_budget_of_padded_batches(lengths, budget, at_least, rows):
+    batches = padded_budget_batches(lengths, budget, at_least, rows)
+    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
+    assert len(batches) >= min(at_least, len(lengths))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * rows * max(lengths[i] for i in batch) <= budget
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), budget=st.integers(1, 30))
+@settings(max_examples=40, deadline=None)
+def test_padded_batches_are_as_few_as_possible(lengths, budget):
+    """By trying every assignment of sequences to batches."""
+
+    def fits(choice):
+        batches = [[lengths[i] for i, at in enumerate(choice) if at == k] for k in set(choice)]
+        return all(len(batch) == 1 or len(batch) * max(batch) <= budget for batch in batches)
+
+    choices = itertools.product(range(len(lengths)), repeat=len(lengths))
+    best = min(len(set(choice)) for choice in choices if fits(choice))
+    assert len(padded_budget_batches(lengths, budget)) == best
 
 
 @given(

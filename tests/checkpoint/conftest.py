@@ -64,3 +64,14 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir=memory, prefix="verl-test-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def build_architecture() -> Any:
+    """Of a tiny model of any type that transformers knows."""
+    path = Path(__file__).parents[1] / "rollout" / "tiny_architectures.py"
+    spec = importlib.util.spec_from_file_location("checkpoint_tiny_architectures", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build_architecture

@@ -140,6 +140,32 @@ def test_another_precision_can_be_asked_for(tmp_path: Path, job: ModuleType) -> 
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_lora_of_transposed_weights_is_merged_as_the_engine_merges_it(tmp_path: Path) -> None:
+    """GPT-2's; the weight of attn.c_proj is square."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from verl.config.schema import ActorConfig, ModelConfig
+    from verl.engines import build_engine
+
+    config = GPT2Config(
+        vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
+    )
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    model = ModelConfig(path=str(tmp_path / "base"), lora_rank=2, target_modules=["attn.c_proj", "c_attn"])
+    engine = build_engine("actor", model, ActorConfig(), device="cpu", total_steps=1)
+    with engine.weights().structure() as module:
+        for name, param in module.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(param)
+    merged = load_file(
+        merge(MergeOptions(save(tmp_path / "run", engine), tmp_path / "m")) / "model.safetensors"
+    )
+    exported = dict(engine.weights().named_tensors())
+    for name, value in merged.items():
+        assert torch.allclose(value, exported[name], atol=1e-6), name
+
+
 def test_lora_is_merged_as_the_engine_merges_it_or_kept(tmp_path: Path, job: ModuleType) -> None:
     peft = pytest.importorskip("peft")
     base = job.make_model(0)

@@ -200,6 +200,26 @@ def half_precision(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return train(engine, rank, world)
 
 
+def kept_types(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Of a model in bfloat16 with weights that transformers keeps in float32; sharded, all masters are float32."""
+    options = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    options |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
+    model = conftest.make_model("glm4_moe", **options)
+    engine = conftest.make_engine(model=model, dtype="bfloat16")
+    return {name: value.dtype for name, value in engine.weights().named_tensors("module")}
+
+
+def norm_of_halves(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Without masters gradients are bfloat16, in one micro-batch; their norm is not."""
+    role = {"optim.stochastic_rounding": True, "ppo_micro_batch_size_per_gpu": 8}
+    engine = conftest.make_engine(model=conftest.make_model(), role=role, dtype="bfloat16")
+    engine.forward_backward(share(conftest.make_batch(), rank, world), conftest.policy_loss)
+    gradients = {name: _whole(value) for name, value in conftest.gradients_of(engine).items()}
+    assert {value.dtype for value in gradients.values()} == {torch.bfloat16}
+    exact = torch.cat([value.double().flatten() for value in gradients.values()]).norm()
+    return {"exact": float(exact), "found": engine.optimizer_step()["grad_norm"]}
+
+
 def _check_one_context_for_all_layers(engine: Any) -> None:
     """Masks are cached in the attention context: FSDP's cast of inputs must not give each layer a copy of it."""
     from verl.models.attention import PackedAttention
@@ -347,6 +367,8 @@ SCENARIOS = {
         distilled_top,
         generate_and_resume,
         half_precision,
+        kept_types,
+        norm_of_halves,
         small_moments,
         idle_rank,
         idle_rank_without_copy,

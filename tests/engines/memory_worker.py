@@ -41,6 +41,7 @@ class SmallDevice:
 
     def _fail(self, _: Any) -> None:
         self.failures += 1
+        assert self.failures < 50, "the retries do not end"
         raise torch.OutOfMemoryError("injected: out of memory")
 
 
@@ -158,8 +159,9 @@ def too_long(rank: int, world: int, folder: Path) -> dict[str, Any]:
     from verl.errors import TrainingHalted
 
     said = {}
-    batch = gloo_worker.share(conftest.make_batch(), rank, world)
-    for name, backward in (("forward", False), ("backward", True)):
+    for name, backward, together in (("forward", False, 1), ("backward", True, 1), ("pair", True, 2)):
+        batch = conftest.make_batch()[[2 * rank, 2 * rank + 1]]
+        batch.meta_info["rows_together"] = together
         engine = conftest.make_engine(
             model=conftest.make_model(num_hidden_layers=LAYERS), role={"ppo_micro_batch_size_per_gpu": 2}
         )

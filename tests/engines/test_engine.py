@@ -88,6 +88,36 @@ def test_micro_batches_respect_the_budget(tools):
     assert all(tokens <= 15 or rows == 1 for tokens, rows in sizes)
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_padding_counts_in_the_budget_of_a_padded_model(tools, together):
+    model = tools.model()
+    role = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40}
+    engine = tools.engine(model=model, role=role, use_remove_padding=False)
+    batch = tools.batch([(6, 14), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2)])  # 40 tokens without padding
+    batch.meta_info["rows_together"] = together
+    shapes, run = [], model.verl_forward
+    model.verl_forward = lambda pack, options: (
+        shapes.append(tuple(pack.input_ids.shape)) or run(pack, options)
+    )
+    engine.forward_backward(batch, tools.policy_loss)
+    assert sum(rows for rows, _ in shapes) == len(batch)
+    assert all(rows * longest <= 40 or rows == together for rows, longest in shapes)
+    assert len(shapes) < len(batch) // together
+
+
+def test_a_padded_batch_that_does_not_fit_is_reported_and_split_with_its_padding(tools, caplog):
+    model, batch = tools.model(), tools.batch([(6, 7), (1, 1), (3, 2), (1, 2)])
+    expected = tools.engine(model=copy.deepcopy(model), use_remove_padding=False)
+    role = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 1000}
+    engine = tools.engine(model=model, role=role, use_remove_padding=False)
+    TooSmall(tools.module(engine), 13)
+    with caplog.at_level(logging.WARNING):
+        for each in (expected, engine):
+            each.forward_backward(batch, tools.policy_loss)
+    assert "a micro-batch of 52 tokens (4 sequences)" in caplog.text
+    same(tools.gradients(engine), tools.gradients(expected), rtol=1e-4, atol=1e-5)
+
+
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +144,7 @@ class TooSmall:
 
     def _fail(self):
         self.failures += 1
+        assert self.failures < 20, "the retries do not end"
         raise torch.OutOfMemoryError("injected: out of memory")
 
 
@@ -197,6 +228,48 @@ def test_one_sequence_that_does_not_fit_names_the_keys(tools):
     TooSmall(tools.module(engine), 3)
     with pytest.raises(TrainingHalted, match=r"single sequence of \d+ tokens.*enable_gradient_checkpointing"):
         engine.log_probs(tools.batch())
+
+
+@pytest.mark.parametrize("together", [2, 3])
+@pytest.mark.parametrize(
+    "role",
+    [
+        {"ppo_micro_batch_size_per_gpu": 2},
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 1000},
+    ],
+    ids=["sequences", "tokens"],
+)
+@pytest.mark.parametrize("kind", ["train", "forward"])
+def test_rows_that_stay_together_and_do_not_fit_stop_with_the_key(tools, role, together, kind):
+    engine = tools.engine(model=tools.model(), role=role)
+    batch = tools.batch()
+    batch.meta_info["rows_together"] = together
+    TooSmall(tools.module(engine), 3)
+    with pytest.raises(
+        TrainingHalted, match=f"{together} sequences that stay in one.*data.max_length.*injected"
+    ):
+        if kind == "train":
+            engine.forward_backward(batch, tools.policy_loss)
+        else:
+            engine.log_probs(batch)
+
+
+@pytest.mark.parametrize("kind", ["train", "forward"])
+def test_several_pairs_that_do_not_fit_are_split_between_pairs(tools, kind):
+    """The micro-batch size counts pairs, the report of what failed sequences: two pairs become one, not two again."""
+    model, batch = tools.model(), tools.batch()
+    batch.meta_info["rows_together"] = 2
+    expected = tools.engine(model=copy.deepcopy(model), role={"ppo_micro_batch_size_per_gpu": 1})
+    engine = tools.engine(model=model, role={"ppo_micro_batch_size_per_gpu": 2})
+    pair = max(sum(pair) for pair in zip(*[iter(tools.runner(engine).token_counts(batch))] * 2, strict=True))
+    device = TooSmall(tools.module(engine), pair)
+    if kind == "train":
+        for each in (expected, engine):
+            each.forward_backward(batch, tools.policy_loss)
+        same(tools.gradients(engine), tools.gradients(expected), rtol=1e-4, atol=1e-5)
+    else:
+        same(engine.log_probs(batch), expected.log_probs(batch), rtol=1e-4, atol=1e-5)
+    assert device.failures == 1
 
 
 def test_without_settings_a_budget_is_measured_once(tools, monkeypatch):

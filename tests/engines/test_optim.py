@@ -197,15 +197,37 @@ def test_quantising_the_second_moment_never_shrinks_it():
     assert (held.dequantize() >= x * 0.99 - 1e-5).all()
 
 
-def test_stochastic_rounding_is_right_on_average():
-    x = torch.full((20000,), 1.0 + 1 / 512)
-    rounded = round_stochastically(x, torch.bfloat16, torch.Generator().manual_seed(0))
-    assert set(rounded.float().unique().tolist()) == {1.0, 1.0078125}
-    assert rounded.float().mean().item() == pytest.approx(1 + 1 / 512, abs=1e-4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("share", [0.03, 0.5, 0.8])
+@pytest.mark.parametrize(
+    "below",
+    # of float16 the last are the smallest normal number and ones below it
+    [1.0, 0.0203857421875, -3.5, 60000.0, 2.0**-14, 3 * 2.0**-20, -5 * 2.0**-24, 0.0],
+)
+def test_stochastic_rounding_is_right_on_average(dtype, share, below):
+    low = torch.tensor(below).to(dtype)
+    high = torch.nextafter(low, torch.tensor(torch.inf, dtype=dtype))
+    gap = (high.double() - low.double()).item()
+    x = (low.double() + share * gap).float()
+    rounded = round_stochastically(x.expand(20000), dtype, torch.Generator().manual_seed(0))
+    assert rounded.dtype == dtype and set(rounded.tolist()) == {low.item(), high.item()}
+    expected = (x.double() - low.double()).item() / gap
+    assert ((rounded.double() - low.double()) / gap).mean().item() == pytest.approx(expected, abs=0.02)
 
 
-def test_stochastic_rounding_trains_without_masters():
-    param = nn.Parameter(torch.ones(2000, dtype=torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_leaves_what_the_type_has_and_what_no_type_has(dtype):
+    limits = torch.finfo(dtype)
+    x = torch.tensor([0.0, -0.0, 1.5, limits.max, -limits.max, limits.tiny, limits.smallest_normal / 2])
+    x = torch.cat([x, torch.tensor([torch.inf, -torch.inf, torch.nan])])
+    for seed in range(20):
+        rounded = round_stochastically(x, dtype, torch.Generator().manual_seed(seed))
+        assert torch.equal(rounded.float()[:-1], x[:-1]) and rounded[-1].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_trains_without_masters(dtype):
+    param = nn.Parameter(torch.ones(2000, dtype=dtype))
     optimizer = MasterAdamW([("w", param)], schedule=Schedule(lr=1e-4), stochastic_rounding=True)
     assert optimizer.masters["w"] is param
     for _ in range(50):

@@ -76,6 +76,7 @@ def test_a_sequence_that_does_not_fit_stops_every_rank_with_the_keys(ranks):
         for kind in ("forward", "backward"):
             assert f"tokens on rank {last} does not fit" in said[kind]
             assert "enable_gradient_checkpointing" in said[kind]
+        assert "2 sequences that stay in one micro-batch (a preference pair) of" in said["pair"]
     assert "injected" in ranks["too_long"][last]["backward"]
 
 

@@ -22,6 +22,8 @@ ALL = [
     "small_moments",
 ]
 GENERATING = ["idle_rank", "idle_rank_without_copy", "same_as_sharded"]
+OTHERS = [*GENERATING, "kept_types", "norm_of_halves"]
+"""Whose results are not those of training."""
 
 
 class Scenarios(dict):
@@ -51,15 +53,32 @@ def together(request, tmp_path_factory, run_ranks):
     world = request.param
     folder = tmp_path_factory.mktemp(f"world{world}")
     if world == 2:
-        return run_ranks(WORKER, world, folder, [*ALL, *GENERATING]), folder, world
+        return run_ranks(WORKER, world, folder, [*ALL, *OTHERS]), folder, world
     scenarios = ["base", "critic", "killed"]
     return run_ranks(WORKER, world, folder, scenarios, expected=[0, 0, -9]), folder, world
+
+
+def test_weights_leave_the_ranks_in_the_types_they_were_loaded_in(alone, together):
+    expected, _ = alone
+    results, _, _ = together
+    for types in results.get("kept_types", []):
+        assert types == expected["kept_types"]
+        assert {types["model.norm.weight"], types["model.layers.1.mlp.gate.e_score_correction_bias"]} == {
+            torch.bfloat16,
+            torch.float32,
+        }
+
+
+def test_the_norm_of_gradients_in_half_precision_is_computed_in_float32(together):
+    results, _, _ = together
+    for norms in results.get("norm_of_halves", []):
+        assert norms["found"] == pytest.approx(norms["exact"], rel=1e-5)
 
 
 def test_ranks_agree_with_one_process(alone, together):
     expected, _ = alone
     results, _, _ = together
-    for name in results.keys() - set(GENERATING):
+    for name in results.keys() - set(OTHERS):
         ranks = results[name]
         tolerance = {"half_precision": 3e-2, "small_moments": 5e-3}.get(name, 2e-5)
         want = expected[name]

@@ -34,6 +34,21 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_recomputed": {"architecture": "qwen3", "options": {"enable_gradient_checkpointing": True}},
     "gemma2": {"architecture": "gemma2", "model": TIED},  # soft-capping; every other layer has a window
     "mistral": {"architecture": "mistral"},
+    "longrope": {  # two micro-batches have rows below and above the limit
+        "architecture": "phi3",
+        "model": {
+            "original_max_position_embeddings": 8,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": 8,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    },
     "one_by_one": {"role": {"ppo_micro_batch_size_per_gpu": 1}},  # among them a pack of two tokens
     "one_kv_head": {"model": {"num_key_value_heads": 1}},
     "groups_cut": {"model": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}},

@@ -52,6 +52,23 @@ def test_merged_weights_have_the_old_names_and_the_new_answers(tiny):
     torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", "c_attn", "attn.c_proj", "mlp.c_proj", "c_fc"])
+def test_layers_that_keep_their_weights_transposed_are_merged_and_saved_so(tiny, targets, tmp_path):
+    """GPT-2's; the weight of attn.c_proj is square, so that no shape would tell."""
+    import peft
+
+    def gpt2():
+        return tiny("gpt2", n_embd=16, n_layer=2, n_head=2, n_positions=32)
+
+    model, plain = adapted(gpt2, (targets,)), gpt2()
+    plain.load_state_dict(dict(merged_weights(model)))
+    assert not torch.allclose(gpt2()(IDS).logits, model(IDS).logits, atol=1e-2)
+    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    save_adapter(model, tmp_path)
+    opened = peft.PeftModel.from_pretrained(gpt2(), str(tmp_path))
+    torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_peft_opens_what_was_saved(tiny, tmp_path):
     import peft
 
@@ -61,6 +78,19 @@ def test_peft_opens_what_was_saved(tiny, tmp_path):
     torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_an_unknown_target_lists_the_known_ones(tiny):
-    with pytest.raises(ConfigError, match=r"query.*down_proj.*q_proj"):
-        add_lora(tiny(), rank=2, alpha=2, target_modules=("query",))
+def test_what_all_linear_leaves_out_is_named(tiny, caplog):
+    """In transformers the experts of a mixture are parameters, no linear layers."""
+    mixture = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    adapted(lambda: tiny("qwen3_moe", **mixture))
+    (line,) = [record.getMessage() for record in caplog.records if "all-linear" in record.getMessage()]
+    assert "k_proj, o_proj, q_proj, v_proj get adapters" in line
+    assert "experts.down_proj, experts.gate_up_proj are no linear layers" in line
+    caplog.clear()
+    adapted(tiny)
+    assert "all-linear" not in caplog.text
+
+
+@pytest.mark.parametrize("target", ["query", "embed_tokens", "mlp"])
+def test_what_is_no_linear_layer_lists_those_that_are(tiny, target):
+    with pytest.raises(ConfigError, match=rf"{target}.*down_proj.*q_proj"):
+        add_lora(tiny(), rank=2, alpha=2, target_modules=(target,))

@@ -27,7 +27,9 @@ TEMPLATE = (
 )
 
 
-def build(folder, *, labels: int = 1, template: str | None = TEMPLATE, pad: str | None = None) -> str:
+def build(
+    folder, *, labels: int = 1, template: str | None = TEMPLATE, pad: str | None = None, **changes
+) -> str:
     torch.manual_seed(0)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -38,7 +40,7 @@ def build(folder, *, labels: int = 1, template: str | None = TEMPLATE, pad: str 
     fast.model_max_length = 32
     config = LlamaConfig(
         vocab_size=len(WORDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, num_labels=labels,
+        num_key_value_heads=2, num_labels=labels, **{"max_position_embeddings": 64, **changes},
     )  # fmt: skip
     LlamaForSequenceClassification(config).save_pretrained(folder)
     fast.save_pretrained(folder)
@@ -105,6 +107,17 @@ def test_scores_are_the_models_own_and_do_not_depend_on_batching(pad, tmp_path):
     assert together[1] == pytest.approx(
         model.score(hidden[0, -1]).item(), abs=1e-5
     )  # judged at the end token
+
+
+def test_scores_do_not_depend_on_batching_where_rotary_frequencies_depend_on_the_length(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+    folder = build(tmp_path, max_position_embeddings=6, rope_parameters=rope, initializer_range=0.3)
+    cfg = config(folder, max_length=32).reward_model
+    alone = [RewardModel.from_config(cfg).score([sample])[0][0] for sample in samples()]
+    cfg.micro_batch_size_per_gpu = 6
+    assert [score for score, _ in RewardModel.from_config(cfg).score(samples())] == pytest.approx(
+        alone, abs=1e-5
+    )
 
 
 def test_without_a_template_prompt_and_response_are_joined(tmp_path):

@@ -191,6 +191,10 @@ vLLM has its own list of models.
 `packed` models train on sequences laid end to end. `padded` ones train on padded batches with transformers' own
 attention, which is slower and otherwise the same.
 
+Rotary embeddings whose frequencies depend on the length (`longrope`, `dynamic`) are decided for each sequence as if it
+were alone, whatever shares its micro-batch. `native` and `hf`, which cache keys, refuse requests that may outgrow the
+limit.
+
 The table is written by `python tests/rollout/model_table.py --write`, and a test compares it with what the code does.
 
 | class | model type | native | hf | training |

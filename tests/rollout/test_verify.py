@@ -131,6 +131,10 @@ def test_frequencies_that_change_with_the_length_are_refused_beyond_their_limit(
         RolloutError, match=f"beyond {limit} the rotary embedding .*dynamic.*rollout.name=vllm"
     ):
         generate(model, on_device, beyond)
+    hf = HFRollout(model, None)
+    assert len(list(hf.generate(within))) == 1
+    with pytest.raises(RolloutError, match=f"beyond {limit} the rotary embedding"):
+        list(hf.generate(beyond))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "falcon_h1", "lfm2", "mamba2", "bloom"])

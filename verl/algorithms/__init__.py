@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "aggregation": "LOSS_AGG_MODES agg_loss batch_counts loss_denominators masked_mean masked_sum masked_var "
     "masked_whiten",
-    "balance": "karmarkar_karp sequence_work token_budget_batches",
+    "balance": "karmarkar_karp padded_budget_batches sequence_work token_budget_batches",
     "groups": "group_ids group_metrics",
     "kl": "KL_ESTIMATORS AdaptiveKLController FixedKLController apply_kl_penalty get_kl_controller kl_penalty",
     "losses": "compute_value_loss",

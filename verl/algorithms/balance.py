@@ -131,6 +131,37 @@ def token_budget_batches(
     The budget is a hard bound; only a single sequence that is longer exceeds it, in a batch alone. At least
     `min_count` batches are made where there are that many sequences (ranks must agree on the number of steps).
     """
+    sizes = _checked(lengths, max_tokens)
+    work = sequence_work(sizes, hidden_size)
+    alone = [[i] for i, size in enumerate(sizes) if size > max_tokens]
+    rest = [i for i, size in enumerate(sizes) if size <= max_tokens]
+    wanted = max(min(min_count, len(sizes)) - len(alone), 1)
+    batches = alone + (_fit(rest, sizes, work, max_tokens, min(wanted, len(rest))) if rest else [])
+    return sorted((sorted(batch) for batch in batches), key=lambda batch: batch[0])
+
+
+def padded_budget_batches(
+    lengths: Sequence[int], max_tokens: int, min_count: int = 1, rows: int = 1
+) -> list[list[int]]:
+    """As `token_budget_batches`, for batches that are padded to their longest sequence: rows times longest is within
+    the budget. Each item is `rows` sequences that stay together, its length that of the longest of them.
+
+    Neighbours in length share a batch, the longest with as few as must be: no other cut has fewer batches."""
+    sizes = [max(length, 1) * rows for length in _checked(lengths, max_tokens)]
+    batches: list[list[int]] = []
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        if batches and (len(batches[-1]) + 1) * sizes[batches[-1][0]] <= max_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    while len(batches) < min(min_count, len(sizes)):
+        most = max(batches, key=lambda batch: (len(batch) > 1, len(batch) * sizes[batch[0]]))
+        batches.append(most[len(most) // 2 :])
+        del most[len(most) // 2 :]
+    return sorted((sorted(batch) for batch in batches), key=lambda batch: batch[0])
+
+
+def _checked(lengths: Sequence[int], max_tokens: int) -> list[int]:
     if max_tokens < 1:
         raise ConfigError(
             f"the token budget of a micro-batch is {max_tokens}, it must be at least 1 (ppo_max_token_len_per_gpu)"
@@ -138,12 +169,7 @@ def token_budget_batches(
     sizes = [int(length) for length in lengths]
     if any(size < 0 for size in sizes):
         raise ConfigError("token_budget_batches: a sequence length is negative")
-    work = sequence_work(sizes, hidden_size)
-    alone = [[i] for i, size in enumerate(sizes) if size > max_tokens]
-    rest = [i for i, size in enumerate(sizes) if size <= max_tokens]
-    wanted = max(min(min_count, len(sizes)) - len(alone), 1)
-    batches = alone + (_fit(rest, sizes, work, max_tokens, min(wanted, len(rest))) if rest else [])
-    return sorted((sorted(batch) for batch in batches), key=lambda batch: batch[0])
+    return sizes
 
 
 def _fit(

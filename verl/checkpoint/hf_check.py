@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.hf_folder import CheckpointReader, auto_class, cast, check_names, hf_reader, on_disk
+from verl.checkpoint.hf_folder import (
+    CheckpointReader,
+    auto_class,
+    cast_to,
+    check_names,
+    hf_reader,
+    on_disk,
+)
 from verl.errors import CheckpointError
 from verl.runtime import quiet_transformers
 
@@ -24,11 +31,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def check_tensors(folder: Path, reader: CheckpointReader, model: Any, dtype: torch.dtype) -> int:
     """Compare every tensor of the folder with the checkpoint; the number compared. CheckpointError names the first
-    that is missing, surplus or different."""
-    written = hf_reader(folder)
+    that is missing, surplus or different, or less precise than transformers would have it in memory."""
+    written, cast = hf_reader(folder), cast_to(dtype, model)
+    loaded = _loaded_dtypes(folder, model, dtype)
     seen = set()
     for name in check_names(reader, model):
-        for key, value in on_disk(model, name, cast(reader.get(name), dtype)).items():
+        weight = reader.get(name)
+        kept = loaded.get(name, dtype)
+        if not same_bits(cast(name, weight).to(kept), weight.to(kept)):
+            raise CheckpointError(f"{name!r} was rounded; transformers keeps it in {kept}")
+        for key, value in on_disk(model, name, cast(name, weight)).items():
             if key not in written.weights:
                 raise CheckpointError(f"the merged folder lacks {key!r}")
             if not same_bits(written.get(key), value):
@@ -38,6 +50,15 @@ def check_tensors(folder: Path, reader: CheckpointReader, model: Any, dtype: tor
     if surplus:
         raise CheckpointError(f"the merged folder holds {surplus[0]!r}, which the checkpoint does not have")
     return len(seen)
+
+
+def _loaded_dtypes(folder: Path, model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The types in which transformers itself has the weights of the folder in memory."""
+    if not hasattr(type(model), "from_pretrained"):
+        return {}
+    with quiet_transformers():
+        loaded = type(model).from_pretrained(folder, dtype=dtype, device_map="meta", trust_remote_code=False)
+    return {name: weight.dtype for name, weight in loaded.state_dict().items()}
 
 
 def check_logits(folder: Path, reader: CheckpointReader, config: Any, dtype: torch.dtype) -> None:
@@ -60,10 +81,9 @@ def check_logits(folder: Path, reader: CheckpointReader, config: Any, dtype: tor
 
 def _from_reader(kind: Any, config: Any, reader: CheckpointReader, dtype: torch.dtype) -> Any:
     model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
-    parameters = model.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name in reader.weights:
-            parameters[name].copy_(cast(reader.get(name), dtype))
+    weights, cast = model.state_dict(keep_vars=True), cast_to(dtype, model)
+    for name in reader.weights:
+        weights[name].data = cast(name, reader.get(name))
     model.tie_weights()
     return model
 

@@ -23,9 +23,11 @@ from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.tensors import Chunk, ShardReader, write_stream
 from verl.errors import CheckpointError
 from verl.json_input import read_json
+from verl.models.introspection import kept_in_float32
 from verl.models.loading import DTYPES
 from verl.models.lora import merge_lora
 from verl.models.value_model import HEADS, ValueModel
+from verl.runtime import quiet_transformers
 
 if TYPE_CHECKING:
     from verl.engines.base import TrainEngine
@@ -39,6 +41,8 @@ _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.
 _BASE = ".base_layer."
 _PEFT_PREFIX = "base_model.model."
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+Cast = Callable[[str, torch.Tensor], torch.Tensor]
+"""(name, weight) -> the weight in the type it is to have."""
 
 
 # -- reading: weights under their Hugging Face names, one unsharded tensor at a time ---------------------------------
@@ -71,8 +75,14 @@ class ShardedReader(CheckpointReader):
     the training engine merges them."""
 
     def __init__(
-        self, files: Iterable[Path], lora_scale: float | None = None, base: Iterable[Path] = ()
+        self,
+        files: Iterable[Path],
+        lora_scale: float | None = None,
+        base: Iterable[Path] | Mapping[str, torch.Tensor] = (),
     ) -> None:
+        """`base`: files with the weights that the adapter was trained on, or the weights themselves."""
+        self._loaded = base if isinstance(base, Mapping) else {}
+        base = () if isinstance(base, Mapping) else base
         self._known: dict[str, Any] = {}
         self._storage: dict[Any, Any] = {}
         # What was trained goes before the weights it was trained on: the head of a reward model is in both.
@@ -81,26 +91,30 @@ class ShardedReader(CheckpointReader):
             self._known |= metadata.state_dict_metadata
             self._storage |= metadata.storage_data
         self._scale = lora_scale
-        self.base_dtype: torch.dtype | None = None
-        """The precision the base weights had while the adapter was trained; None: as they are in the files."""
+        self.cast_base: Cast | None = None
+        """To the precision the base weights had while the adapter was trained; None: as they are in the files."""
+        self.transposed: Collection[str] = ()
+        """Weights to which the adapter's product is added transposed (`verl.models.lora`)."""
         self._open: dict[str, Any] = {}
         self._adapters = [key for key in self._known if key.endswith((_A, _B))]
         if self._adapters and lora_scale is None:
             raise CheckpointError(
                 f"the checkpoint has LoRA weights ({self._adapters[0]!r}, ...) but no lora_adapter/adapter_config.json"
             )
-        self._keys = {key.replace(_BASE, "."): key for key in self._known if key not in set(self._adapters)}
-        self.weights = {
+        own = {key.replace(_BASE, "."): key for key in self._known if key not in set(self._adapters)}
+        self._keys = {name: name for name in self._loaded} | own
+        self.weights = {name: tensor.to("meta") for name, tensor in self._loaded.items()} | {
             name: torch.empty(self._known[key].size, dtype=self._known[key].properties.dtype, device="meta")
-            for name, key in self._keys.items()
+            for name, key in own.items()
         }
 
     def get(self, name: str) -> torch.Tensor:
         weight = self._gather(self._keys[name])
         stem = name.removesuffix(".weight")
         if self._scale is not None and stem + _A in self._known:
-            weight = weight.to(self.base_dtype or weight.dtype)
-            weight = merge_lora(weight, self._gather(stem + _A), self._gather(stem + _B), self._scale)
+            weight = self.cast_base(name, weight) if self.cast_base else weight
+            a, b = self._gather(stem + _A), self._gather(stem + _B)
+            weight = merge_lora(weight, a, b, self._scale, transpose=name in self.transposed)
         return weight
 
     def only(self, names: Collection[str]) -> None:
@@ -113,6 +127,8 @@ class ShardedReader(CheckpointReader):
         return {adapter_name(key): self._gather(key) for key in keys}
 
     def _gather(self, key: str) -> torch.Tensor:
+        if key not in self._known:
+            return self._loaded[key]
         entry = self._known[key]
         found = sum(chunk.sizes.numel() for chunk in entry.chunks)
         if found != entry.size.numel():
@@ -145,6 +161,16 @@ def hf_reader(folder: Path) -> ShardedReader:
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file")
     return ShardedReader(files)
+
+
+def base_weights(files: Sequence[Path], model: Any) -> Sequence[Path] | dict[str, torch.Tensor]:
+    """Of a Hugging Face folder, for `ShardedReader`: the files, or where transformers joins their tensors on loading
+    (the experts of a mixture) the weights as it has them in memory."""
+    if not files or not _converts(model):
+        return files
+    with quiet_transformers():
+        loaded = type(model).from_pretrained(files[0].parent, dtype="auto", trust_remote_code=False)
+    return dict(loaded.state_dict())
 
 
 def read_lora_scale(adapter_folder: Path) -> float | None:
@@ -326,10 +352,12 @@ def opens_with_transformers(config: Any) -> bool:
 
 def default_dtype(config: Any, reader: CheckpointReader) -> torch.dtype:
     """The type the model computed with; masters are float32 whatever that was."""
+    return _config_dtype(config) or next((weight.dtype for weight in reader.weights.values()), torch.float32)
+
+
+def _config_dtype(config: Any) -> torch.dtype | None:
     dtype = getattr(config, "dtype", None)
-    if isinstance(dtype, str):
-        dtype = DTYPES.get(dtype)
-    return dtype or next((weight.dtype for weight in reader.weights.values()), torch.float32)
+    return DTYPES.get(dtype) if isinstance(dtype, str) else dtype
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -375,10 +403,11 @@ def write_weights(
     folder: Path, reader: CheckpointReader, model: Any, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, FileRecord]:
     """model.safetensors, or numbered shards with an index; one tensor in memory at a time."""
+    cast = cast_to(dtype, model)
     shards: list[list[tuple[str, list[tuple[str, torch.dtype, tuple[int, ...]]]]]] = [[]]
     used = total = 0
     for name in check_names(reader, model):
-        outputs = on_disk(model, name, cast(reader.weights[name], dtype))
+        outputs = on_disk(model, name, cast(name, reader.weights[name]))
         size = sum(value.nbytes for value in outputs.values())
         if shards[-1] and used + size > shard_bytes:
             shards.append([])
@@ -396,7 +425,7 @@ def write_weights(
         tensors = (
             tensor
             for name, _ in shard
-            for tensor in on_disk(model, name, cast(reader.get(name), dtype)).values()
+            for tensor in on_disk(model, name, cast(name, reader.get(name))).values()
         )
         files[file] = write_stream(folder / file, entries, tensors, {"format": "pt"})
         index |= {key: file for key, _, _ in entries}
@@ -406,17 +435,30 @@ def write_weights(
     return files
 
 
-def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floating-point weights in `dtype`, others as they are."""
-    return weight.to(dtype) if weight.is_floating_point() else weight
+def cast_to(dtype: torch.dtype, model: Any) -> Cast:
+    """Floating-point weights in `dtype`, except those that have another type when transformers loads `model` in it, and
+    buffers, which stay as they are."""
+    kept, built = kept_in_float32(model, dtype), _config_dtype(model.config) or torch.float32
+    buffers = {name for name, _ in model.named_buffers()}
+    own = {name: param.dtype for name, param in model.named_parameters() if param.dtype != built}
+
+    def cast(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if kept and kept.search(name):
+            return weight.to(torch.float32)
+        if name in buffers or not weight.is_floating_point():
+            return weight
+        return weight.to(own.get(name, dtype))
+
+    return cast
 
 
 def stored_as_is(reader: CheckpointReader, model: Any, dtype: torch.dtype) -> bool:
     """Whether `write_weights` would write exactly the reader's tensors under the reader's names."""
+    cast = cast_to(dtype, model)
     return (
         set(check_names(reader, model)) == set(reader.weights)
         and not _converts(model)
-        and all(cast(weight, dtype).dtype == weight.dtype for weight in reader.weights.values())
+        and all(cast(name, weight).dtype == weight.dtype for name, weight in reader.weights.items())
     )
 
 

@@ -1,7 +1,8 @@
 """From a checkpoint to a Hugging Face folder, verified before it gets its name.
 
 The target appears complete and checked, or not at all. The checkpoint is only read, and a running training does not
-delete it meanwhile. Memory holds about one tensor while writing."""
+delete it meanwhile. Memory holds about one tensor while writing; with an adapter of a mixture of experts, its base
+model."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from verl.checkpoint.hf_folder import (
     HF_FOLDER,
     CheckpointReader,
     ShardedReader,
+    base_weights,
+    cast_to,
     copy_small_files,
     default_dtype,
     empty_model,
@@ -42,6 +45,7 @@ from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.memory import free_host_bytes
 from verl.models.loading import torch_dtype
+from verl.models.lora import transposed_weights
 from verl.models.safetensors_files import let_others_read
 
 logger = logging.getLogger(__name__)
@@ -156,8 +160,9 @@ def _merge_part(work: Path, part: PartFolder, options: MergeOptions) -> None:
         kind = ", ".join(config.architectures or ["language model"])
         raise CheckpointError(f"--is-value-model was given, but {part.path} holds a {kind}")
     base = _base_files(part, options.base_dir) if scale is not None else []
-    reader = ShardedReader(part.model_files(), scale, base)
-    reader.base_dtype = default_dtype(config, reader)
+    reader = ShardedReader(part.model_files(), scale, base_weights(base, model))
+    reader.transposed = transposed_weights(model)
+    reader.cast_base = cast_to(default_dtype(config, reader), model)
     if value_model and base:
         reader.only(model.state_dict())  # the base model is a policy, with an output matrix
     _write_verified(work, reader, config, model, options)

@@ -7,6 +7,7 @@ not torchao: docs/dependencies.md). Matrices decay, vectors (norms, biases) do n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -226,15 +227,22 @@ class Quantised:
 
 
 def round_stochastically(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """float32 -> bfloat16, to the nearer neighbour with the larger probability.
-
-    bfloat16 is the upper half of float32: adding a random lower half and cutting it off does it."""
-    if dtype != torch.bfloat16:
-        return x.to(dtype)
-    bits = x.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    rounded = ((bits + noise) & ~0xFFFF).view(torch.float32)
-    return torch.where(torch.isfinite(x), rounded, x).to(dtype)
+    """float32 -> bfloat16 or float16, to the nearer neighbour with the larger probability: right on average."""
+    if dtype == torch.bfloat16:
+        # The upper half of float32: adding a random lower half and cutting it off does it.
+        bits = x.contiguous().view(torch.int32)
+        noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+        rounded = ((bits + noise) & ~0xFFFF).view(torch.float32)
+        return torch.where(torch.isfinite(x), rounded, x).to(dtype)
+    # In units of the distance between neighbours, which is the same for all numbers below the smallest normal one.
+    limits = torch.finfo(dtype)
+    exponent = torch.frexp(x).exponent.clamp(min=math.frexp(limits.tiny)[1])
+    unit = torch.ldexp(torch.full_like(x, limits.eps / 2), exponent)
+    steps = x / unit
+    below = steps.floor()
+    draw = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+    rounded = (below + (draw < steps - below)) * unit
+    return torch.where(x.abs() <= limits.max, rounded, x).to(dtype)
 
 
 class LowMemoryAdamW:

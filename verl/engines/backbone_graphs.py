@@ -188,8 +188,15 @@ class BackboneGraphs:
     """Captured passes of one model, by size. Its parameters are neither sharded nor moved while they are used."""
 
     def __init__(
-        self, model: Any, optimizer: MasterAdamW, device: torch.device, layer_weights: float
+        self,
+        model: Any,
+        optimizer: MasterAdamW,
+        device: torch.device,
+        layer_weights: float,
+        longest: int | None = None,
     ) -> None:
+        """`longest`: sequences of more tokens have other rotary frequencies, which a graph cannot choose."""
+        self._longest = longest
         self._model, self._optimizer, self._device = model, optimizer, device
         self._most_tokens = int(MOST_WORK / layer_weights)
         self._trigger = torch.zeros((), device=device, requires_grad=True)
@@ -215,6 +222,8 @@ class BackboneGraphs:
             self._forget()
             self._addresses = addresses
         size = graph_size(attention.lengths)
+        if self._longest is not None and size.longest > self._longest:
+            return None
         captured = self._passes.get(size)
         if captured is None and len(self._passes) < _MOST_SIZES:
             captured = self._capture(size)

@@ -37,9 +37,11 @@ from verl.models.lora import add_lora
 from verl.models.meta_init import ParameterIndex, open_causal_lm, open_value_model
 from verl.models.packability import head_fault, packing_fault, padding_fault, randomness_fault
 from verl.models.packing import attach
+from verl.models.rope import checkpoint_contexts, per_row, position_limit
 from verl.models.safetensors_files import CannotStream
 from verl.models.ulysses import SIZE_KEY, SequenceGroup, check_heads
 from verl.models.value_model import ValueModel
+from verl.models.weight_source import remember_dtypes
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +108,17 @@ def assemble(
     if model_cfg.use_remove_padding and not packed:
         _pad(module, sequence, "it does not use transformers' attention interface")
     if settings.trained and model_cfg.enable_gradient_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options: dict[str, Any] = {"use_reentrant": False}
+        if position_limit(module) is not None:
+            options["context_fn"] = checkpoint_contexts
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     module.eval()
     compiled = settings.trained and role.use_torch_compile
     if not compiled:
         fuse(module, ranks.device)
+    per_row(module)
     attach(module)
+    remember_dtypes(module, settings.dtype)
     mesh = _mesh(settings, ranks)
     gathered_copy = replay = None
     if mesh is not None:
@@ -152,9 +159,8 @@ def assemble(
         runner.moments_on_host = role.fsdp_config.optimizer_offload
         same_dtype = all(param.dtype == settings.dtype for _, param in trained)
         if on_gpu and mesh is None and runner.packed and same_dtype and _captures(settings, ranks.device):
-            runner.graphs = BackboneGraphs(
-                module, runner.optimizer, ranks.device, layer_weights / len(layers)
-            )
+            each, limit = layer_weights / len(layers), runner.position_limit
+            runner.graphs = BackboneGraphs(module, runner.optimizer, ranks.device, each, limit)
     return FSDPEngine(module, settings, ranks, runner, sharded=mesh is not None, gathered_copy=gathered_copy)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from verl.algorithms.balance import token_budget_batches
+from verl.algorithms.balance import padded_budget_batches, token_budget_batches
 from verl.data.proto import DataProto
 from verl.engines import budget
 from verl.engines.base import LossFn, ModelOutput
@@ -45,6 +45,7 @@ from verl.models.packing import (
     sequence_lengths,
     token_counts,
 )
+from verl.models.rope import position_limit
 from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel
 from verl.observe.metrics import Metric
@@ -100,6 +101,7 @@ class MicroBatchRunner:
         """Whether other ranks work on the same sequences: a rank out of memory cannot complete the pass for them."""
         self._model, self._ranks, self.device = model, ranks, ranks.device
         self._label, self._max_tokens, self._tokens_per_rank = label, max_tokens * parts, max_tokens
+        self.position_limit = (position_limit(model) or (None, ""))[0]
         self._hidden_size = int(model.config.get_text_config().hidden_size)
         self._oom_logged = False
         self._float32 = True
@@ -119,8 +121,12 @@ class MicroBatchRunner:
         return self._pack(*rows)
 
     def _shares(self, batch: DataProto) -> bool:
-        """Whether the common beginning of rows that stay together is computed once."""
-        return self.packed and self.sequence is None and _together(batch) > 1
+        """Whether the common beginning of rows that stay together is computed once: not where a longer row has other
+        rotary frequencies from the first token on."""
+        if not self.packed or self.sequence is not None or _together(batch) == 1:
+            return False
+        lengths = sequence_lengths(batch.batch["attention_mask"])
+        return self.position_limit is None or max(lengths, default=0) <= self.position_limit
 
     def token_counts(self, batch: DataProto) -> list[int]:
         """The tokens each row adds to a micro-batch."""
@@ -152,7 +158,7 @@ class MicroBatchRunner:
             size = replace(size, max_tokens=self._ranks.smallest(self._measure_tokens(kind)))
             self.sizes[kind] = size
         units = [rows[at : at + together] for at in range(0, len(rows), together)]
-        own = [sum(lengths[row] for row in unit) for unit in units]
+        own = [[lengths[row] for row in unit] for unit in units]
         batches = self._group(own, size, 1)
         count = self._ranks.largest(len(batches))
         if count > len(batches):
@@ -160,15 +166,25 @@ class MicroBatchRunner:
         batches += [[] for _ in range(count - len(batches))]
         return [[row for at in batch for row in units[at]] for batch in batches]
 
-    def _group(self, lengths: Sequence[int], size: MicroBatchSize, min_count: int) -> list[list[int]]:
-        if not lengths:
+    def _group(self, units: Sequence[Sequence[int]], size: MicroBatchSize, min_count: int) -> list[list[int]]:
+        """Indices of the units, of which the lengths of their rows are given."""
+        if not units:
             return []
-        if size.max_tokens is not None:
-            if min_count <= 1 and sum(lengths) <= size.max_tokens:
-                return [list(range(len(lengths)))]
-            return token_budget_batches(lengths, size.max_tokens, min_count, hidden_size=self._hidden_size)
-        rows = size.max_sequences or len(lengths)
-        return [list(range(at, min(at + rows, len(lengths)))) for at in range(0, len(lengths), rows)]
+        if size.max_tokens is None:
+            rows = size.max_sequences or len(units)
+            return [list(range(at, min(at + rows, len(units)))) for at in range(0, len(units), rows)]
+        if not self.packed:
+            return padded_budget_batches(
+                [max(unit) for unit in units], size.max_tokens, min_count, rows=len(units[0])
+            )
+        lengths = [sum(unit) for unit in units]
+        if min_count <= 1 and sum(lengths) <= size.max_tokens:
+            return [list(range(len(lengths)))]
+        return token_budget_batches(lengths, size.max_tokens, min_count, hidden_size=self._hidden_size)
+
+    def _tokens(self, lengths: Sequence[int]) -> int:
+        """What a micro-batch of rows of these lengths computes, padding included."""
+        return sum(lengths) if self.packed else len(lengths) * max(lengths, default=0)
 
     def reshard(self) -> None:
         """After passes without gradient."""
@@ -203,11 +219,11 @@ class MicroBatchRunner:
                     missing += rows
                     oom = report
             self.reshard()
-            if not self._any_oom(oom):
+            if not self._any_oom(oom, _together(batch)):
                 return {name: values.cpu() for name, values in outputs.items()}
             pending = missing
             if oom:
-                self._shrink(oom, "forward")
+                self._shrink(oom, "forward", _together(batch))
 
     def _forward_rows(
         self,
@@ -291,14 +307,14 @@ class MicroBatchRunner:
                 found, report = self.run_or_oom(act, [] if oom else rows, lengths)
                 oom = oom or report
                 metrics.append(found or {})
-            if not self._any_oom(oom):
+            if not self._any_oom(oom, _together(batch)):
                 return metrics
             # Reductions have mixed the dummy batch into every rank's gradients: all of the mini-batch is repeated.
             optimizer.restore_gradients(gradients)
             if self.replay is not None:
                 self.replay.reset()
             if oom:
-                self._shrink(oom, "train")
+                self._shrink(oom, "train", _together(batch))
 
     def _train_rows(
         self,
@@ -364,7 +380,8 @@ class MicroBatchRunner:
             halt = self.halts_on_oom and isinstance(error, torch.OutOfMemoryError)
         # Outside the `except`: there the error's traceback would keep the frames of the pass, and with them its
         # tensors, alive while the dummy batch runs.
-        report = OOMReport(max(sum(lengths[row] for row in rows), 1), max(len(rows), 1), cause)
+        tokens = self._tokens([lengths[row] for row in rows])
+        report = OOMReport(max(tokens, 1), max(len(rows), 1), cause)
         if halt:
             reason = "it cannot be split after ranks have begun to work on it together"
             raise TrainingHalted(report.unrecoverable(self._label, reason))
@@ -386,8 +403,9 @@ class MicroBatchRunner:
                 raise TrainingHalted(report.too_long(self._label, self._ranks.rank)) from error
         return None, report
 
-    def _any_oom(self, oom: OOMReport | None) -> bool:
-        """Whether a pass failed on any rank (collective). All ranks stop where one has nothing left to split."""
+    def _any_oom(self, oom: OOMReport | None, together: int) -> bool:
+        """Whether a pass failed on any rank (collective). All ranks stop where one has nothing left to split: a
+        single sequence, or the `together` sequences that stay in one micro-batch."""
         world, rank = self._ranks.world_size, self._ranks.rank
         numbers = [0] * (2 * world)
         if oom:
@@ -399,7 +417,7 @@ class MicroBatchRunner:
         if oom:
             reports[rank] = oom
         for at, report in reports.items():
-            if report.sequences < 2:
+            if report.sequences <= together:
                 raise TrainingHalted(report.too_long(self._label, at))
         if reports and not self._oom_logged:
             self._oom_logged = True
@@ -408,12 +426,14 @@ class MicroBatchRunner:
                 log.warning("%s", report.split_notice(self._label, at))
         return bool(reports)
 
-    def _shrink(self, oom: OOMReport, kind: PassKind) -> None:
+    def _shrink(self, oom: OOMReport, kind: PassKind, together: int) -> None:
+        """Below what has failed, so that a retry has smaller micro-batches until each holds one unit of `together`
+        sequences, which `_any_oom` does not let fail twice. (`max_sequences` counts such units, see `_split`.)"""
         size = self.sizes[kind]
         if size.max_tokens is not None:
             size = replace(size, max_tokens=max(min(size.max_tokens, oom.tokens) // 2, 1))
         else:
-            size = replace(size, max_sequences=max(oom.sequences // 2, 1))
+            size = replace(size, max_sequences=max(oom.sequences // together // 2, 1))
         self.sizes[kind] = size
 
     # -- measuring ----------------------------------------------------------------------------------------------

@@ -210,7 +210,13 @@ class MasterAdamW:
         if not grads:
             return torch.zeros(())
         if hasattr(grads[0], "full_tensor"):
-            norm = torch.nn.utils.get_total_norm(grads).full_tensor()  # type: ignore[attr-defined]
+            if all(grad.dtype == torch.float32 for grad in grads):
+                norm = torch.nn.utils.get_total_norm(grads)
+            else:  # widened one by one, since memory is short
+                norm = torch.linalg.vector_norm(
+                    torch.stack([torch.linalg.vector_norm(grad.float()) for grad in grads])
+                )
+            norm = norm.full_tensor()  # type: ignore[attr-defined]
         else:
             each = torch._foreach_norm(grads, 2, dtype=torch.float32)
             norm = torch.linalg.vector_norm(torch.stack(each))

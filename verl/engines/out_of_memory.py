@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_KEYS = (
-    "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, or set "
-    "model.enable_gradient_checkpointing=true, model.enable_activation_offload=true or "
+_MEMORY_KEYS = (
+    "set model.enable_gradient_checkpointing=true, model.enable_activation_offload=true or "
     "fsdp_config.offload_policy=true"
 )
+_KEYS = (
+    "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu (data.max_token_len_per_gpu or "
+    f"data.micro_batch_size_per_gpu where a file is trained on), or {_MEMORY_KEYS}"
+)
+_LENGTH_KEYS = "lower data.max_response_length (data.max_length where a file is trained on)"
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,13 @@ class OOMReport:
         )
 
     def too_long(self, label: str, rank: int) -> str:
+        """Of a micro-batch that cannot be split further."""
+        what, verb = "a single sequence", "does"
+        if self.sequences > 1:
+            what, verb = f"{self.sequences} sequences that stay in one micro-batch (a preference pair)", "do"
         return (
-            f"{label}: a single sequence of {self.tokens} tokens on rank {rank} does not fit into device memory; "
-            f"{_KEYS}, or lower data.max_response_length. {self.cause}"
+            f"{label}: {what} of {self.tokens} tokens on rank {rank} {verb} not fit into device memory; "
+            f"{_MEMORY_KEYS}, or {_LENGTH_KEYS}. {self.cause}"
         ).rstrip()
 
     def unrecoverable(self, label: str, reason: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,15 @@ def output_head(model: Any) -> OutputHead:
         getattr(config, "logits_scaling", None) or 1.0
     )
     return OutputHead(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
+
+
+def kept_in_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Matches the names of weights that transformers keeps in float32 where the others are of `dtype`; None: it keeps
+    none."""
+    owner = model.backbone if isinstance(model, ValueModel) else model
+    ends = {torch.float16: ("", "_strict"), torch.bfloat16: ("_strict",)}.get(dtype, ())
+    parts = [part for end in ends for part in getattr(owner, f"_keep_in_fp32_modules{end}", None) or ()]
+    return re.compile("|".join(part.replace("*", ".*") for part in parts)) if parts else None
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

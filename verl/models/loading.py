@@ -15,6 +15,7 @@ from torch import nn
 
 from verl.errors import ConfigError, ModelError
 from verl.models.config_files import disable_dropout
+from verl.models.introspection import kept_in_float32
 from verl.models.safetensors_files import CannotStream, SafetensorsFiles
 from verl.models.value_model import HEADS, ValueModel
 from verl.runtime import quiet_transformers
@@ -187,10 +188,12 @@ def _check_reward_class(model: ValueModel) -> None:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only, in place: buffers such as rotary frequencies lose positions when they are rounded."""
-    for param in model.parameters():
+    """Parameters only, in place: buffers such as rotary frequencies lose positions when they are rounded. What
+    transformers keeps in float32 on loading is float32."""
+    kept = kept_in_float32(model, dtype)
+    for name, param in model.named_parameters():
         if param.is_floating_point():
-            param.data = param.data.to(dtype)
+            param.data = param.data.to(torch.float32 if kept and kept.search(name) else dtype)
 
 
 def _saved_head(path: str) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ reference policy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from verl.json_input import read_json
 from verl.models.given_adapter import ADAPTER, UNSUPPORTED, given_lora
 from verl.models.safetensors_files import let_others_read
 from verl.models.value_model import ValueModel
+
+log = logging.getLogger(__name__)
 
 _BASE = ".base_layer."
 _PREFIX = "base_model.model."
@@ -42,9 +45,41 @@ def _linear_names(model: Any) -> list[str]:
     names = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and id(module) not in skipped
+        if _is_linear(module) and id(module) not in skipped
     }
     return sorted(names)
+
+
+def _name_others(model: nn.Module, adapted: Sequence[str]) -> None:
+    """Say which weights `all-linear` leaves out: the experts of a mixture are one parameter for all, for example."""
+    others = {
+        f"{owner.rpartition('.')[2]}.{name}"
+        for owner, module in model.named_modules()
+        for name, param in module.named_parameters(recurse=False)
+        if param.ndim > 2
+    }
+    if others:
+        log.warning(
+            "model.target_modules=[all-linear]: %s get adapters; %s are no linear layers and stay as they are",
+            ", ".join(adapted),
+            ", ".join(sorted(others)),
+        )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer keeps its weight as inputs x outputs, as GPT-2's do."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
+def transposed_weights(model: nn.Module) -> set[str]:
+    """Names of the weights of such layers."""
+    return {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
 
 
 def add_lora(
@@ -73,12 +108,13 @@ def _new_adapters(model: Any, rank: int, alpha: int, target_modules: Sequence[st
     wanted = list(target_modules)
     if "all-linear" in wanted:
         wanted = _linear_names(model)
-    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        _name_others(model, wanted)
+    present = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)}
     unknown = [name for name in wanted if name.rpartition(".")[2] not in present]
     if unknown or not wanted:
         raise ConfigError(
-            f"model.target_modules has {', '.join(unknown) or 'no entry'}, which {type(model).__name__} does not "
-            f"have; its linear layers are: {', '.join(_linear_names(model))} (or 'all-linear')"
+            f"model.target_modules has {', '.join(unknown) or 'no entry'}, which is no linear layer of "
+            f"{type(model).__name__}; its linear layers are: {', '.join(_linear_names(model))} (or 'all-linear')"
         )
     config = peft.LoraConfig(
         r=rank,
@@ -86,6 +122,7 @@ def _new_adapters(model: Any, rank: int, alpha: int, target_modules: Sequence[st
         target_modules=wanted,
         lora_dropout=0.0,
         bias="none",
+        fan_in_fan_out=bool(transposed_weights(model)),
         task_type=_task(model),
         base_model_name_or_path=base_path or None,
     )
@@ -169,8 +206,8 @@ def _full_tensor(x: torch.Tensor) -> torch.Tensor:
 def merge_lora(
     weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float, *, transpose: bool = False
 ) -> torch.Tensor:
-    """`weight + scale * lora_b @ lora_a`, in float32, rounded once to the weight's dtype. `transpose` is for peft's
-    `fan_in_fan_out`."""
+    """`weight + scale * lora_b @ lora_a`, in float32, rounded once to the weight's dtype. `transpose`: the weight is
+    that of a layer for which `is_transposed`."""
     delta = scale * (lora_b.float() @ lora_a.float())
     return (weight.float() + (delta.t() if transpose else delta).to(weight.device)).to(weight.dtype)
 
@@ -186,7 +223,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if name in deltas:
             module = deltas[name]
             a, b = (_full_tensor(part[ADAPTER].weight.detach()) for part in (module.lora_A, module.lora_B))
-            weight = merge_lora(weight, a, b, module.scaling[ADAPTER])
+            transpose = is_transposed(module.base_layer)
+            weight = merge_lora(weight, a, b, module.scaling[ADAPTER], transpose=transpose)
         yield plain, weight
 
 
@@ -220,7 +258,7 @@ def merge_adapter(model: nn.Module, folder: Path) -> int:
     if unused:
         raise ModelError(f"the adapter {folder} holds {unused[0]!r}, which is no LoRA pair of a linear layer")
     weights = dict(model.named_parameters())
-    transpose = bool(settings.get("fan_in_fan_out"))
+    transposed = transposed_weights(model)
     for name in sorted(names):
         plain = name.removeprefix(_PREFIX)
         weight, lora_a, lora_b = weights.get(f"{plain}.weight"), tensors[name + _A], tensors.get(name + _B)
@@ -229,7 +267,7 @@ def merge_adapter(model: nn.Module, folder: Path) -> int:
                 f"the adapter {folder} changes {plain!r}, which {type(model).__name__} does not have; was it trained "
                 "on another model?"
             )
-        shape = (lora_b.shape[0], lora_a.shape[1])
+        shape, transpose = (lora_b.shape[0], lora_a.shape[1]), f"{plain}.weight" in transposed
         if tuple(weight.shape) != (shape[::-1] if transpose else shape):
             raise ModelError(
                 f"the adapter {folder} has shape {shape} for {plain!r}, the model {tuple(weight.shape)}; was it "

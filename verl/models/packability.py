@@ -30,7 +30,7 @@ from verl.models.float32 import (
     majority_fault,
 )
 from verl.models.introspection import backbone_of
-from verl.models.packing import FORWARD_METHOD, pack, packed_forward, pad
+from verl.models.packing import FORWARD_METHOD, hidden_of_targets, pack, packed_forward, pad
 
 # -- attention calls ----------------------------------------------------------------------------------------------
 
@@ -195,8 +195,7 @@ class Probe:
         batch = (pack if packed else pad)(*rows, self.device)
 
         def check(model: Any) -> torch.Tensor:
-            hidden = backbone_of(model)(**batch.model_inputs()).last_hidden_state
-            hidden = hidden.flatten(0, 1).index_select(0, batch.source).float()
+            hidden = hidden_of_targets(model, batch).float()
             return hidden @ torch.arange(hidden.shape[1], device=hidden.device).cos()
 
         return self._run(check)[batch.slot.argsort()]

@@ -21,6 +21,7 @@ from verl.errors import DataError
 from verl.models.attention import AttentionContext, Backend, PackedAttention
 from verl.models.fused_linear import HeadOptions, fused_head
 from verl.models.introspection import backbone_of, output_head
+from verl.models.rope import row_lengths
 from verl.models.shared_prefix import SharedPrefixAttention
 from verl.models.ulysses import SequenceGroup, UlyssesAttention, sum_over_group
 from verl.models.value_model import ValueModel
@@ -48,6 +49,9 @@ class Pack:
     width: int
     attention_mask: torch.Tensor | None = None  # [b, L], only when padded
     sequence: SequenceGroup | None = None
+    row_lengths: np.ndarray | None = None
+    """Of each token of `input_ids`, how long its sequence is; None where all may have the frequencies of short ones
+    (`verl.models.rope`)."""
     hidden: torch.Tensor | None = None
     """The backbone's output [1, N or more, D] where it has run already (`verl.engines.backbone_graphs`)."""
 
@@ -140,6 +144,7 @@ def pad(
         rows=rows,
         width=width,
         attention_mask=_send((columns < lengths[:, None]).to(attention_mask.dtype), device),
+        row_lengths=lengths.clamp(min=1)[:, None].expand(rows, longest).numpy(),
     )
 
 
@@ -172,6 +177,7 @@ def pack(
         slot=_send(slot[wanted], device),
         rows=rows,
         width=width,
+        row_lengths=np.repeat(lengths, lengths)[None],
     )
 
 
@@ -206,7 +212,7 @@ def pack_shared(
     together: int,
 ) -> Pack:
     """As `pack`, with the common beginning of each `together` consecutive rows in the pack once. Outputs are the same:
-    a token's hidden state depends on the tokens before it only."""
+    a token's hidden state depends on the tokens before it only. (Not where a row outgrows `position_limit`.)"""
     shared = shared_lengths(input_ids, attention_mask, together)
     rows, length = input_ids.shape
     width = response_mask.shape[1]
@@ -257,7 +263,7 @@ def part_of(whole: Pack, sequence: SequenceGroup, device: torch.device) -> Pack:
     """This rank's tokens of a pack on the host, for `device`; outputs are computed by the rank that has their source.
 
     The pack is first padded with a sequence of its own, so that all ranks have equally many tokens."""
-    assert isinstance(whole.attention, PackedAttention)
+    assert isinstance(whole.attention, PackedAttention) and whole.row_lengths is not None
     tokens = whole.input_ids.shape[1]
     each = -(-tokens // sequence.size)
     padding = each * sequence.size - tokens
@@ -278,6 +284,7 @@ def part_of(whole: Pack, sequence: SequenceGroup, device: torch.device) -> Pack:
         target=_send(whole.target[own], device),
         slot=_send(whole.slot[own], device),
         sequence=sequence,
+        row_lengths=np.pad(whole.row_lengths, ((0, 0), (0, padding)), constant_values=padding)[:, mine],
     )
 
 
@@ -302,7 +309,8 @@ def hidden_of_targets(model: Any, pack: Pack) -> torch.Tensor:
     """[M, D]: the last hidden states that predict the targets."""
     hidden = pack.hidden
     if hidden is None:
-        hidden = backbone_of(model)(**pack.model_inputs()).last_hidden_state
+        with row_lengths(pack.row_lengths):
+            hidden = backbone_of(model)(**pack.model_inputs()).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, pack.source)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,26 +77,50 @@ class WeightSource(ABC):
         """Log-probs of each response after the prompt at temperature 1; None where the source cannot compute."""
 
 
-def full_tensor(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A weight gathered from its shards (a collective), in `dtype` where it is a float."""
+def remember_dtypes(model: Any, dtype: torch.dtype) -> None:
+    """Before sharding makes all masters float32: which weights and buffers are of another type than `dtype`, such as
+    those that transformers keeps in float32. They leave the trainer in the type they have now."""
+    model.verl_own_dtypes = _own_dtypes(model, dtype)
+
+
+def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    weights = ((plain_name(name), value) for name, value in model.state_dict(keep_vars=True).items())
+    return {
+        name: value.dtype
+        for name, value in weights
+        if name is not None and value.is_floating_point() and value.dtype != dtype
+    }
+
+
+def _sent_dtypes(model: Any, dtype: torch.dtype) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """(plain name, weight) -> the weight in the type in which it leaves the trainer."""
+    own = getattr(model, "verl_own_dtypes", None)
+    own = _own_dtypes(model, dtype) if own is None else own
+    return lambda name, value: value.to(own.get(name, dtype)) if value.is_floating_point() else value
+
+
+def full_tensor(value: torch.Tensor) -> torch.Tensor:
+    """A weight gathered from its shards (a collective)."""
     tensor = value.detach()
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def merged_tensors(model: Any, dtype: torch.dtype, names: Names = "hf") -> NamedTensors:
     """Every weight with adapters merged. A tied weight comes under each of its names: an engine with a copy of the
     output matrix would otherwise keep a stale one."""
+    cast = _sent_dtypes(model, dtype)
     for name, value in merged_weights(model):
-        yield from renamed(model, name, value.to(dtype) if value.is_floating_point() else value, names)
+        yield from renamed(model, name, cast(name, value), names)
 
 
 def base_tensors(model: Any, dtype: torch.dtype, names: Names = "hf") -> NamedTensors:
     """Every weight without the adapter; with `module` names, as a module that has the adapter names them."""
+    cast = _sent_dtypes(model, dtype)
     for name, value in model.state_dict(keep_vars=True).items():
         plain = plain_name(name)
         if plain is not None:
-            yield from renamed(model, plain if names == "hf" else name, full_tensor(value, dtype), names)
+            tensor = cast(plain, full_tensor(value))
+            yield from renamed(model, plain if names == "hf" else name, tensor, names)
 
 
 def adapter_of(model: Any, dtype: torch.dtype) -> Adapter | None:
@@ -104,7 +128,7 @@ def adapter_of(model: Any, dtype: torch.dtype) -> Adapter | None:
     if not has_lora(model):
         return None
     weights = model.state_dict(keep_vars=True).items()
-    tensors = ((name, full_tensor(value, dtype)) for name, value in weights if plain_name(name) is None)
+    tensors = ((name, full_tensor(value).to(dtype)) for name, value in weights if plain_name(name) is None)
     return Adapter(model.verl_lora_config, tensors)
 
 

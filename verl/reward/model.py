@@ -12,6 +12,7 @@ from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from verl.config.sections.reward import RewardModelConfig
 from verl.data.chat import conversation_ids
 from verl.errors import ModelError, TrainingHalted
 from verl.models.loading import torch_dtype
+from verl.models.rope import per_row, row_lengths
 from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
 from verl.reward.functions import Signature
 
@@ -36,6 +38,7 @@ class RewardModel:
         self, model: Any, tokenizer: Any, device: torch.device, max_length: int, batch_size: int
     ) -> None:
         self.model = model.eval().requires_grad_(False)
+        per_row(model)
         self.tokenizer = tokenizer
         self.device = device
         self.max_length = max_length
@@ -116,7 +119,9 @@ class RewardModel:
         input_ids = torch.tensor([row + [self._pad] * (width - len(row)) for row in ids], device=self.device)
         lengths = torch.tensor([len(row) for row in ids], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
-        logits: Tensor = self.model(input_ids=input_ids, attention_mask=mask).logits
+        each = np.array([[len(row)] for row in ids]).repeat(width, axis=1)
+        with row_lengths(each):
+            logits: Tensor = self.model(input_ids=input_ids, attention_mask=mask).logits
         return logits[:, 0].float().cpu()
 
 

@@ -306,11 +306,16 @@ class BatchEngine(RolloutEngine):
 
 
 def check_requests(
-    requests: Sequence[Request], vocab_size: int, tokenizer: Any | None, max_length: int | None = None
+    requests: Sequence[Request],
+    vocab_size: int,
+    tokenizer: Any | None,
+    max_length: int | None = None,
+    position_limit: tuple[int, str] | None = None,
 ) -> None:
     """Raise `RolloutError` for the first request that cannot be served.
 
-    `max_length` is the most tokens (prompt and response) one sequence may have in this engine."""
+    `max_length` is the most tokens (prompt and response) one sequence may have in this engine; `position_limit` is that
+    of `verl.models.rope`, for engines that cache keys."""
     seen: set[str] = set()
     for request in requests:
         if request.request_id in seen:
@@ -321,6 +326,16 @@ def check_requests(
         problem = next(_problems(request, vocab_size, tokenizer, max_length), None)
         if problem is not None:
             raise RolloutError(f"request {request.request_id!r}: {problem}")
+        length, (most, kind) = (
+            len(request.prompt_ids) + request.sampling.max_tokens,
+            position_limit or (math.inf, ""),
+        )
+        if length > most:
+            raise RolloutError(
+                f"a request may reach {length} tokens; beyond {most} the rotary embedding ({kind}) changes for cached "
+                f"tokens; keep data.max_prompt_length + data.max_response_length within {most}, or use "
+                "rollout.name=vllm"
+            )
 
 
 def _problems(

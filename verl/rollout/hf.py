@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from verl.models.rope import position_limit
 from verl.rollout.base import (
     BatchEngine,
     Request,
@@ -81,6 +82,7 @@ class HFRollout(BatchEngine):
         self._abort_all = False
         self._stopper = Stopper(tokenizer, frozenset())
         self._vocab_size = 0
+        self._position_limit: tuple[int, str] | None = None
         self._live = LiveStats()
         self._known: weakref.ref[Any] | None = None
         """The model that was compared with its own forward."""
@@ -91,7 +93,8 @@ class HFRollout(BatchEngine):
                 model = causal_lm(module)
                 self._stopper = Stopper(self.tokenizer, eos_token_ids(model, self.tokenizer))
                 self._vocab_size = int(model.get_input_embeddings().num_embeddings)
-        check_requests(requests, self._vocab_size, self.tokenizer)
+                self._position_limit = position_limit(model)
+        check_requests(requests, self._vocab_size, self.tokenizer, position_limit=self._position_limit)
 
     def run_batch(self, requests: list[Request]) -> Iterator[Response]:
         self._aborted.clear()

@@ -155,12 +155,13 @@ class SGLangRollout(ServerRollout):
         from safetensors.torch import save_file
 
         small: dict[str, torch.Tensor] = {}
+        own = getattr(torch, self.info.dtype)
         for number, bucket in enumerate(split_buckets(tensors, FILE_BYTES)):
             host = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket.items()}
             save_file(host, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
             for name, tensor in host.items():
-                # Every worker has norm vectors whole and unchanged.
-                if tensor.dim() == 1 and name.endswith("norm.weight"):
+                # Every worker has norm vectors whole and unchanged, where they are of the policy's type.
+                if tensor.dim() == 1 and name.endswith("norm.weight") and tensor.dtype == own:
                     small[name] = tensor[:_READ_NUMBERS]
         (folder / "config.json").write_text(self.info.config_json)
         return dict(list(small.items())[-_READ_BACK:])

@@ -32,6 +32,7 @@ from verl.models.config_files import disable_dropout
 from verl.models.introspection import decoder_layers, token_weights
 from verl.models.kernels import triton_fault
 from verl.models.meta_init import ParameterIndex
+from verl.models.rope import position_limit
 from verl.models.ulysses import SequenceGroup
 from verl.models.value_model import ValueModel
 
@@ -136,6 +137,7 @@ def assemble(
         runner: MicroBatchRunner = PipelineRunner(stage, ranks, groups=groups, **options)
     else:
         runner = MicroBatchRunner(stage, ranks, **options)
+    runner.position_limit = (position_limit(hf) or (None, ""))[0]
     runner.halts_on_oom = layout.model_ranks * layout.ep > 1
     if on_gpu and settings.trained and settings.model.enable_activation_offload:
         runner.activation_offload = ActivationOffload(ranks.device)

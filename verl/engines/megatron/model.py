@@ -23,6 +23,7 @@ from verl.engines.megatron.moe import MixtureOfExperts
 from verl.models.fused_linear import HeadOptions, VocabularyShard, fused_head
 from verl.models.introspection import backbone_of
 from verl.models.packing import Pack
+from verl.models.rope import per_row, row_lengths
 
 
 class StageModel(nn.Module):
@@ -68,15 +69,16 @@ class StageModel(nn.Module):
             self.score = nn.Linear(config.hidden_size, 1, dtype=dtype)
         self.to(device)
         self._padding: int | None = backbone.get_input_embeddings().padding_idx
-        self._rotary = [
-            copy.deepcopy(backbone.rotary_emb).to(device)
-        ]  # in a list: it is not part of the stage
+        rotary = copy.deepcopy(backbone.rotary_emb).to(device)
+        per_row(rotary)
+        self._rotary = [rotary]  # in a list: it is not part of the stage
 
     def forward(self, pack: Pack, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """The hidden states [N, 1, hidden] after this stage's layers; `hidden`: those of the stage before."""
         if hidden is None:
             hidden = self._embedded(pack.input_ids)
-        rotary = self._rotary[0](hidden, pack.position_ids)
+        with row_lengths(pack.row_lengths):
+            rotary = self._rotary[0](hidden, pack.position_ids)
         for layer in self.gpt.decoder.layers:
             run = partial(_layer, layer, rotary, pack.attention)
             if self.recompute and torch.is_grad_enabled():

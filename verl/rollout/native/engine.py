@@ -12,7 +12,6 @@ its decode steps are captured graphs. Both use one scheduler, and the device run
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from verl.errors import RolloutError
+from verl.models.rope import position_limit
 from verl.rollout.base import (
     FinishReason,
     Request,
@@ -36,14 +36,12 @@ from verl.rollout.base import (
 from verl.rollout.live_stats import LiveStats
 from verl.rollout.native.device_runner import DeviceRunner
 from verl.rollout.native.kv_cache import CacheLayout, cache_layout
-from verl.rollout.native.model import position_limit
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.native.sequence import Sequence, sequences_of
 from verl.rollout.native.session import (
     CPUSession,
     DeviceSession,
     Limits,
-    longest,
     uses_graphs,
     weight_signature,
 )
@@ -150,19 +148,13 @@ class NativeRollout(RolloutEngine):
 
     def _check(self, requests: list[Request]) -> None:
         lengths = [x for x in (self.limits.max_model_len, self.limits.cache_tokens) if x is not None]
-        check_requests(requests, self._vocab_size, self.tokenizer, min(lengths, default=None))
+        most = min(lengths, default=None)
+        check_requests(requests, self._vocab_size, self.tokenizer, most, self._position_limit)
         for request in requests:
             if request.request_id in self._outstanding:
                 raise RolloutError(
                     f"request {request.request_id!r} is outstanding already; ids key the draws and must differ"
                 )
-        length, (most, kind) = longest(requests), self._position_limit or (math.inf, "")
-        if length > most:
-            raise RolloutError(
-                f"a request may reach {length} tokens; beyond {most} the rotary embedding ({kind}) changes for cached "
-                f"tokens; keep data.max_prompt_length + data.max_response_length within {most}, or use "
-                "rollout.name=vllm"
-            )
 
     # Generating
 

@@ -52,24 +52,6 @@ def head_logits(hidden: torch.Tensor, head: OutputHead) -> torch.Tensor:
     return logits * head.scale if head.scale != 1.0 else logits
 
 
-def position_limit(model: Any) -> tuple[int, str] | None:
-    """The longest sequence whose cached keys stay right, and the kind of rotary embedding that limits it.
-
-    "longrope" and "dynamic" exchange all frequencies once a sequence outgrows a limit; a forward over the whole
-    sequence, as in training, then gives other keys from the first token on."""
-    rotary: Any = getattr(backbone_of(model), "rotary_emb", None)
-    kinds = getattr(rotary, "rope_type", None)
-    limits: list[tuple[int, str]] = []
-    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-        if kind == "longrope":
-            parameters = rotary.config.rope_parameters
-            parameters = parameters if layer_type is None else parameters[layer_type]
-            limits.append((int(parameters["original_max_position_embeddings"]), kind))
-        elif kind and "dynamic" in kind:
-            limits.append((int(rotary.original_max_seq_len), kind))
-    return min(limits, default=None)
-
-
 class Backbone:
     """Calls the model's layers with an attention context of ours."""
 
