@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from verl.config.schema import RewardDataConfig
-from verl.data.chat import conversation_ids
+from verl.data.chat import ChatFormat
 from verl.data.files import Rows
 from verl.data.loader import Loader
 from verl.data.preference_dataset import PreferenceDataset
@@ -141,7 +141,7 @@ def test_rows_of_a_reward_model_are_read_as_it_reads_them_later(tokenizer: Any) 
         {"prompt": [user("q")], "chosen": [answer("good")], "rejected": "bad", "margin": 0.5},
     ]
     dataset = build(tokenizer, *rows, use="reward")
-    wanted = conversation_ids(tokenizer, [user("q"), answer("good")])
+    wanted = ChatFormat(tokenizer).conversation_ids([user("q"), answer("good")])
     for item in dataset.items:
         ids, mask = item.rows[0]
         assert ids.tolist()[:-1] == wanted

@@ -49,9 +49,7 @@ class ConversationRunner:
     ) -> None:
         self.cfg = cfg
         self.data = data
-        chat = ChatFormat(
-            tokenizer, data.apply_chat_template_kwargs, data.system_prompt, raw_prompts=data.raw_prompts
-        )
+        chat = ChatFormat.of(tokenizer, data)
         self.agents = Agents(cfg, get_format(self.format_name(chat)))
         try:
             self.turns = ChatTurns(

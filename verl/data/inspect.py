@@ -22,6 +22,7 @@ from verl.data.segments import (
     pair_segments,
     single_answer,
 )
+from verl.data.special_tokens import unmarked
 from verl.data.tool_messages import as_tools
 from verl.errors import DataError, VerlError
 
@@ -127,7 +128,7 @@ def _measure(
             errors.append(str(error))
             continue
         split += [len(cut)] if len(cut) > 1 else []
-        first = first or "".join(segment.text for segment in cut[0])
+        first = first or unmarked("".join(segment.text for segment in cut[0]))
     lines = [f"refused: {len(errors)} of {len(rows)} rows, for example:"] if errors else []
     lines += [f"  {reason}" for reason in errors[:3]]
     if split:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from verl.config.sections.preference import PreferenceAlgorithmConfig
-from verl.data.chat import ChatFormat, Messages, as_messages, conversation_ids, read_template
+from verl.data.chat import ChatFormat, Messages, as_messages, read_template
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader
@@ -74,9 +74,7 @@ class PreferenceDataset:
         self.files_key = "data.train_files" if training else "data.val_files"
         self.reference: np.ndarray | None = None
         """[pairs, rows of each]: the reference's log-probs of the answers, once they are known."""
-        self._chat = ChatFormat(
-            tokenizer, config.apply_chat_template_kwargs, system_prompt=config.system_prompt
-        )
+        self._chat = ChatFormat.of(tokenizer, config)
         self._keys = (config.prompt_key, config.chosen_key, config.rejected_key)
         split = "train" if training else "test"
         self.rows = files if isinstance(files, Rows) else read_rows(files, key=self.files_key, split=split)
@@ -120,7 +118,9 @@ class PreferenceDataset:
         if self.use != "reward":
             return encode_segments(self._chat, sides, [name for name in names for _ in range(2)])
         # A value is computed before each token that is learned from: one more token asks for that of the last one.
-        rows = [conversation_ids(self.tokenizer, messages) for messages in sides]
+        chat = ChatFormat(self.tokenizer)
+        where = [name for name in names for _ in range(2)]
+        rows = [chat.conversation_ids(*side) for side in zip(sides, where, strict=True)]
         end: Any = self.tokenizer.pad_token_id
         return [([*ids, end], [0] * len(ids) + [int(bool(ids))]) for ids in rows]
 

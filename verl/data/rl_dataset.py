@@ -93,13 +93,7 @@ class RLDataset:
             tokenizer.chat_template = read_template(config.chat_template)
         self.config = config
         self.files_key = files_key or ("data.train_files" if training else "data.val_files")
-        self._chat = ChatFormat(
-            tokenizer,
-            config.apply_chat_template_kwargs,
-            system_prompt=config.system_prompt,
-            raw_prompts=config.raw_prompts,
-            tools=None if callable(tools) else tools,
-        )
+        self._chat = ChatFormat.of(tokenizer, config, tools=None if callable(tools) else tools)
         self.rows = (
             files
             if isinstance(files, Rows)

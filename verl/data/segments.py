@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.data.chat import ChatFormat
+from verl.data.special_tokens import unmarked
 from verl.data.tool_messages import Messages, Tools, calls_as_text, read_calls, with_short_ids
 from verl.errors import DataError
 
@@ -20,11 +21,12 @@ class Segment:
     """Consecutive text of a row."""
 
     text: str
+    """With marks (`verl.data.special_tokens`)."""
     learned: bool
     takes_bos: bool = False
     """A string prompt: the tokenizer's beginning token goes in front."""
     ends: bool = False
-    """The end-of-sequence token is appended, unless it is there."""
+    """The end-of-sequence token is appended."""
 
 
 def pair_segments(
@@ -34,7 +36,7 @@ def pair_segments(
     raw, text = chat.prompt_text(prompt, where, tools)
     return [
         Segment(text, learned=False, takes_bos=isinstance(raw, str)),
-        Segment(response, learned=True, ends=True),
+        Segment(chat.answer(response, where), learned=True, ends=True),
     ]
 
 
@@ -121,7 +123,7 @@ def _context_and_answer(messages: Messages, chat: ChatFormat, where: str, tools:
     if not answer:
         raise DataError(
             f"The chat template does not write the answer of {where} after the text that prompts it, which ends with "
-            f"{before[-60:]!r}. Use another one (data.chat_template=FILE)."
+            f"{unmarked(before)[-60:]!r}. Use another one (data.chat_template=FILE)."
         )
     if not _written(last, answer):
         kind = "the content of messages with tool_calls" if last.get("tool_calls") else "part of the answers"
@@ -134,7 +136,7 @@ def _context_and_answer(messages: Messages, chat: ChatFormat, where: str, tools:
 def _written(message: Mapping[str, Any], text: str) -> bool:
     """Whether the template's text has the content of a message; templates trim it, and rewrite the thinking."""
     content = message["content"]
-    return not isinstance(content, str) or content.rpartition("</think>")[2].strip() in text
+    return not isinstance(content, str) or content.rpartition("</think>")[2].strip() in unmarked(text)
 
 
 def encode_segments(

@@ -157,8 +157,8 @@ class PPOTrainer:
         Args:
             train_dataloader: Rows, or batches. Rows are dicts with `prompt` (a string or a list of messages) and
                 further columns, in a list or a dataset of Hugging Face: they are batched by `batch_size` and
-                shuffled, as those of a file are. A dataloader gives its own batches, once per epoch: lists of prompts, lists of rows,
-                or what torch's default collation makes of rows.
+                shuffled, as those of a file are. A dataloader gives its own batches, once per epoch: lists of
+                prompts, lists of rows, or what torch's default collation makes of rows.
 
         Returns:
             The run folder, the metrics of the last step and the number of steps.

@@ -58,6 +58,7 @@ _CONTENT_KEYS = (
     "apply_chat_template_kwargs",
     "system_prompt",
     "raw_prompts",
+    "parse_special_tokens",
     "save_token_ids",
     "save_log_probs",
 )

@@ -24,7 +24,7 @@ class MixtureConfig:
 
 
 @dataclass
-class _TemplateConfig:
+class TemplateConfig:
     """How a row becomes text."""
 
     prompt_key: str = key("prompt", "column that holds the prompt: messages or a string")
@@ -33,10 +33,13 @@ class _TemplateConfig:
         {}, "passed to the chat template, e.g. {enable_thinking: false}"
     )
     system_prompt: str | None = key(None, "system message put first where a row's messages have none")
+    parse_special_tokens: bool = key(
+        False, "special tokens that contents spell become special tokens; False: they stay text"
+    )
 
 
 @dataclass
-class PromptsConfig(_TemplateConfig):
+class PromptsConfig(TemplateConfig):
     """Prompts to generate for, in training and from a file."""
 
     max_prompt_length: int = key(512, "longest prompt, in tokens", ge=1)
@@ -55,7 +58,7 @@ class PromptsConfig(_TemplateConfig):
 
 
 @dataclass
-class _RowsConfig(_TemplateConfig):
+class _RowsConfig(TemplateConfig):
     """What reinforcement learning and supervised fine-tuning share."""
 
     train_files: list[str] = key(

@@ -46,6 +46,9 @@ class RewardDataConfig(PreferenceDataConfig):
     system_prompt: str | None = shared(
         OfflineDataConfig, "system_prompt", f"no effect: {_AS_SCORED}", "@never"
     )
+    parse_special_tokens: bool = shared(
+        OfflineDataConfig, "parse_special_tokens", f"no effect: {_AS_SCORED}", "@never"
+    )
     margin_key: str = key(
         "margin", "column with how much better the chosen answer is; used where the rows have it"
     )
