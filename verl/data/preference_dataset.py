@@ -1,8 +1,8 @@
 """Pairs of a chosen and a rejected answer to one prompt, for preference training and reward models.
 
 A pair is consecutive rows of a batch: chosen, rejected and, for kto, the chosen answer of another pair to this prompt.
-Pairs with equal answers are dropped and counted. All pairs are encoded at start, so that one that cannot be used is
-found before a model is loaded.
+Pairs with equal answers, also those that are equal once they are cut, are dropped and counted. All pairs are encoded at
+start, so that one that cannot be used is found before a model is loaded.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PreferenceDataset:
     def _encode_all(self, chosen_rows: np.ndarray) -> list[PreferenceItem]:
         items: list[PreferenceItem] = []
         config, total = self.config, len(chosen_rows)
-        same = cut = lost = longest = 0
+        same = cut = lost = alike = longest = 0
         for start in range(0, total, 512):
             numbers = [int(number) for number in chosen_rows[start : start + 512]]
             names = [self.rows.origin(number) for number in numbers]
@@ -110,8 +110,11 @@ class PreferenceDataset:
                 if any(not side[1].any() for side in sides):
                     lost += 1
                     continue
+                if np.array_equal(sides[0], sides[1]):
+                    alike += 1
+                    continue
                 items.append(PreferenceItem(sides, number, self._margin(number)))
-        self._report(total, len(items), same, cut, lost, longest)
+        self._report(total, len(items), same, cut, lost, alike, longest)
         return items
 
     def _encode(self, sides: list[Any], names: list[str]) -> list[tuple[list[int], list[int]]]:
@@ -150,7 +153,9 @@ class PreferenceDataset:
             for item, other in zip(items, [*items[1:], items[0]], strict=True)
         ]
 
-    def _report(self, total: int, kept: int, same: int, cut: int, lost: int, longest: int) -> None:
+    def _report(
+        self, total: int, kept: int, same: int, cut: int, lost: int, alike: int, longest: int
+    ) -> None:
         limit, truncation = self.config.max_length, self.config.truncation
         if cut and truncation == "error":
             raise DataError(
@@ -166,6 +171,7 @@ class PreferenceDataset:
             (same, "have two equal answers and are left out"),
             (cut, f"are cut to data.max_length={limit} tokens (data.truncation={truncation})"),
             (lost, "keep nothing of an answer when cut and are left out"),
+            (alike, "have two equal answers when cut and are left out"),
         ):
             if count:
                 logger.warning("%s: %d of %d pairs %s", self.files_key, count, total, meaning)
@@ -191,7 +197,7 @@ class PreferenceDataset:
             answer, prompt = [{"role": "assistant", "content": answer}], _as_user(prompt)
         if isinstance(answer, str):
             return pair_segments(self._chat, prompt, answer, where)
-        following, before = as_messages(answer), as_messages(prompt)
+        following, before = as_messages(answer), self._chat.messages_of(prompt)
         if following is None:
             raise DataError(f"{self.files_key}: '{key}' of {where} is neither a string nor messages.")
         if before is None:
