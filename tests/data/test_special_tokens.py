@@ -243,7 +243,7 @@ def test_a_vocabulary_of_whole_words_does_not_bring_the_token_back() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_of_the_data(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    tokenizer = made(kind)
+    tokenizer = KINDS[kind]()
     rows = [[say("user", text)] for text in ("ab", hostile(tokenizer))]
     dataset = RLDataset(section(PPOConfig), Rows.from_list([{"prompt": row} for row in rows]), tokenizer)
     clean, dirty = dataset[0], dataset[1]

@@ -35,8 +35,9 @@ class ChatTurns:
         `stop_ids`: further tokens that end a turn, as the model's generation config names them."""
         self.chat = chat
         self._name = f"The chat template of '{chat.tokenizer.name_or_path}'"
-        if chat.raw_prompts or not chat.tokenizer.chat_template:
-            why = "data.raw_prompts=True leaves it out" if chat.raw_prompts else "the tokenizer has none"
+        never = chat.apply_chat_template == "never"
+        if never or not chat.tokenizer.chat_template:
+            why = "data.apply_chat_template=never leaves it out" if never else "the tokenizer has none"
             raise ConfigError(f"Conversations of several turns need a chat template, and {why}: {_TEMPLATE}.")
         self._schemas = [PROBE_TOOL] if tools else []
         self._append = history != "split"

@@ -2,8 +2,8 @@
 
 Messages are rendered to text, and that text is encoded without further special tokens, so text and ids agree. Special
 tokens that contents spell stay text (`verl.data.special_tokens`): between `render` and `encode` texts carry marks. A
-string prompt is already templated; only a missing beginning-of-sequence token is added where the tokenizer itself adds
-one.
+string prompt is used as it is, with a notice unless it is templated or `apply_chat_template` says what is meant; only a
+missing beginning-of-sequence token is added where the tokenizer itself adds one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -34,10 +35,12 @@ logger = logging.getLogger(__name__)
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenizer_config.json")
 _JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content)"')
 _QUESTION = {"role": "user", "content": "a"}
+_SAID: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""What `warn_once` has said."""
 _OURS = frozenset({"tokenize", "add_generation_prompt", "continue_final_message", "tools", "chat_template"})
 _OPTIONS = (
     "Options: data.chat_template=FILE (a Jinja template), a prompt column of already templated strings, "
-    "or data.raw_prompts=True (the messages' contents joined by newlines)."
+    "or data.apply_chat_template=never (the messages' contents joined by newlines)."
 )
 
 
@@ -182,7 +185,8 @@ class ChatFormat:
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
-    raw_prompts: bool = False
+    apply_chat_template: str = "auto"
+    """always: a string is a message of the user; never: messages are joined without the template."""
     tools: Tools | None = None
     """Shown with every prompt, unless a call names others."""
     parse_special_tokens: bool = False
@@ -197,7 +201,7 @@ class ChatFormat:
             tokenizer,
             config.apply_chat_template_kwargs,
             system_prompt=config.system_prompt,
-            raw_prompts=getattr(config, "raw_prompts", False),
+            apply_chat_template=config.apply_chat_template,
             tools=tools,
             parse_special_tokens=config.parse_special_tokens,
         )
@@ -208,7 +212,6 @@ class ChatFormat:
             raise ConfigError(
                 f"data.apply_chat_template_kwargs may not set {', '.join(sorted(clash))}: verl decides those."
             )
-        self._warned: set[str] = set()
 
     def cache_key(self) -> list[Any]:
         """What decides, with tokenizer and template, the ids of a prompt."""
@@ -216,7 +219,7 @@ class ChatFormat:
         settings = [
             dict(self.template_kwargs),
             self.system_prompt,
-            self.raw_prompts,
+            self.apply_chat_template,
             self.parse_special_tokens,
         ]
         return [*settings, tools, self._leading_bos]
@@ -321,7 +324,7 @@ class ChatFormat:
         require_characters([messages, tools], where)
         if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        if self.raw_prompts:
+        if self.apply_chat_template == "never":
             return self.content(plain_text(messages), where)
         if not self.tokenizer.chat_template:
             raise ModelError(
@@ -402,12 +405,21 @@ class ChatFormat:
         )
         return str(text)
 
+    def messages_of(self, prompt: Any) -> Messages | None:
+        """The messages of a prompt; None for a string that is used as it is, and for what is no prompt."""
+        messages = as_messages(prompt)
+        if messages is None and isinstance(prompt, str) and self.apply_chat_template == "always":
+            return [{"role": "user", "content": prompt}]
+        return messages
+
     def prompt_text(
         self, prompt: Any, where: str = "a row", tools: Tools | None = None
     ) -> tuple[str | Messages, str]:
-        """A prompt as it was given (string, or messages with empty fields left out) and as text with marks."""
-        messages = as_messages(prompt)
+        """A prompt as it is used (string, or messages with empty fields left out) and as text with marks."""
+        messages = self.messages_of(prompt)
         if messages is None and isinstance(prompt, str):
+            if self.apply_chat_template == "auto" and self.tokenizer.chat_template:
+                self._say_untemplated(prompt, where)
             if tools or (tools is None and self.tools):
                 self.warn_once(
                     "tools",
@@ -433,9 +445,23 @@ class ChatFormat:
             )
         return messages, self.render(messages, generate=True, where=where, tools=tools)
 
+    def _say_untemplated(self, prompt: str, where: str) -> None:
+        if not any(self._special.spelled_in(prompt)):  # else it is templated
+            self.warn_once(
+                "string prompts",
+                f"prompts that are strings, for example of {where}, are used as they are, without the chat template: "
+                "data.apply_chat_template=always makes each a message of the user, never says that this is meant",
+            )
+
+    def takes_bos(self, raw: str | Messages) -> bool:
+        """Whether the tokenizer's beginning token goes in front of a prompt, as no template has written it."""
+        return isinstance(raw, str) or self.apply_chat_template == "never"
+
     def warn_once(self, subject: str, text: str) -> None:
-        if subject not in self._warned:
-            self._warned.add(subject)
+        """Once for a tokenizer, so once in a run: batches that come from outside have a format each."""
+        said = _SAID.setdefault(self.tokenizer, set())
+        if subject not in said:
+            said.add(subject)
             logger.warning(text)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -458,7 +484,7 @@ class ChatFormat:
         rendered = [self.prompt_text(*row) for row in zip(prompts, where, shown, strict=True)]
         encoded = self.encode([text for _, text in rendered])
         return [
-            (raw, unmarked(text), self.with_bos(ids) if isinstance(raw, str) or self.raw_prompts else ids)
+            (raw, unmarked(text), self.with_bos(ids) if self.takes_bos(raw) else ids)
             for (raw, text), ids in zip(rendered, encoded, strict=True)
         ]
 

@@ -35,7 +35,7 @@ def pair_segments(
     """A prompt (string or messages) and the response to it; the end of the response is learned too."""
     raw, text = chat.prompt_text(prompt, where, tools)
     return [
-        Segment(text, learned=False, takes_bos=isinstance(raw, str)),
+        Segment(text, learned=False, takes_bos=chat.takes_bos(raw)),
         Segment(chat.answer(response, where), learned=True, ends=True),
     ]
 
@@ -49,6 +49,10 @@ def conversation_rows(
     begins with the answer before it, both are in one row. Where the template writes earlier messages differently (Qwen
     3 drops their thinking once a question follows), a new row begins, and all before its answer is context. So every
     answer is learned once. Answers before message `learn_from` are context."""
+    if chat.apply_chat_template == "never":
+        raise DataError(
+            f"{where} is a conversation, which needs the chat template: data.apply_chat_template=never leaves it out."
+        )
     known = sum(message["role"] == "assistant" for message in messages[:learn_from])
     messages = _for_template(read_calls(messages, where), chat, where, tools)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"][known:]

@@ -29,6 +29,12 @@ class TemplateConfig:
 
     prompt_key: str = key("prompt", "column that holds the prompt: messages or a string")
     chat_template: str | None = key(None, "Jinja file that replaces the tokenizer's chat template", path=True)
+    apply_chat_template: str = key(
+        "auto",
+        "auto: messages get the chat template, strings are used as they are, with a notice; always: a string is a "
+        "message of the user; never: strings as they are, messages joined by newlines",
+        known=known.CHAT_TEMPLATE_USES,
+    )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "passed to the chat template, e.g. {enable_thinking: false}"
     )
@@ -54,7 +60,6 @@ class PromptsConfig(TemplateConfig):
         path=True,
         used_if=".filter_overlong_prompts",
     )
-    raw_prompts: bool = key(False, "use string prompts as they are; join messages without a chat template")
 
 
 @dataclass

@@ -40,6 +40,9 @@ class PreferenceDataConfig(OfflineDataConfig):
 class RewardDataConfig(PreferenceDataConfig):
     """Pairs of answers, with how much better the chosen one is."""
 
+    apply_chat_template: str = shared(
+        OfflineDataConfig, "apply_chat_template", f"no effect: {_AS_SCORED}", "@never"
+    )
     apply_chat_template_kwargs: dict[str, Any] = shared(
         OfflineDataConfig, "apply_chat_template_kwargs", f"no effect: {_AS_SCORED}", "@never"
     )
