@@ -137,8 +137,8 @@ HALF = "x\ud800y"
 @pytest.mark.parametrize("prompt", [HALF, user(HALF), json.dumps(user(HALF))])
 @pytest.mark.parametrize("limits", [{}, {"truncation": "left"}])
 def test_half_of_a_surrogate_pair_is_named(prompt: Any, limits: dict[str, Any], tokenizer: Any) -> None:
-    rows = Rows.from_list([{"prompt": "q"}, {"prompt": prompt}], "f.jsonl")
     with pytest.raises(DataError, match=r"row 1 of f.jsonl holds half of a surrogate pair.*ud800"):
+        rows = Rows.from_list([{"prompt": "q"}, {"prompt": prompt}], "f.jsonl")
         RLDataset(config(**limits), rows, tokenizer)[1]
 
 
