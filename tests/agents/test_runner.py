@@ -6,18 +6,23 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.agents.chat_tokenizers import FAMILIES
+from tests.agents.chat_tokenizers import FAMILIES, chat_tokenizer
 from tests.agents.conversations import TOOLS, WORLD, Talk, by_name, settings_of
-from verl.config.schema import ActorConfig, ModelConfig
+from verl.agents.conversation import Conversation, prompt_messages
+from verl.agents.runner import ConversationRunner, ConversationStream
+from verl.config.schema import ActorConfig, DataConfig, ModelConfig
+from verl.data.files import Rows
+from verl.data.rl_dataset import RLDataset
 from verl.engines import build_engine
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.rollout.base import GenerationSettings, SamplingParams
 from verl.workers.roles import generate_batch
 
@@ -253,6 +258,35 @@ def test_an_environment_without_its_rewards_has_no_score(make: Callable[..., Tal
     assert not found[1].token_ids
     assert "no reward for a turn" in str(found[3].error)
     assert all(turn.reward == 0.5 for turn in found[0].model_turns)
+
+
+@pytest.mark.parametrize(
+    ("history", "use", "refused"),
+    [("split", "auto", True), ("split", "always", False), ("append", "auto", False)],
+)
+def test_string_prompts_cannot_be_templated_again(
+    history: str, use: str, refused: bool, files: dict[str, list[str]]
+) -> None:
+    data, tokenizer = DataConfig(max_prompt_length=900, apply_chat_template=use), chat_tokenizer("smollm2")
+    settings = settings_of(tools=files["tools"], history=history)
+    with closing(ConversationRunner(settings, data, tokenizer)) as runner:
+        rows = Rows.from_list([{"prompt": "Question?", "data_source": "test"}])
+        dataset = RLDataset(data, rows, tokenizer, tools=runner.schemas)
+        with pytest.raises(DataError) if refused else nullcontext() as raised:
+            runner.check_data(dataset)
+    if raised is not None:
+        assert "the prompt of row 0 of the given rows is a string" in str(raised.value)
+        assert "history=split" in str(raised.value) and "data.apply_chat_template=always" in str(raised.value)
+
+
+def test_an_environment_cannot_add_to_a_prompt_that_is_a_string(world: Talk) -> None:
+    text = "<|im_start|>user\nQuestion?<|im_end|>\n<|im_start|>assistant\n"
+    conversation = Conversation("u", 0, [1], prompt_messages(text))
+    talk: Any = SimpleNamespace(conversation=conversation, row={"prompt": text})
+    with pytest.raises(
+        DataError, match="must then be messages that end with the user's; it ends with 'a string'"
+    ):
+        ConversationStream(world.runner, world.engine).extended_prompt(talk, "more")
 
 
 def test_what_the_environment_says_first_must_fit_the_prompt(make: Callable[..., Talk]) -> None:

@@ -302,9 +302,12 @@ def test_text_added_around_a_turn_is_refused() -> None:
 def test_a_template_is_needed() -> None:
     with pytest.raises(ConfigError, match="the tokenizer has none"):
         from_template("")
-    with pytest.raises(ConfigError, match=r"data\.raw_prompts=True"):
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template=never"):
         ChatTurns(
-            ChatFormat(chat_tokenizer("qwen3"), raw_prompts=True), tools=True, users=False, history="append"
+            ChatFormat(chat_tokenizer("qwen3"), apply_chat_template="never"),
+            tools=True,
+            users=False,
+            history="append",
         )
 
 

@@ -152,6 +152,19 @@ def test_a_later_override_wins_however_it_is_spelt(tmp_path: Path) -> None:
     assert load_ppo_config([*flags, "rollout.n=8"]).actor_rollout_ref.rollout.top_p == 0.9
 
 
+@pytest.mark.parametrize(("typed", "ours"), [("True", "never"), ("false", "auto")])
+def test_raw_prompts_is_read_as_a_use_of_the_chat_template(
+    typed: str, ours: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(f"data.raw_prompts={typed}").data.apply_chat_template == ours
+    (line,) = [record.message for record in caplog.records if "raw_prompts" in record.message]
+    assert line == f"'data.raw_prompts={typed.title()}' is read as 'data.apply_chat_template={ours}'"
+    with pytest.raises(ConfigError, match="'data.raw_prompts' is 'perhaps'; it must be true or false"):
+        load("data.raw_prompts=perhaps")
+    with pytest.raises(ConfigError, match=r"apply_chat_template.*sometimes.*auto, always, never"):
+        load("data.apply_chat_template=sometimes")
+
+
 def test_removing_a_key_goes_back_to_its_default(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("rollout: {n: 2}\ntrainer: {total_epochs: 9}")
     flags = ["-cp", str(tmp_path), "-cn", "c", *NEEDED]

@@ -43,7 +43,7 @@ def test_a_beginning_token_comes_exactly_once_and_only_before_strings(new_tokeni
     assert tokenizer.decode(ids_of(chat, "hi")) == "<bos>hi"
     assert tokenizer.decode(ids_of(chat, "<bos>hi")) == "<bos>hi"
     assert ids_of(chat, USER)[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert tokenizer.decode(ids_of(ChatFormat(tokenizer, raw_prompts=True), USER)) == "<bos>hi"
+    assert tokenizer.decode(ids_of(ChatFormat(tokenizer, apply_chat_template="never"), USER)) == "<bos>hi"
 
 
 def test_a_last_assistant_message_is_continued_and_said(
@@ -126,24 +126,70 @@ def test_tools_as_text_where_there_is_no_system_message(new_tokenizer: Callable,
     assert text.startswith("[You can call functions.") and text.endswith("\n\nhi][hi]")
 
 
-def test_templated_strings_must_show_the_tools_themselves(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
+STRING_NOTICE = (
+    "prompts that are strings, for example of row 1, are used as they are, without the chat template"
+)
+
+
+def test_a_string_prompt_without_the_template_is_worth_one_line(
+    new_tokenizer: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
+    tokenizer = new_tokenizer()
+    for _ in range(2):  # a format for each batch of a dataloader
+        chat = ChatFormat(tokenizer)
+        assert chat.encode_prompts(["hi", "ho"], ["row 1", "row 2"])[0][:2] == ("hi", "hi")
+    assert caplog.text.count("prompts that are strings") == 1 and STRING_NOTICE in caplog.text
+    assert "data.apply_chat_template=always" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("template", "use", "prompt"),
+    [
+        ("{{ messages }}", "never", "hi"),
+        ("{{ messages }}", "always", "hi"),
+        (None, "auto", "hi"),
+        ("{{ messages }}", "auto", "<|im_start|>user\nhi<|im_end|>"),
+        ("{{ messages }}", "auto", USER),
+    ],
+)
+def test_no_line_where_it_is_meant(
+    template: str | None, use: str, prompt: Any, new_tokenizer: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    ChatFormat(new_tokenizer(template=template), apply_chat_template=use).prompt_text(prompt)
+    assert not caplog.text
+
+
+def test_a_string_becomes_a_message_of_the_user(new_tokenizer: Callable) -> None:
+    tokenizer = new_tokenizer(bos=True)
+    chat = ChatFormat(tokenizer, apply_chat_template="always", system_prompt="s")
+    asked, written = (chat.encode_prompts([prompt], ["a row"])[0] for prompt in ("hi", USER))
+    assert asked == written and asked[0] == USER
+    assert asked[1].startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi")
+    with pytest.raises(DataError, match="neither a string nor a list of messages"):
+        chat.prompt_text(7)
+
+
+def test_templated_strings_must_show_the_tools_themselves(
+    new_tokenizer: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer, other = new_tokenizer(), new_tokenizer()
     chat = ChatFormat(tokenizer, tools=[ADD])
     assert [chat.prompt_text("plain")[1] for _ in range(2)] == ["plain"] * 2
     assert caplog.text.count("the tools are not added") == 1
     caplog.clear()
-    assert ChatFormat(tokenizer).prompt_text("plain", "a row", [ADD])[1] == "plain"
+    assert ChatFormat(other).prompt_text("plain", "a row", [ADD])[1] == "plain"
     assert "the tools are not added" in caplog.text
 
 
 def test_without_a_template_the_options_are_named(new_tokenizer: Callable) -> None:
     tokenizer = new_tokenizer(template=None)
-    with pytest.raises(ModelError, match=r"no chat template.*data.chat_template=FILE.*data.raw_prompts=True"):
+    with pytest.raises(
+        ModelError, match=r"no chat template.*data.chat_template=FILE.*data.apply_chat_template=never"
+    ):
         ChatFormat(tokenizer).prompt_text(USER)
     assert ChatFormat(tokenizer).prompt_text("plain")[1] == "plain"
     two = [{"role": "system", "content": "s"}, *USER]
-    assert ChatFormat(tokenizer, raw_prompts=True).prompt_text(two)[1] == "s\nhi"
+    assert ChatFormat(tokenizer, apply_chat_template="never").prompt_text(two)[1] == "s\nhi"
 
 
 def test_a_template_that_refuses_names_the_row(new_tokenizer: Callable) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -257,3 +258,19 @@ def test_a_missing_column_names_file_columns_and_setting(tmp_path: Path) -> None
         DataError, match=r"b.jsonl has no column 'prompt'.*question, answer.*data.prompt_key=question"
     ):
         require_column(read_rows(tmp_path), "prompt", "data.prompt_key", "prompt", "data.train_files")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+@pytest.mark.parametrize("bad", [{"prompt": "a\ud800"}, {"prompt": "a", "info": {"x": ["\udfff"]}}])
+def test_half_of_a_surrogate_pair_is_refused_in_every_column(ending: str, bad: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "a whole pair: \U0001f600"}, bad]
+    lines = [json.dumps(row) for row in rows]
+    file = tmp_path / f"t.{ending}"
+    file.write_text("\n".join(lines) if ending == "jsonl" else f"[{', '.join(lines)}]")
+    place = "line 2" if ending == "jsonl" else "element 1"
+    with pytest.raises(
+        DataError, match=f"FILES: '[a-z]*' of .*t.{ending}, {place} holds half of a surrogate pair"
+    ):
+        read_rows(file, key="FILES")
+    file.write_text(lines[0] if ending == "jsonl" else f"[{lines[0]}]")
+    assert read_rows(file)[0] == rows[0]

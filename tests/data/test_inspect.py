@@ -100,7 +100,22 @@ def test_a_file_without_a_prompt_column(run: Callable, tmp_path: Path, write_jso
     file = write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "answer": "a"}])
     status, text = run(file)
     assert status == 1 and "set data.prompt_key=question" in text
+    assert "It holds strings: data.apply_chat_template=always" in text
     assert run(file, "--prompt_key", "question")[0] == 0
+
+
+def test_string_prompts_are_shown_as_the_model_sees_them(
+    run: Callable,
+    new_tokenizer: Callable,
+    tmp_path: Path,
+    write_jsonl: Callable,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    new_tokenizer(bos=True).save_pretrained(tmp_path / "model")
+    arguments = [write_jsonl(tmp_path / "t.jsonl", [{"prompt": "q"}]), "--model", str(tmp_path / "model")]
+    assert "  | <bos>q\n" in run(*arguments)[1] and "without the chat template" in caplog.text
+    templated = run(*arguments, "--apply_chat_template", "always")[1]
+    assert "  | <|im_start|>user\n  | q<|im_end|>\n  | <|im_start|>assistant" in templated
 
 
 def test_a_missing_template_is_a_reason(

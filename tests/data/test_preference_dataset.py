@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from verl.config.schema import RewardDataConfig
-from verl.data.chat import conversation_ids
+from verl.data.chat import ChatFormat
 from verl.data.files import Rows
 from verl.data.loader import Loader
 from verl.data.preference_dataset import PreferenceDataset
@@ -101,6 +102,22 @@ def test_long_pairs(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
+    ("use", "cut", "pairs"),
+    [
+        ("pairs", {"max_length": 6, "truncation": "right"}, [("123456", "123457"), ("123456", "223456")]),
+        ("reward", {"max_length": 9, "truncation": "left"}, [("0123456789", "1123456789"), ("01", "02")]),
+    ],
+)
+def test_pairs_that_are_equal_once_they_are_cut(
+    use: Any, cut: dict, pairs: list, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "0", "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
+    dataset = build(tokenizer, *rows, use=use, **cut)
+    assert [item.index for item in dataset.items] == [1]
+    assert "1 of 2 pairs have two equal answers when cut and are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": "p", "chosen": "c"}, "no column 'rejected'"),
@@ -115,11 +132,27 @@ def test_long_pairs(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
             "must be messages too",
         ),
         ({"prompt": "p", "chosen": "c", "rejected": "c"}, "all 1 pairs have two equal answers"),
+        ({"prompt": "p", "chosen": "c\ud800", "rejected": "c"}, "row 0 of .* holds half of a surrogate pair"),
     ],
 )
 def test_rows_that_cannot_be_used(tokenizer: Any, row: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         build(tokenizer, row)
+
+
+def test_half_of_a_surrogate_pair_for_a_reward_model(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="row 0 of .* holds half of a surrogate pair"):
+        build(tokenizer, {"prompt": "p\ud800", "chosen": "c", "rejected": "d"}, use="reward")
+
+
+def test_a_string_prompt_before_messages(new_tokenizer: Callable) -> None:
+    row = {"prompt": "p", "chosen": [answer("x"), user("y"), answer("z")], "rejected": "r"}
+    (item,) = build(new_tokenizer(), row, apply_chat_template="always").items
+    assert learned(new_tokenizer(), item.rows[0])[0].startswith("<|im_start|>user\np<|im_end|>")
+    with pytest.raises(
+        DataError, match="conversation, which needs the chat template: data.apply_chat_template=never"
+    ):
+        build(new_tokenizer(), {**row, "prompt": [user("p")]}, apply_chat_template="never")
 
 
 def test_the_third_row_of_kto_is_this_prompt_with_the_answer_of_the_next_pair(tokenizer: Any) -> None:
@@ -141,7 +174,7 @@ def test_rows_of_a_reward_model_are_read_as_it_reads_them_later(tokenizer: Any) 
         {"prompt": [user("q")], "chosen": [answer("good")], "rejected": "bad", "margin": 0.5},
     ]
     dataset = build(tokenizer, *rows, use="reward")
-    wanted = conversation_ids(tokenizer, [user("q"), answer("good")])
+    wanted = ChatFormat(tokenizer).conversation_ids([user("q"), answer("good")])
     for item in dataset.items:
         ids, mask = item.rows[0]
         assert ids.tolist()[:-1] == wanted

@@ -118,6 +118,28 @@ def test_missing_prompt_column(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"data.val_files: .*question, answer.*Set data.prompt_key=question"):
         RLDataset(config(), rows, tokenizer, training=False)
     assert len(RLDataset(config(prompt_key="question"), rows, tokenizer)) == 1
+    asked = RLDataset(config(prompt_key="question", apply_chat_template="always"), rows, tokenizer)[0]
+    assert asked["raw_prompt"] == user("q") and asked["prompt_text"].startswith("<|im_start|>user\nq")
+
+
+@pytest.mark.parametrize(
+    ("value", "strings"), [("q", True), (user("q"), False), (json.dumps(user("q")), False)]
+)
+def test_a_prompt_column_of_strings_is_pointed_out(value: Any, strings: bool, tokenizer: Any) -> None:
+    with pytest.raises(DataError) as raised:
+        RLDataset(config(), Rows.from_list([{"question": value}]), tokenizer)
+    assert ("data.apply_chat_template=always" in str(raised.value)) is strings
+
+
+HALF = "x\ud800y"
+
+
+@pytest.mark.parametrize("prompt", [HALF, user(HALF), json.dumps(user(HALF))])
+@pytest.mark.parametrize("limits", [{}, {"truncation": "left"}])
+def test_half_of_a_surrogate_pair_is_named(prompt: Any, limits: dict[str, Any], tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"row 1 of f.jsonl holds half of a surrogate pair.*ud800"):
+        rows = Rows.from_list([{"prompt": "q"}, {"prompt": prompt}], "f.jsonl")
+        RLDataset(config(**limits), rows, tokenizer)[1]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +218,7 @@ def test_chat_template_file_and_missing_template(new_tokenizer: Callable, tmp_pa
     (tmp_path / "t.jinja").write_text("Q: {{ messages[-1].content }} A:")
     made = RLDataset(config(chat_template=str(tmp_path / "t.jinja")), rows, new_tokenizer(template=None))
     assert made[0]["prompt_text"] == "Q: hi A:"
-    raw = RLDataset(config(raw_prompts=True), rows, new_tokenizer(template=None))
+    raw = RLDataset(config(apply_chat_template="never"), rows, new_tokenizer(template=None))
     assert raw[0]["prompt_text"] == "hi" and raw[0]["raw_prompt"] == user("hi")
 
 
@@ -299,7 +321,7 @@ def test_lengths_are_cached_and_the_cache_follows_its_inputs(
     assert run(0).tolist() == first.tolist() and first[1] - first[0] == 4
     assert run(1, system_prompt="abc").tolist() != first.tolist()
     run(1, template_kwargs={"x": 1})
-    run(1, raw_prompts=True)
+    run(1, apply_chat_template="never")
     run(1, tokenizer=new_tokenizer(template="{{ messages[0].content }}"))
     run(1, tokenizer=new_tokenizer(bos=True))
     run(1, chosen=np.array([1]))

@@ -119,6 +119,8 @@ def test_a_template_that_rewrites_earlier_turns_gives_several_rows(
         ({"messages": chat("uhi")}, "no message of the assistant"),
         ({"messages": chat("ahi", "uyo")}, "starts with the assistant"),
         ({"question": "q", "answer": "r"}, "no column 'prompt'.*data.prompt_key=question"),
+        ({"prompt": "q\ud800", "response": "r"}, "row 0 of the given rows holds half of a surrogate pair"),
+        ({"prompt": "q", "response": "r\udfff"}, "row 0 of the given rows holds half of a surrogate pair"),
         ({"prompt": "q", "answer": "r"}, "no column 'response'.*data.response_key=answer"),
     ],
 )

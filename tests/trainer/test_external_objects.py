@@ -20,11 +20,12 @@ from verl import GRPOTrainer, PPOTrainer
 from verl.config.disk import checkpoint_bytes
 from verl.config.sections.data import DataConfig
 from verl.config.sizes import sizes_of
+from verl.data.rl_dataset import training_loader
 from verl.errors import ConfigError, DataError, ModelError, RewardError, VerlError
 from verl.models import external_model
 from verl.models.loading import load_causal_lm
 from verl.trainer import TrainingConfig
-from verl.trainer.external_batches import ExternalLoader, rows_of
+from verl.trainer.external_batches import ExternalLoader, rows_of, rows_or_batches
 from verl.workers import RolloutWorker, TrainerWorker
 
 OPTIONS = external_model.StateDictOptions(full_state_dict=True)
@@ -309,15 +310,90 @@ def test_rows_of_a_dataloader_train(tiny_model_dir: Path, tiny_tokenizer: Any, t
 @pytest.mark.parametrize(
     ("batches", "says"),
     [
-        ("train.jsonl", "got a str; expected a dataloader"),
+        ("train.jsonl", "got a str; expected rows"),
         (3, "got a int"),
+        ({"train": ROWS, "test": ROWS}, "got a dict of train, test: give one of them"),
+        ([], "the data is empty"),
+        (["repeat 1"], "is a str; give a list of prompts"),
         ([[torch.zeros(3)]], "a list of Tensor; give a list of prompts"),
         (DataLoader([{"input_ids": torch.zeros(3)}]), r"the columns \['input_ids'\] but no 'prompt'"),
+        ([{"question": "repeat 1"}], r"the columns \['question'\] but no 'prompt'"),
+        ([{"prompt": 7}], r"'prompt' of a batch is '7' \(int\); in a row it is a text"),
+        ([{"prompt": [1, 2]}], r"'prompt' of a batch is '\[1, 2\]' \(list\); in a row it is a text"),
+        ([{"prompt": ["a", "b"], "answer": "2"}], r"'answer' of a batch of 2 prompts is '2' \(str\)"),
+        (
+            [{"prompt": ["a", "b"], "answer": ["2"]}],
+            r"'answer' of a batch of 2 prompts is .* one value for each",
+        ),
+        ([ROWS[0], ROWS[1:]], r"Row 1 of the rows given to train\(\) is a list"),
     ],
 )
 def test_what_is_no_batch_of_prompts_is_named(batches: Any, says: str, tiny_tokenizer: Any) -> None:
+    config = DataConfig(max_prompt_length=32, train_batch_size=2)
     with pytest.raises(DataError, match=says):
-        prompts(batches, tiny_tokenizer)
+        list(rows_or_batches(batches, config, tiny_tokenizer))
+
+
+class MapStyle:
+    """What a `datasets.Dataset` or a torch Dataset has."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.rows[number]
+
+
+class Iterated:
+    """What a `datasets.IterableDataset` has: no length."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+TEXT_ROWS = [{"prompt": f"repeat {number}", "answer": str(number)} for number in range(1, 6)]
+
+
+@pytest.mark.parametrize("rows", [ROWS, TEXT_ROWS], ids=["messages", "texts"])
+@pytest.mark.parametrize(
+    "form", [list, tuple, MapStyle, Iterated, lambda rows: DataLoader(rows, batch_size=None)]
+)
+def test_rows_are_rows(rows: list[dict[str, Any]], form: Any, tiny_tokenizer: Any) -> None:
+    config = DataConfig(max_prompt_length=32, train_batch_size=2, shuffle=False)
+    given = rows_or_batches(form(rows), config, tiny_tokenizer)
+    assert list(given) == rows
+    loader = training_loader(config, tiny_tokenizer, given)
+    batches = [list(batch.non_tensor_batch["raw_prompt"]) for batch in loader]
+    assert batches == [[row["prompt"] for row in rows[at : at + 2]] for at in range(0, len(rows) - 1, 2)]
+
+
+def test_batches_are_not_taken_for_rows(tiny_tokenizer: Any) -> None:
+    config = DataConfig(max_prompt_length=32, train_batch_size=2)
+    for batches in (
+        PROMPTS,
+        [ROWS],
+        [{"prompt": ["repeat 1", "repeat 2"]}],
+        DataLoader(TEXT_ROWS, batch_size=2),
+    ):
+        assert isinstance(rows_or_batches(batches, config, tiny_tokenizer), ExternalLoader)
+
+
+def test_a_list_of_rows_trains(tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    seen: set[tuple[str, str]] = set()
+
+    def score(prompt: str, response: str, ground_truth: str) -> float:
+        seen.add((prompt, ground_truth))
+        return 0.0
+
+    trainer = GRPOTrainer(load(tiny_model_dir), tiny_tokenizer, settings(tmp_path), reward_function=score)
+    assert trainer.train(TEXT_ROWS[:4]).steps == 2
+    assert seen == {(row["prompt"], row["answer"]) for row in TEXT_ROWS[:4]}
 
 
 def test_a_batch_of_another_size_than_configured_is_worth_a_line(

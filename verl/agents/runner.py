@@ -23,7 +23,7 @@ from verl.agents.toolset import KEY, ROUTING_COLUMNS, ROW_FIELDS, Agents, Result
 from verl.config.known import TOOL_FORMATS
 from verl.config.sections.data import PromptsConfig
 from verl.config.sections.rollout import MultiTurnConfig
-from verl.data.chat import ChatFormat, as_messages
+from verl.data.chat import ChatFormat
 from verl.data.proto import DataProto
 from verl.errors import ConfigError, DataError
 from verl.rollout.base import GenerationSettings, Request, Response, RolloutEngine
@@ -49,9 +49,7 @@ class ConversationRunner:
     ) -> None:
         self.cfg = cfg
         self.data = data
-        chat = ChatFormat(
-            tokenizer, data.apply_chat_template_kwargs, data.system_prompt, raw_prompts=data.raw_prompts
-        )
+        chat = ChatFormat.of(tokenizer, data)
         self.agents = Agents(cfg, get_format(self.format_name(chat)))
         try:
             self.turns = ChatTurns(
@@ -104,9 +102,16 @@ class ConversationRunner:
             row = {name: column[number] for name, column in zip(names, columns, strict=True)}
             where = dataset.rows.origin(number)
             self.agents.check_row(row, where)
-            messages = as_messages(prompts[number])
+            messages = self.turns.chat.messages_of(prompts[number])
             if messages is not None:
                 self.turns.check_prompt(messages, self.agents.schemas(row), where)
+            elif self.cfg.history == "split":
+                raise DataError(
+                    f"{dataset.files_key}: the prompt of {where} is a string, which {KEY}.history=split cannot use: "
+                    "every turn has the whole conversation in the chat template, and a string that is templated "
+                    "already would be templated again. Write the prompts as messages, or set "
+                    "data.apply_chat_template=always for strings that are not templated"
+                )
 
     def run(
         self,
@@ -282,6 +287,8 @@ class ConversationStream(SampleStream):
         """Add what the environment says at its start to the last message of the prompt."""
         conversation = talk.conversation
         last = conversation.messages[-1] if conversation.messages else {"role": ""}
+        if isinstance(talk.row["prompt"], str):
+            last = {"role": ""}
         if last["role"] != "user" or not isinstance(last.get("content"), str):
             raise DataError(
                 f"the environment of prompt {conversation.uid} adds text to the prompt, which must then be messages "

@@ -6,12 +6,14 @@ around a turn and its thinking, which stays as the model drew it. Other template
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import Any
 
 from verl.agents.base import Message, Schema
 from verl.data.chat import ChatFormat
+from verl.data.special_tokens import is_encodable
 from verl.data.tool_messages import PROBE_TOOL, answer_text, join_answers, short_call_id
 from verl.errors import ConfigError, DataError
 
@@ -33,8 +35,9 @@ class ChatTurns:
         `stop_ids`: further tokens that end a turn, as the model's generation config names them."""
         self.chat = chat
         self._name = f"The chat template of '{chat.tokenizer.name_or_path}'"
-        if chat.raw_prompts or not chat.tokenizer.chat_template:
-            why = "data.raw_prompts=True leaves it out" if chat.raw_prompts else "the tokenizer has none"
+        never = chat.apply_chat_template == "never"
+        if never or not chat.tokenizer.chat_template:
+            why = "data.apply_chat_template=never leaves it out" if never else "the tokenizer has none"
             raise ConfigError(f"Conversations of several turns need a chat template, and {why}: {_TEMPLATE}.")
         self._schemas = [PROBE_TOOL] if tools else []
         self._append = history != "split"
@@ -86,13 +89,11 @@ class ChatTurns:
 
     def text(self, drawn: Sequence[int]) -> str:
         """A turn as the content of its message: without the token that ends it, with all other special tokens."""
-        ids = list(drawn[:-1] if drawn and drawn[-1] in self._stops else drawn)
-        text = self.chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
+        return self.chat.drawn_text(drawn[:-1] if drawn and drawn[-1] in self._stops else drawn)
 
     def tool_message(self, name: str, text: str, call_id: str) -> Message:
         """The answer of a tool as a message of this template."""
-        text = _encodable(text)
+        text = str(_encodable(text))
         if not self.tool_role:
             return {"role": "user", "content": answer_text(text), "tool_call_id": call_id}
         if self._hashed_ids:
@@ -101,7 +102,7 @@ class ChatTurns:
 
     def truncate(self, text: str, limit: int, side: str) -> str:
         """At most `limit` tokens of a text; where it was cut (left, middle or right) there is a mark."""
-        text = _encodable(text)
+        text = str(_encodable(text))
         most = min(len(text), limit * self._longest_token)
         if most == len(text) and self._count(text) <= limit:
             return text
@@ -125,7 +126,7 @@ class ChatTurns:
         return max(map(len, self.chat.tokenizer.get_vocab()))
 
     def _count(self, text: str) -> int:
-        return len(self.chat.encode([text])[0])
+        return len(self.chat.encode([self.chat.content(text, "an answer of a tool")])[0])
 
     # -- what the template writes
 
@@ -134,8 +135,8 @@ class ChatTurns:
     ) -> str:
         tools = self._schemas if tools is None else tools
         where = "a conversation of several turns"
-        text = self.chat.render(join_answers(messages), generate=generate, where=where, tools=tools)
-        return _encodable(text)
+        written = _encodable(join_answers(messages))
+        return self.chat.render(written, generate=generate, where=where, tools=tools, drawn=True)
 
     def _turn(self, content: str, answers: Sequence[Message]) -> Message:
         """A model turn with these answers; `content` is part of what the template writes for it."""
@@ -281,6 +282,12 @@ def _question(number: int) -> Message:
     return {"role": "user", "content": f"Question {number}?"}
 
 
-def _encodable(text: str) -> str:
+def _encodable(value: Any) -> Any:
     """Half of a surrogate pair, as JSON may hold one, is no character; no tokenizer takes it."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {_encodable(name): _encodable(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(each) for each in value]
+    if isinstance(value, str) and not is_encodable(value):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    return value

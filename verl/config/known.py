@@ -64,6 +64,7 @@ TOOL_FORMATS = ("auto", "hermes", "qwen3_coder", "llama3_json")
 TRUNCATE_SIDES = ("left", "middle", "right")
 HISTORIES = ("append", "split")
 
+CHAT_TEMPLATE_USES = ("auto", "always", "never")
 TRUNCATIONS = ("error", "left", "right", "middle")
 REWARD_MANAGERS = ("naive", "prime", "dapo", "batch", "none")
 

@@ -78,6 +78,9 @@ _RUN_ALIASES = {
     "ray_init": "ray_kwargs.ray_init",
 }
 
+RAW_PROMPTS = "data.raw_prompts"
+_PROMPT_ALIASES = {RAW_PROMPTS: "data.apply_chat_template"}
+
 # Old name to ours, longer ones before the sections that contain them.
 _PPO_ALIASES: dict[str, str] = {
     f"{_ACTOR}.peft": _MODEL,
@@ -93,6 +96,7 @@ _PPO_ALIASES: dict[str, str] = {
     "trainer.v1.trainer_mode": "trainer.async_training.mode",
     **_REWARD_ALIASES,
     **_RUN_ALIASES,
+    **_PROMPT_ALIASES,
     "critic.model.fsdp_config": "critic.fsdp_config",
     **{f"{_ACTOR}.optim.{old}": f"{_ACTOR}.optim.{new}" for old, new in _OPTIM_ALIASES.items()},
     **{f"critic.optim.{old}": f"critic.optim.{new}" for old, new in _OPTIM_ALIASES.items()},
@@ -116,6 +120,7 @@ _GENERATION_ALIASES: dict[str, str] = {
     "rollout.max_response_length": "data.max_response_length",
     "model.dtype": "rollout.dtype",
     **_RUN_ALIASES,
+    **_PROMPT_ALIASES,
 }
 
 _ALIASES: dict[type, dict[str, str]] = {
@@ -276,7 +281,7 @@ def _resolve_aliases(kind: type, tree: dict[str, Any]) -> tuple[dict[str, str], 
             continue
         if value is None and new not in schema_keys(kind):
             continue  # an empty section in a YAML file says nothing
-        theirs, value = value, converted(old, value)
+        theirs, value = value, _from_raw_prompts(value) if old == RAW_PROMPTS else converted(old, value)
         _move(tree, new, value, old, new)
         for ours, name in _leaves(new, old, value):
             typed[ours] = name
@@ -285,6 +290,12 @@ def _resolve_aliases(kind: type, tree: dict[str, Any]) -> tuple[dict[str, str], 
             f"'{old}{f'={theirs}' if changed else ''}' is read as '{new}{f'={value}' if changed else ''}'"
         )
     return typed, notices
+
+
+def _from_raw_prompts(value: Any) -> str:
+    if str(value).lower() not in ("true", "false"):
+        raise ConfigError(f"'{RAW_PROMPTS}' is {value!r}; it must be true or false")
+    return "never" if str(value).lower() == "true" else "auto"
 
 
 def our_name(kind: type, name: str) -> str:

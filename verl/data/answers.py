@@ -37,7 +37,7 @@ class AnswerColumn:
                 f"{self._files_key}: '{key}' (data.response_key) of {self._rows.origin(number)} must be a text, got "
                 f"{str(value)[:80]!r}."
             )
-        return text
+        return self._chat.answer(text, self._rows.origin(number))
 
     def check(self, numbers: Sequence[int]) -> None:
         """Refuse answers of these rows that are longer than a response may be."""

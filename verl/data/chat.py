@@ -1,7 +1,9 @@
 """Tokenizers and chat templates: from messages or strings to the token ids a policy sees.
 
-Messages are rendered to text, and that text is encoded without further special tokens, so text and ids agree. A string
-prompt is already templated; only a missing beginning-of-sequence token is added where the tokenizer itself adds one.
+Messages are rendered to text, and that text is encoded without further special tokens, so text and ids agree. Special
+tokens that contents spell stay text (`verl.data.special_tokens`): between `render` and `encode` texts carry marks. A
+string prompt is used as it is, with a notice unless it is templated or `apply_chat_template` says what is meant; only a
+missing beginning-of-sequence token is added where the tokenizer itself adds one.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from verl.data.special_tokens import SpecialTokens, as_given, is_marked, require_characters, unmarked
 from verl.data.tool_messages import PROBE_TOOL, Messages, Tools, probe_call, tools_text
 from verl.errors import ConfigError, DataError, ModelError
 from verl.json_input import parse_json
@@ -24,15 +28,19 @@ from verl.json_input import parse_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.config.sections.data import TemplateConfig
+
 logger = logging.getLogger(__name__)
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenizer_config.json")
 _JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content)"')
 _QUESTION = {"role": "user", "content": "a"}
+_SAID: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""What `warn_once` has said."""
 _OURS = frozenset({"tokenize", "add_generation_prompt", "continue_final_message", "tools", "chat_template"})
 _OPTIONS = (
     "Options: data.chat_template=FILE (a Jinja template), a prompt column of already templated strings, "
-    "or data.raw_prompts=True (the messages' contents joined by newlines)."
+    "or data.apply_chat_template=never (the messages' contents joined by newlines)."
 )
 
 
@@ -177,9 +185,26 @@ class ChatFormat:
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
-    raw_prompts: bool = False
+    apply_chat_template: str = "auto"
+    """always: a string is a message of the user; never: messages are joined without the template."""
     tools: Tools | None = None
     """Shown with every prompt, unless a call names others."""
+    parse_special_tokens: bool = False
+    """Whether special tokens that contents spell are special tokens."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, config: TemplateConfig, tools: Tools | None = None
+    ) -> ChatFormat:
+        """As a data section says."""
+        return cls(
+            tokenizer,
+            config.apply_chat_template_kwargs,
+            system_prompt=config.system_prompt,
+            apply_chat_template=config.apply_chat_template,
+            tools=tools,
+            parse_special_tokens=config.parse_special_tokens,
+        )
 
     def __post_init__(self) -> None:
         clash = _OURS & set(self.template_kwargs)
@@ -187,12 +212,21 @@ class ChatFormat:
             raise ConfigError(
                 f"data.apply_chat_template_kwargs may not set {', '.join(sorted(clash))}: verl decides those."
             )
-        self._warned: set[str] = set()
 
     def cache_key(self) -> list[Any]:
         """What decides, with tokenizer and template, the ids of a prompt."""
         tools = list(self.tools or ())
-        return [dict(self.template_kwargs), self.system_prompt, self.raw_prompts, tools, self._leading_bos]
+        settings = [
+            dict(self.template_kwargs),
+            self.system_prompt,
+            self.apply_chat_template,
+            self.parse_special_tokens,
+        ]
+        return [*settings, tools, self._leading_bos]
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens(self.tokenizer)
 
     @cached_property
     def _leading_bos(self) -> list[int]:
@@ -281,14 +315,17 @@ class ChatFormat:
         where: str = "a row",
         tools: Tools | None = None,
         prefill: bool = True,
+        drawn: bool = False,
     ) -> str:
-        """The template's text. With `generate` it ends where the policy starts: after the header of its turn, or, with
-        `prefill`, inside a last message that is the assistant's own (a prefilled beginning)."""
+        """The template's text, with marks. With `generate` it ends where the policy starts: after the header of its
+        turn, or, with `prefill`, inside a last message that is the assistant's own (a prefilled beginning). `drawn`:
+        special tokens that the policy drew in earlier turns are special tokens."""
         tools = self.tools if tools is None else tools
+        require_characters([messages, tools], where)
         if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        if self.raw_prompts:
-            return plain_text(messages)
+        if self.apply_chat_template == "never":
+            return self.content(plain_text(messages), where)
         if not self.tokenizer.chat_template:
             raise ModelError(
                 f"The tokenizer of '{self.tokenizer.name_or_path}' has no chat template, "
@@ -296,12 +333,59 @@ class ChatFormat:
             )
         if tools and self.ignores_tools:
             messages, tools = self._with_tools_text(messages, tools), None
+        if not drawn:
+            self._say_spelled([messages, tools], where)
+        return self._marked_text(messages, generate, tools, prefill, where=where, drawn=drawn)
+
+    def _marked_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generate: bool,
+        tools: Tools | None = None,
+        prefill: bool = True,
+        *,
+        where: str,
+        drawn: bool = False,
+    ) -> str:
+        def apply(*values: Any) -> str:
+            return self._apply(values[:-1], generate, values[-1], prefill)
+
         try:
-            return self._apply(messages, generate, tools, prefill)
+            if self.parse_special_tokens:
+                return as_given(apply(*messages, tools))
+            return self._special.render(apply, [*messages, tools], drawn=drawn)
         except (
             Exception
         ) as error:  # templates raise jinja2 errors, and any Python error from their expressions
             raise DataError(f"The chat template refuses {where}: {error}") from error
+
+    def _say_spelled(self, value: Any, where: str) -> None:
+        spelled = [] if self.parse_special_tokens else [*filter(None, self._special.spelled_in(value))]
+        if spelled:
+            self.warn_once(
+                "special tokens",
+                f"{where} spells {', '.join(map(repr, spelled[:3]))} in its text: special tokens that contents spell "
+                "stay text (data.parse_special_tokens=True makes them special tokens)",
+            )
+
+    def content(self, text: str, where: str) -> str:
+        """A text that is no template's, with marks."""
+        require_characters(text, where)
+        self._say_spelled(text, where)
+        return as_given(text) if self.parse_special_tokens else self._special.mark(text)
+
+    def answer(self, text: str, where: str) -> str:
+        """The text of an answer, with marks, without the end-of-sequence token that it may end with."""
+        return self.content(text.removesuffix(str(self.tokenizer.eos_token or "")), where)
+
+    def drawn_text(self, ids: Sequence[int]) -> str:
+        """The text of what the policy drew, with all special tokens."""
+
+        def decode(part: Sequence[int]) -> str:
+            kept: Any = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+            return str(self.tokenizer.decode(list(part), **kept))
+
+        return self._special.drawn(ids, decode)
 
     def _apply(
         self,
@@ -321,12 +405,21 @@ class ChatFormat:
         )
         return str(text)
 
+    def messages_of(self, prompt: Any) -> Messages | None:
+        """The messages of a prompt; None for a string that is used as it is, and for what is no prompt."""
+        messages = as_messages(prompt)
+        if messages is None and isinstance(prompt, str) and self.apply_chat_template == "always":
+            return [{"role": "user", "content": prompt}]
+        return messages
+
     def prompt_text(
         self, prompt: Any, where: str = "a row", tools: Tools | None = None
     ) -> tuple[str | Messages, str]:
-        """A prompt as it was given (string, or messages with empty fields left out) and as text."""
-        messages = as_messages(prompt)
+        """A prompt as it is used (string, or messages with empty fields left out) and as text with marks."""
+        messages = self.messages_of(prompt)
         if messages is None and isinstance(prompt, str):
+            if self.apply_chat_template == "auto" and self.tokenizer.chat_template:
+                self._say_untemplated(prompt, where)
             if tools or (tools is None and self.tools):
                 self.warn_once(
                     "tools",
@@ -338,7 +431,8 @@ class ChatFormat:
                     "system prompt",
                     "data.system_prompt has no effect on prompts that are strings: they are templated already",
                 )
-            return prompt, prompt
+            require_characters(prompt, where)
+            return prompt, as_given(prompt)
         if messages is None:
             raise DataError(
                 f"The prompt of {where} is neither a string nor a list of messages with 'role' and 'content': "
@@ -351,16 +445,32 @@ class ChatFormat:
             )
         return messages, self.render(messages, generate=True, where=where, tools=tools)
 
+    def _say_untemplated(self, prompt: str, where: str) -> None:
+        if not any(self._special.spelled_in(prompt)):  # else it is templated
+            self.warn_once(
+                "string prompts",
+                f"prompts that are strings, for example of {where}, are used as they are, without the chat template: "
+                "data.apply_chat_template=always makes each a message of the user, never says that this is meant",
+            )
+
+    def takes_bos(self, raw: str | Messages) -> bool:
+        """Whether the tokenizer's beginning token goes in front of a prompt, as no template has written it."""
+        return isinstance(raw, str) or self.apply_chat_template == "never"
+
     def warn_once(self, subject: str, text: str) -> None:
-        if subject not in self._warned:
-            self._warned.add(subject)
+        """Once for a tokenizer, so once in a run: batches that come from outside have a format each."""
+        said = _SAID.setdefault(self.tokenizer, set())
+        if subject not in said:
+            said.add(subject)
             logger.warning(text)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts, nothing added."""
-        return (
-            self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        """Ids of texts with marks, nothing added."""
+        plain = [text for text in texts if not is_marked(text)]
+        encoded = iter(
+            self.tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else []
         )
+        return [self._special.encode(text) if is_marked(text) else next(encoded) for text in texts]
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """A string's ids, with the beginning token in front where the tokenizer puts one and it is not there."""
@@ -369,24 +479,36 @@ class ChatFormat:
     def encode_prompts(
         self, prompts: Sequence[Any], where: Sequence[str], tools: Sequence[Tools] | None = None
     ) -> list[tuple[str | Messages, str, list[int]]]:
-        """Each prompt as `prompt_text` gives it, and its ids; `tools`: those of each prompt."""
+        """Each prompt as it was given, its text and its ids; `tools`: those of each prompt."""
         shown = tools if tools is not None else [None] * len(prompts)
         rendered = [self.prompt_text(*row) for row in zip(prompts, where, shown, strict=True)]
         encoded = self.encode([text for _, text in rendered])
         return [
-            (raw, text, self.with_bos(ids) if isinstance(raw, str) or self.raw_prompts else ids)
+            (raw, unmarked(text), self.with_bos(ids) if self.takes_bos(raw) else ids)
             for (raw, text), ids in zip(rendered, encoded, strict=True)
         ]
 
+    def conversation_ids(
+        self, messages: Sequence[Mapping[str, Any]], where: str = "a conversation"
+    ) -> list[int]:
+        """A finished conversation as a reward model reads it, in training and when it scores."""
+        require_characters(messages, where)
+        if self.tokenizer.chat_template:
+            return self.encode([self._marked_text(messages, False, where=where)])[0]
+        text = "\n\n".join(str(message["content"]) for message in messages)
+        marked = self._special.mark(text)
+        if not is_marked(marked):
+            ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+            return ids
+        before, after = self._added_around
+        return [*before, *self.encode([marked])[0], *after]
 
-def conversation_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """A finished conversation as a reward model reads it, in training and when it scores."""
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-    ids = tokenizer("\n\n".join(str(message["content"]) for message in messages))["input_ids"]
-    return ids
+    @cached_property
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer itself puts before and after plain text."""
+        ids, (inner,) = self.tokenizer("a", verbose=False)["input_ids"], self.encode(["a"])
+        start = next(at for at in range(len(ids)) if ids[at : at + len(inner)] == inner)
+        return ids[:start], ids[start + len(inner) :]
 
 
 def truncate(ids: list[int], limit: int, mode: str) -> list[int]:

@@ -26,6 +26,17 @@ _USUAL = {
 }
 
 
+STRINGS = (
+    "It holds strings: data.apply_chat_template=always makes each a message of the user in the chat template."
+)
+"""What to say of a prompt column."""
+
+
+def is_text(value: Any) -> bool:
+    """Whether a prompt is a string, not messages."""
+    return isinstance(value, str) and as_messages(value) is None
+
+
 def likely_column(wanted: str, role: str, columns: Sequence[str], sample: Mapping[str, Any]) -> str | None:
     """The column a user probably meant by `wanted`: a near spelling, a usual name, or the longest text."""
     lowered = {name.lower(): name for name in columns}
@@ -51,6 +62,8 @@ def require_column(rows: Rows, name: str, key: str, role: str, files_key: str) -
         if name not in columns and count:
             guess = likely_column(name, role, columns, rows[start])
             advice = f" Set {key}={guess}." if guess else f" Set {key} to the one that holds it."
+            if guess and role == "prompt" and is_text(rows[start].get(guess)):
+                advice += f" {STRINGS}"
             raise DataError(
                 f"{files_key}: {file} has no column '{name}' ({key}). It has: {', '.join(columns) or 'none'}.{advice}"
             )

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl.data.special_tokens import require_characters
 from verl.errors import DataError, missing_package
 from verl.json_input import parse_json
 
@@ -83,6 +84,7 @@ class Rows(Sequence[dict[str, Any]]):
                 raise DataError(
                     f"Row {number} of {name} is a {type(row).__name__}; rows must be dictionaries."
                 )
+            _require_characters(row, f"row {number} of {name}")
         return Rows([_File(name, listed, _columns_of(listed), None)])
 
     @staticmethod
@@ -321,10 +323,23 @@ def _open(path: Path, newline: str | None = None) -> TextIO:
     return path.open(encoding="utf-8-sig", newline=newline)
 
 
-def _checked(row: Any, where: str) -> dict[str, Any]:
+def _checked(row: Any, where: str, text: str) -> dict[str, Any]:
+    """`text`: the JSON that the row is of."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected an object of columns, got {type(row).__name__}.")
+    if _SURROGATE.search(text):
+        _require_characters(row, where)
     return row
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""One half of a pair; most are followed by the other."""
+
+
+def _require_characters(row: Mapping[str, Any], where: str) -> None:
+    """In every column: other columns are written to the outputs of a run."""
+    for name, value in row.items():
+        require_characters([name, value], f"'{name}' of {where}")
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -342,14 +357,15 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
                 ) from error
             except ValueError as error:  # nested too deeply, a number of too many digits
                 raise DataError(f"{path}, line {number} cannot be used: {error}.") from error
-            rows.append(_checked(row, f"{path}, line {number}"))
+            rows.append(_checked(row, f"{path}, line {number}", line))
     return rows
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
     try:
         with _open(path) as file:
-            content = parse_json(file.read())
+            text = file.read()
+        content = parse_json(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object per line under the name .json is common
             return _read_jsonl(path)
@@ -365,7 +381,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
         content = lists[0] if is_data else [content]
     if not isinstance(content, list):
         raise DataError(f"{path} must hold a list of objects, got {type(content).__name__}.")
-    return [_checked(row, f"{path}, element {number}") for number, row in enumerate(content)]
+    return [_checked(row, f"{path}, element {number}", text) for number, row in enumerate(content)]
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:

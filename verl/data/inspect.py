@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from verl.config.known import CHAT_TEMPLATE_USES
 from verl.data.chat import ChatFormat, as_messages, load_tokenizer, plain_text
-from verl.data.columns import likely_column
+from verl.data.columns import STRINGS, is_text, likely_column
 from verl.data.files import Rows, read_rows
 from verl.data.segments import (
     Segment,
@@ -22,6 +23,7 @@ from verl.data.segments import (
     pair_segments,
     single_answer,
 )
+from verl.data.special_tokens import unmarked
 from verl.data.tool_messages import as_tools
 from verl.errors import DataError, VerlError
 
@@ -38,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model folder or id whose tokenizer and chat template to use")
     for name in ("prompt", "response", "messages", "tools"):
         parser.add_argument(f"--{name}_key", default=name, help=f"data.{name}_key (default: {name})")
+    parser.add_argument(
+        "--apply_chat_template",
+        choices=CHAT_TEMPLATE_USES,
+        default="auto",
+        help="data.apply_chat_template (default: auto)",
+    )
     parser.add_argument("--system_prompt", help="data.system_prompt")
     parser.add_argument("--chat_template", help="data.chat_template: a template file")
     parser.add_argument("--max_length", type=int, help="count what is longer, in tokens")
@@ -55,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if kind is None:
         guess = likely_column(keys["prompt"], "prompt", rows.column_names, rows[0])
         advice = f"; set data.prompt_key={guess} (try: --prompt_key {guess})" if guess else ""
+        if guess and is_text(rows[0].get(guess)):
+            advice += f". {STRINGS}"
         lines.append(f"not usable: there is no column '{keys['prompt']}' and no '{keys['messages']}'{advice}")
     else:
         lines.append(f"the trainer would read it as: {_KINDS[kind]}")
@@ -67,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
             lines.append(f"rows without a truth: {sum(truth_of(row) is None for row in rows)}")
         if args.model:
             tokenizer = load_tokenizer(args.model, args.trust_remote_code, args.chat_template, key="--model")
-            chat = ChatFormat(tokenizer, system_prompt=args.system_prompt)
+            chat = ChatFormat(
+                tokenizer, system_prompt=args.system_prompt, apply_chat_template=args.apply_chat_template
+            )
             measured, usable = _measure(rows, chat, kind, keys, args.max_length)
             lines += measured
         else:
@@ -127,7 +139,7 @@ def _measure(
             errors.append(str(error))
             continue
         split += [len(cut)] if len(cut) > 1 else []
-        first = first or "".join(segment.text for segment in cut[0])
+        first = first or _as_seen(chat, cut[0])
     lines = [f"refused: {len(errors)} of {len(rows)} rows, for example:"] if errors else []
     lines += [f"  {reason}" for reason in errors[:3]]
     if split:
@@ -148,6 +160,15 @@ def _measure(
         lines += ["", "of it, learned from:"]
         lines += [f"  {'>' if not at else '|'} {line}" for text in answers for at, line in _numbered(text)]
     return lines, not errors
+
+
+def _as_seen(chat: ChatFormat, segments: Sequence[Segment]) -> str:
+    """The text of a row, with the beginning token that is put in front of it."""
+    ids = chat.encode([segments[0].text])[0]
+    added = segments[0].takes_bos and chat.with_bos(ids) != ids
+    return (str(chat.tokenizer.bos_token) if added else "") + unmarked(
+        "".join(each.text for each in segments)
+    )
 
 
 def _numbered(text: str) -> Iterator[tuple[int, str]]:
@@ -177,7 +198,7 @@ def _rows_of(
         raw, text = chat.prompt_text(prompt, where)
         if not text:
             raise DataError(f"The prompt of {where} is empty.")
-        return [[Segment(text, learned=False, takes_bos=isinstance(raw, str))]]
+        return [[Segment(text, learned=False, takes_bos=chat.takes_bos(raw))]]
     answer_key = keys["response"] if kind == "pair" else "chosen"
     answer = single_answer(row.get(answer_key))
     if not isinstance(answer, str):

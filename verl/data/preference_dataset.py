@@ -1,8 +1,8 @@
 """Pairs of a chosen and a rejected answer to one prompt, for preference training and reward models.
 
 A pair is consecutive rows of a batch: chosen, rejected and, for kto, the chosen answer of another pair to this prompt.
-Pairs with equal answers are dropped and counted. All pairs are encoded at start, so that one that cannot be used is
-found before a model is loaded.
+Pairs with equal answers, also those that are equal once they are cut, are dropped and counted. All pairs are encoded at
+start, so that one that cannot be used is found before a model is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from verl.config.sections.preference import PreferenceAlgorithmConfig
-from verl.data.chat import ChatFormat, Messages, as_messages, conversation_ids, read_template
+from verl.data.chat import ChatFormat, Messages, as_messages, read_template
 from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader
@@ -74,9 +74,7 @@ class PreferenceDataset:
         self.files_key = "data.train_files" if training else "data.val_files"
         self.reference: np.ndarray | None = None
         """[pairs, rows of each]: the reference's log-probs of the answers, once they are known."""
-        self._chat = ChatFormat(
-            tokenizer, config.apply_chat_template_kwargs, system_prompt=config.system_prompt
-        )
+        self._chat = ChatFormat.of(tokenizer, config)
         self._keys = (config.prompt_key, config.chosen_key, config.rejected_key)
         split = "train" if training else "test"
         self.rows = files if isinstance(files, Rows) else read_rows(files, key=self.files_key, split=split)
@@ -90,7 +88,7 @@ class PreferenceDataset:
     def _encode_all(self, chosen_rows: np.ndarray) -> list[PreferenceItem]:
         items: list[PreferenceItem] = []
         config, total = self.config, len(chosen_rows)
-        same = cut = lost = longest = 0
+        same = cut = lost = alike = longest = 0
         for start in range(0, total, 512):
             numbers = [int(number) for number in chosen_rows[start : start + 512]]
             names = [self.rows.origin(number) for number in numbers]
@@ -112,15 +110,20 @@ class PreferenceDataset:
                 if any(not side[1].any() for side in sides):
                     lost += 1
                     continue
+                if np.array_equal(sides[0], sides[1]):
+                    alike += 1
+                    continue
                 items.append(PreferenceItem(sides, number, self._margin(number)))
-        self._report(total, len(items), same, cut, lost, longest)
+        self._report(total, len(items), same, cut, lost, alike, longest)
         return items
 
     def _encode(self, sides: list[Any], names: list[str]) -> list[tuple[list[int], list[int]]]:
         if self.use != "reward":
             return encode_segments(self._chat, sides, [name for name in names for _ in range(2)])
         # A value is computed before each token that is learned from: one more token asks for that of the last one.
-        rows = [conversation_ids(self.tokenizer, messages) for messages in sides]
+        chat = ChatFormat(self.tokenizer)
+        where = [name for name in names for _ in range(2)]
+        rows = [chat.conversation_ids(*side) for side in zip(sides, where, strict=True)]
         end: Any = self.tokenizer.pad_token_id
         return [([*ids, end], [0] * len(ids) + [int(bool(ids))]) for ids in rows]
 
@@ -150,7 +153,9 @@ class PreferenceDataset:
             for item, other in zip(items, [*items[1:], items[0]], strict=True)
         ]
 
-    def _report(self, total: int, kept: int, same: int, cut: int, lost: int, longest: int) -> None:
+    def _report(
+        self, total: int, kept: int, same: int, cut: int, lost: int, alike: int, longest: int
+    ) -> None:
         limit, truncation = self.config.max_length, self.config.truncation
         if cut and truncation == "error":
             raise DataError(
@@ -166,6 +171,7 @@ class PreferenceDataset:
             (same, "have two equal answers and are left out"),
             (cut, f"are cut to data.max_length={limit} tokens (data.truncation={truncation})"),
             (lost, "keep nothing of an answer when cut and are left out"),
+            (alike, "have two equal answers when cut and are left out"),
         ):
             if count:
                 logger.warning("%s: %d of %d pairs %s", self.files_key, count, total, meaning)
@@ -191,7 +197,7 @@ class PreferenceDataset:
             answer, prompt = [{"role": "assistant", "content": answer}], _as_user(prompt)
         if isinstance(answer, str):
             return pair_segments(self._chat, prompt, answer, where)
-        following, before = as_messages(answer), as_messages(prompt)
+        following, before = as_messages(answer), self._chat.messages_of(prompt)
         if following is None:
             raise DataError(f"{self.files_key}: '{key}' of {where} is neither a string nor messages.")
         if before is None:

@@ -93,13 +93,7 @@ class RLDataset:
             tokenizer.chat_template = read_template(config.chat_template)
         self.config = config
         self.files_key = files_key or ("data.train_files" if training else "data.val_files")
-        self._chat = ChatFormat(
-            tokenizer,
-            config.apply_chat_template_kwargs,
-            system_prompt=config.system_prompt,
-            raw_prompts=config.raw_prompts,
-            tools=None if callable(tools) else tools,
-        )
+        self._chat = ChatFormat.of(tokenizer, config, tools=None if callable(tools) else tools)
         self.rows = (
             files
             if isinstance(files, Rows)
@@ -238,20 +232,26 @@ def collate_prompts(items: Sequence[Mapping[str, Any]], uids: Sequence[str]) -> 
 def training_loader(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    rows: Rows | None = None,
     *,
     tools: Tools | ToolsOfRow | None = None,
     fit: Callable[[int], None] | None = None,
     answers: bool = False,
 ) -> Loader:
-    """The training prompts of the data section: files or mixture, shuffled or easiest first, resumable.
+    """The training prompts of the data section: `rows`, or files or mixture, shuffled or easiest first, resumable.
 
     `fit` is called with the rows per epoch before the size of a batch is read from `config`; `answers` as in
     `RLDataset`."""
     if config.dataloader_num_workers:
         # Calls with padding change a tokenizer while they last; the threads use a copy that nothing else calls.
         tokenizer = copy.deepcopy(tokenizer)
-    mixture, rows = _mixture_rows(config)
-    dataset = RLDataset(config, rows or config.train_files, tokenizer, tools=tools, answers=answers)
+    files_key = None if rows is None else "train()"
+    mixture: list[tuple[str, float, int, int]] = []
+    if rows is None:
+        mixture, rows = _mixture_rows(config)
+    dataset = RLDataset(
+        config, rows or config.train_files, tokenizer, tools=tools, files_key=files_key, answers=answers
+    )
     dataset.parts = [(name, first, end) for name, _, first, end in mixture]
     difficulty = dataset.difficulty(config.curriculum_key) if config.curriculum_key else None
     parts = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.data.chat import ChatFormat
+from verl.data.special_tokens import unmarked
 from verl.data.tool_messages import Messages, Tools, calls_as_text, read_calls, with_short_ids
 from verl.errors import DataError
 
@@ -20,11 +21,12 @@ class Segment:
     """Consecutive text of a row."""
 
     text: str
+    """With marks (`verl.data.special_tokens`)."""
     learned: bool
     takes_bos: bool = False
     """A string prompt: the tokenizer's beginning token goes in front."""
     ends: bool = False
-    """The end-of-sequence token is appended, unless it is there."""
+    """The end-of-sequence token is appended."""
 
 
 def pair_segments(
@@ -33,8 +35,8 @@ def pair_segments(
     """A prompt (string or messages) and the response to it; the end of the response is learned too."""
     raw, text = chat.prompt_text(prompt, where, tools)
     return [
-        Segment(text, learned=False, takes_bos=isinstance(raw, str)),
-        Segment(response, learned=True, ends=True),
+        Segment(text, learned=False, takes_bos=chat.takes_bos(raw)),
+        Segment(chat.answer(response, where), learned=True, ends=True),
     ]
 
 
@@ -47,6 +49,10 @@ def conversation_rows(
     begins with the answer before it, both are in one row. Where the template writes earlier messages differently (Qwen
     3 drops their thinking once a question follows), a new row begins, and all before its answer is context. So every
     answer is learned once. Answers before message `learn_from` are context."""
+    if chat.apply_chat_template == "never":
+        raise DataError(
+            f"{where} is a conversation, which needs the chat template: data.apply_chat_template=never leaves it out."
+        )
     known = sum(message["role"] == "assistant" for message in messages[:learn_from])
     messages = _for_template(read_calls(messages, where), chat, where, tools)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"][known:]
@@ -121,7 +127,7 @@ def _context_and_answer(messages: Messages, chat: ChatFormat, where: str, tools:
     if not answer:
         raise DataError(
             f"The chat template does not write the answer of {where} after the text that prompts it, which ends with "
-            f"{before[-60:]!r}. Use another one (data.chat_template=FILE)."
+            f"{unmarked(before)[-60:]!r}. Use another one (data.chat_template=FILE)."
         )
     if not _written(last, answer):
         kind = "the content of messages with tool_calls" if last.get("tool_calls") else "part of the answers"
@@ -134,7 +140,7 @@ def _context_and_answer(messages: Messages, chat: ChatFormat, where: str, tools:
 def _written(message: Mapping[str, Any], text: str) -> bool:
     """Whether the template's text has the content of a message; templates trim it, and rewrite the thinking."""
     content = message["content"]
-    return not isinstance(content, str) or content.rpartition("</think>")[2].strip() in text
+    return not isinstance(content, str) or content.rpartition("</think>")[2].strip() in unmarked(text)
 
 
 def encode_segments(

@@ -84,9 +84,7 @@ class SFTDataset:
         self.config = config
         self.tokenizer = tokenizer
         self.files_key = "data.train_files" if training else "data.val_files"
-        self._chat = ChatFormat(
-            tokenizer, config.apply_chat_template_kwargs, system_prompt=config.system_prompt
-        )
+        self._chat = ChatFormat.of(tokenizer, config)
         split = "train" if training else "test"
         self.rows = files if isinstance(files, Rows) else read_rows(files, key=self.files_key, split=split)
         self._conversations = self._find_columns()

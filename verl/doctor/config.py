@@ -129,7 +129,7 @@ def model(arguments: list[str]) -> Iterator[Finding]:
         yield Finding("tokenizer", "ok", f"{len(tokenizer)} tokens, with a chat template")
     else:
         seen = f"{len(tokenizer)} tokens, no chat template: rows with messages are refused"
-        yield Finding("tokenizer", "note", seen, "data.chat_template=FILE, or data.raw_prompts=True")
+        yield Finding("tokenizer", "note", seen, "data.chat_template=FILE, or data.apply_chat_template=never")
     try:
         opened = open_causal_lm
         if kind_of(arguments) == "reward":

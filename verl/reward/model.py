@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verl.algorithms.balance import sequence_work
 from verl.config.sections.reward import RewardModelConfig
-from verl.data.chat import conversation_ids
+from verl.data.chat import ChatFormat
 from verl.errors import ModelError, TrainingHalted
 from verl.models.loading import torch_dtype
 from verl.models.rope import per_row, row_lengths
@@ -40,6 +40,7 @@ class RewardModel:
         self.model = model.eval().requires_grad_(False)
         per_row(model)
         self.tokenizer = tokenizer
+        self._chat = ChatFormat(tokenizer)
         self.device = device
         self.max_length = max_length
         self.batch_size = batch_size
@@ -109,7 +110,7 @@ class RewardModel:
     def encode(self, sample: RewardSample) -> tuple[list[int], bool]:
         messages = sample.messages or [{"role": "user", "content": sample.prompt}]
         conversation = [*messages, {"role": "assistant", "content": sample.response}]
-        ids = conversation_ids(self.tokenizer, conversation)
+        ids = self._chat.conversation_ids(conversation)
         # The end is what is judged, so the beginning is cut.
         return ids[-self.max_length :] or [self._pad], len(ids) > self.max_length
 

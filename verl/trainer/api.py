@@ -1,4 +1,4 @@
-"""The Python API: a model, a tokenizer, a few numbers, and `train(dataloader)`. The same loop as the commands."""
+"""The Python API: a model, a tokenizer, a few numbers, and `train(rows)`. The same loop as the commands."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class TrainingConfig:
     """The numbers one usually changes. `overrides` reaches every other key, by its full name."""
 
     total_epochs: int = 1
-    """Passes over the dataloader."""
+    """Passes over the rows, or over the dataloader."""
     batch_size: int = 8
-    """Prompts per step; as many as a batch of the dataloader holds."""
+    """Prompts per step; as many as a batch of a dataloader holds."""
     learning_rate: float = 1e-6
     """Of AdamW, constant."""
     ppo_epochs: int = 1
@@ -60,7 +60,7 @@ class PPOTrainer:
     """PPO with a critic.
 
     >>> trainer = PPOTrainer(model, tokenizer, config, reward_function=compute_reward)  # doctest: +SKIP
-    >>> trainer.train(train_dataloader)  # doctest: +SKIP
+    >>> trainer.train([{"prompt": "1 + 1 =", "answer": "2"}, ...])  # doctest: +SKIP
 
     Args:
         model: A loaded causal language model of transformers. It is trained in place; of one with LoRA adapters
@@ -156,12 +156,13 @@ class PPOTrainer:
         return {"algorithm.use_kl_in_reward": coef > 0, "algorithm.kl_ctrl.kl_coef": coef}
 
     def train(self, train_dataloader: Iterable[Any]) -> RunResult:
-        """Train on the dataloader's prompts; the model given is the one that learns, in place.
+        """Train on the prompts; the model given is the one that learns, in place.
 
         Args:
-            train_dataloader: An iterable of batches, read once per epoch. A batch is a list of prompts (strings or
-                lists of messages), a list of rows (dicts with `prompt` and further columns), or what torch's default
-                collation makes of such rows.
+            train_dataloader: Rows, or batches. Rows are dicts with `prompt` (a string or a list of messages) and
+                further columns, in a list or a dataset of Hugging Face: they are batched by `batch_size` and
+                shuffled, as those of a file are. A dataloader gives its own batches, once per epoch: lists of
+                prompts, lists of rows, or what torch's default collation makes of rows.
 
         Returns:
             The run folder, the metrics of the last step and the number of steps.
@@ -169,11 +170,11 @@ class PPOTrainer:
         from torch import device
 
         from verl.models.external_model import avoid_slow_bf16, unwrapped
-        from verl.trainer.external_batches import ExternalLoader
+        from verl.trainer.external_batches import rows_or_batches
         from verl.trainer.main_ppo import run
 
         cfg = self.run_config(quiet=True)
-        loader = ExternalLoader(train_dataloader, cfg.data, self.tokenizer)
+        prompts = rows_or_batches(train_dataloader, cfg.data, self.tokenizer)
         with unwrapped(self.model) as model, handed_back(model):
             if cfg.actor_rollout_ref.model.dtype == "auto":
                 avoid_slow_bf16(model, device("cpu" if on_cpu(cfg) else "cuda"))
@@ -182,7 +183,7 @@ class PPOTrainer:
                 reward_function=self.reward_function,
                 model=model,
                 tokenizer=self.tokenizer,
-                train_loader=loader,
+                train_loader=prompts,
             )
 
 

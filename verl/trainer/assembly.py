@@ -14,6 +14,7 @@ from verl.config.batch_math import batch_plan
 from verl.config.batch_math import render as render_batches
 from verl.config.model_path import vocabulary_size
 from verl.data.chat import load_tokenizer, warn_of_vocabulary
+from verl.data.files import Rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import training_loader, validation_loader
 from verl.observe.diagnoses.crashes import likely_fix
@@ -86,7 +87,8 @@ def open_run(
             stack.callback(agents.close)
         tools = None if agents is None else agents.schemas
         val_loader = validation_loader(cfg.data, tokenizer, tools=tools)
-        if train_loader is not None:
+        rows = train_loader if isinstance(train_loader, Rows) else None
+        if train_loader is not None and rows is None:
             train_loader.tools, train_loader.answers = tools, learns_from_data(cfg)
         else:
             # Who only validates draws nothing for training: data.train_files need not be there.
@@ -94,7 +96,7 @@ def open_run(
                 val_loader
                 if cfg.trainer.val_only
                 else training_loader(
-                    cfg.data, tokenizer, tools=tools, fit=fit_to(cfg), answers=learns_from_data(cfg)
+                    cfg.data, tokenizer, rows, tools=tools, fit=fit_to(cfg), answers=learns_from_data(cfg)
                 )
             )
         loaders = [train_loader, val_loader]

@@ -1,7 +1,8 @@
-"""A user's own dataloader as a source of prompts for the loop.
+"""A user's own rows or dataloader as a source of prompts for the loop.
 
-A batch may be a list of strings (prompts), a list of rows (dicts with the columns of a data file), a dict of
-columns as torch's DataLoader collates them, or a DataProto with `prompt_ids`.
+Rows (dicts with the columns of a data file, in a list or a dataset) are trained on as those of a file are. A batch of a
+dataloader may be a list of strings (prompts), a list of rows, a dict of columns as torch's DataLoader collates them, or
+a DataProto with `prompt_ids`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from verl.data.chat import as_messages
 from verl.data.files import Rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import RLDataset
@@ -27,18 +29,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def rows_or_batches(given: Any, config: DataConfig, tokenizer: Any) -> Rows | ExternalLoader:
+    """What was given to train(): rows, which are all read now, or a dataloader's batches."""
+    if isinstance(given, (str, bytes, Mapping)) or not (
+        hasattr(given, "__iter__") or (hasattr(given, "__getitem__") and hasattr(given, "__len__"))
+    ):
+        keys = f" of {', '.join(map(str, given))}: give one of them" if isinstance(given, Mapping) else ""
+        raise DataError(
+            f"train() got a {type(given).__name__}{keys}; expected rows (a list of dicts, a dataset) or a dataloader: "
+            "an iterable of batches of prompts or rows. Files are trained on by `verl train data.train_files=...`"
+        )
+    if not hasattr(given, "__iter__"):  # a map-style dataset
+        given = [given[number] for number in range(len(given))]
+    loader = ExternalLoader(given, config, tokenizer)
+    first = loader.peek()
+    if isinstance(first, Mapping) and _is_row(first, config.prompt_key):
+        return Rows.from_list(loader.left(), "the rows given to train()")
+    return loader
+
+
 class ExternalLoader:
     """The part of `verl.data.loader.Loader` the loop uses, over batches that come from outside."""
 
     def __init__(self, batches: Iterable[Any], config: DataConfig, tokenizer: Any) -> None:
-        if isinstance(batches, (str, bytes, Mapping)) or not hasattr(batches, "__iter__"):
-            raise DataError(
-                f"train() got a {type(batches).__name__}; expected a dataloader: an iterable of batches of prompts "
-                "or rows. Files are trained on by `verl train data.train_files=...`"
-            )
         self._batches = _of_rows(batches) if hasattr(batches, "__len__") else list(batches)
         if len(self._batches) == 0:  # type: ignore[arg-type]
-            raise DataError("the dataloader has no batches")
+            raise DataError("train() got no rows and no batches: the data is empty")
         self._config = config
         self._tokenizer = tokenizer
         self.tools: Any = None
@@ -49,14 +65,23 @@ class ExternalLoader:
         self._opened: Iterator[Any] | None = None
         self._first: RLDataset | None = None
 
+    def peek(self) -> Any:
+        """The first batch, or None. The iterator is kept for the first epoch, so that a sampler draws once."""
+        opened = self.left()
+        batch = next(opened, None)
+        self._opened = opened if batch is None else chain([batch], opened)
+        return batch
+
+    def left(self) -> Iterator[Any]:
+        """The batches of an epoch, as they were given."""
+        opened, self._opened = self._opened or iter(self._batches), None
+        return opened
+
     @property
     def dataset(self) -> RLDataset | None:
-        """The rows of the first batch, checked before training; None for batches without rows. The iterator is kept
-        for the first epoch, so that a sampler draws once."""
-        if self._first is None and self._opened is None:
-            opened = iter(self._batches)
-            batch = next(opened, None)
-            self._opened = opened if batch is None else chain([batch], opened)
+        """The rows of the first batch, checked before training; None for batches without rows."""
+        if self._first is None and self.position == 0:
+            batch = self.peek()
             if batch is not None and not isinstance(batch, DataProto):
                 self._first = self._rows(batch)
                 self._compare_size(len(self._first))
@@ -78,8 +103,7 @@ class ExternalLoader:
 
     def __iter__(self) -> Iterator[DataProto]:
         epoch, skip = self.epoch, self.position
-        opened, self._opened = self._opened or iter(self._batches), None
-        for number, batch in enumerate(opened):
+        for number, batch in enumerate(self.left()):
             if number < skip:
                 continue
             last = number + 1 == len(self)
@@ -132,10 +156,7 @@ def rows_of(
     """Rows as a data file would have them. `what`: how messages begin."""
     if isinstance(batch, Mapping):
         _require_prompt(batch, prompt_key)
-        collated = _conversations_collated(batch[prompt_key])
-        pick = _pick_collated if collated else _pick
-        count = len(batch[prompt_key][0]["role"]) if collated else len(batch[prompt_key])
-        return [{name: pick(column, row) for name, column in batch.items()} for row in range(count)]
+        return [dict(batch)] if _is_row(batch, prompt_key) else _rows_of_columns(batch, prompt_key)
     items = list(batch) if isinstance(batch, (list, tuple)) else []
     if items and all(isinstance(item, Mapping) for item in items) and "role" not in items[0]:
         _require_prompt(items[0], prompt_key)
@@ -149,19 +170,51 @@ def rows_of(
     )
 
 
+def _rows_of_columns(batch: Mapping[str, Any], prompt_key: str) -> list[dict[str, Any]]:
+    """The rows of a batch whose values are columns: one value for each row."""
+    prompts = batch[prompt_key]
+    collated = _conversations_collated(prompts)
+    if not isinstance(prompts, (list, tuple)) or not (collated or all(map(_is_prompt, prompts))):
+        raise DataError(
+            f"'{prompt_key}' of a batch is {str(prompts)[:80]!r} ({type(prompts).__name__}); in a row it is a text or "
+            "a list of messages with 'role' and 'content', in a batch a list of those"
+        )
+    pick = _pick_collated if collated else _pick
+    count = len(prompts[0]["role"]) if collated else len(prompts)
+    for name, column in batch.items():
+        if not isinstance(column, Mapping) and not collated and _length(column) != count:
+            raise DataError(
+                f"'{name}' of a batch of {count} prompts is {str(column)[:80]!r} ({type(column).__name__}); it must "
+                "hold one value for each of them"
+            )
+    return [{name: pick(column, row) for name, column in batch.items()} for row in range(count)]
+
+
+def _length(column: Any) -> int | None:
+    """How many values a column has; None for what is no column."""
+    try:
+        return None if isinstance(column, (str, bytes)) else len(column)
+    except TypeError:
+        return None
+
+
+def _is_row(item: Mapping[str, Any], prompt_key: str) -> bool:
+    """Whether a mapping is one row: its prompt is a text or a conversation, not a column of them."""
+    prompt = item.get(prompt_key)
+    return isinstance(prompt, str) or as_messages(prompt) is not None
+
+
 def _require_prompt(row: Mapping[str, Any], prompt_key: str) -> None:
     if prompt_key not in row:
         raise DataError(
-            f"a batch of the dataloader has the columns {sorted(map(str, row))} but no '{prompt_key}'; rename the "
+            f"the given rows have the columns {sorted(map(str, row))} but no '{prompt_key}'; rename the "
             "column or give TrainingConfig(overrides={'data.prompt_key': ...})"
         )
 
 
 def _is_prompt(item: Any) -> bool:
     """A text, or a conversation."""
-    return isinstance(item, str) or (
-        isinstance(item, (list, tuple)) and all(isinstance(message, Mapping) for message in item)
-    )
+    return isinstance(item, str) or as_messages(item) is not None
 
 
 def _conversations_collated(column: Any) -> bool:

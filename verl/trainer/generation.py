@@ -57,7 +57,8 @@ _CONTENT_KEYS = (
     "chat_template",
     "apply_chat_template_kwargs",
     "system_prompt",
-    "raw_prompts",
+    "apply_chat_template",
+    "parse_special_tokens",
     "save_token_ids",
     "save_log_probs",
 )

@@ -66,7 +66,7 @@ def run(
         reward_function: A function or a list of functions.
         model: A loaded model, which is trained in place; one process only.
         tokenizer: The model's tokenizer.
-        train_loader: The source of prompts, with the interface of `verl.data.loader`.
+        train_loader: The source of prompts: rows, or what has the interface of `verl.data.loader`.
         live: Show the live display, where output is a terminal.
 
     Returns:

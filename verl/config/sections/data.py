@@ -24,19 +24,28 @@ class MixtureConfig:
 
 
 @dataclass
-class _TemplateConfig:
+class TemplateConfig:
     """How a row becomes text."""
 
     prompt_key: str = key("prompt", "column that holds the prompt: messages or a string")
     chat_template: str | None = key(None, "Jinja file that replaces the tokenizer's chat template", path=True)
+    apply_chat_template: str = key(
+        "auto",
+        "auto: messages get the chat template, strings are used as they are, with a notice; always: a string is a "
+        "message of the user; never: strings as they are, messages joined by newlines",
+        known=known.CHAT_TEMPLATE_USES,
+    )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "passed to the chat template, e.g. {enable_thinking: false}"
     )
     system_prompt: str | None = key(None, "system message put first where a row's messages have none")
+    parse_special_tokens: bool = key(
+        False, "special tokens that contents spell become special tokens; False: they stay text"
+    )
 
 
 @dataclass
-class PromptsConfig(_TemplateConfig):
+class PromptsConfig(TemplateConfig):
     """Prompts to generate for, in training and from a file."""
 
     max_prompt_length: int = key(512, "longest prompt, in tokens", ge=1)
@@ -51,11 +60,10 @@ class PromptsConfig(_TemplateConfig):
         path=True,
         used_if=".filter_overlong_prompts",
     )
-    raw_prompts: bool = key(False, "use string prompts as they are; join messages without a chat template")
 
 
 @dataclass
-class _RowsConfig(_TemplateConfig):
+class _RowsConfig(TemplateConfig):
     """What reinforcement learning and supervised fine-tuning share."""
 
     train_files: list[str] = key(

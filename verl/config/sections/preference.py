@@ -40,11 +40,17 @@ class PreferenceDataConfig(OfflineDataConfig):
 class RewardDataConfig(PreferenceDataConfig):
     """Pairs of answers, with how much better the chosen one is."""
 
+    apply_chat_template: str = shared(
+        OfflineDataConfig, "apply_chat_template", f"no effect: {_AS_SCORED}", "@never"
+    )
     apply_chat_template_kwargs: dict[str, Any] = shared(
         OfflineDataConfig, "apply_chat_template_kwargs", f"no effect: {_AS_SCORED}", "@never"
     )
     system_prompt: str | None = shared(
         OfflineDataConfig, "system_prompt", f"no effect: {_AS_SCORED}", "@never"
+    )
+    parse_special_tokens: bool = shared(
+        OfflineDataConfig, "parse_special_tokens", f"no effect: {_AS_SCORED}", "@never"
     )
     margin_key: str = key(
         "margin", "column with how much better the chosen answer is; used where the rows have it"
