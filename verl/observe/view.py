@@ -147,7 +147,7 @@ def _serve(paths: list[Path], port: int | None, console: Console) -> int:
     if not found:
         raise DataError(f"there is no run in or below {paths[0]}; give a run folder: verl view RUN --serve")
     with WebServer(WebData(found, live=True), port) as server:
-        write(console, styled(f"{server.url}   (Ctrl-C ends)"))
+        write(console, styled(f"{server.url}/   (Ctrl-C ends)"))
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0
