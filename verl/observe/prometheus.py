@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from verl import __version__, http_server
 from verl.errors import ConfigError
+from verl.json_input import read_json
 from verl.observe.live import METRICS, Snapshot, live
 
 _FAMILIES: dict[str, type[Metric]] = {
@@ -51,8 +52,9 @@ class Counts:
         self._path = path
         self._before: dict[str, list[float]] = {}
         if path is not None:
-            with contextlib.suppress(OSError, ValueError):
-                read = json.loads(path.read_text(encoding="utf-8"))
+            # Of another program, or damaged: counts begin at 0.
+            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
+                read = read_json(path)
                 self._before = {str(key): [float(value) for value in values] for key, values in read.items()}
         self._now = dict(self._before)
 
@@ -69,6 +71,7 @@ class Counts:
             values = [old + new for old, new in zip(before, values, strict=True)]
         # Of two scrapes at a time the later one may have taken its numbers first.
         last = self._now.get(key, values)
+        last = last if len(last) == len(values) else values
         self._now[key] = [max(pair) for pair in zip(last, values, strict=True)]
         return self._now[key]
 

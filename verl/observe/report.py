@@ -29,11 +29,16 @@ _LEVEL = 4
 
 
 def write_report(
-    folder: Path | str, title: str | None = None, others: Sequence[Path] = (), *, ended: bool = False
+    folder: Path | str,
+    title: str | None = None,
+    others: Sequence[Path] = (),
+    *,
+    ended: bool = False,
+    outside: bool = False,
 ) -> Path:
-    """Write `report.html` from what the run folder holds so far; of `others`, and of the runs a fork descends from,
-    curves and settings. `ended`: the run is over, although this process still holds its lock."""
-    data = WebData([Path(folder), *others], live=False)
+    """Write `report.html` from what the run folder holds so far; of `others` curves and settings. `ended`: the run is
+    over, although this process still holds its lock. `outside`: as for `WebData`."""
+    data = WebData([Path(folder), *others], live=False, outside=outside)
     first = data.runs[0]
     first.run.ended = ended
     target = first.run.path / "report.html"

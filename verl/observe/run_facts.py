@@ -45,6 +45,7 @@ def notes(run: Run) -> list[str]:
         f"an earlier start crashed: {earlier[0].splitlines()[0]}" if earlier else "",
         f"{bad} batches without a finite gradient are in {run.path / 'bad_batches'}" if bad else "",
         f"{run.log.damaged} lines of metrics.jsonl cannot be read" if run.log.damaged else "",
+        *(f"{key} is outside of the run folder and not read; --outside reads it" for key in run.left_out()),
     )
     return [note for note in found if note]
 

@@ -19,7 +19,6 @@ grows: lines of it that a full disk or a kill cut short are skipped by readers a
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import re
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError, VerlError
+from verl.json_input import parse_json
 from verl.observe.findings import Finding
 from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_metrics
 from verl.observe.lineage import LINEAGE, read_lineage
@@ -47,6 +47,11 @@ def default_run_path(project: str, experiment: str) -> Path:
     return Path("checkpoints") / project / experiment
 
 
+def expanded(path: Path | str) -> Path:
+    """With the home folder for a leading ~; unlike `Path.expanduser`, as it is where that user does not exist."""
+    return Path(os.path.expanduser(path))
+
+
 class RunFolder:
     """A run folder, opened for writing and locked until `close`."""
 
@@ -57,11 +62,9 @@ class RunFolder:
         rollout_dir: Path | str | None = None,
         validation_dir: Path | str | None = None,
     ) -> None:
-        self.path = Path(path).expanduser().absolute()
-        self.rollout_dir = Path(rollout_dir).expanduser() if rollout_dir else self.path / "rollouts"
-        self.validation_dir = (
-            Path(validation_dir).expanduser() if validation_dir else self.path / "validation"
-        )
+        self.path = expanded(path).absolute()
+        self.rollout_dir = expanded(rollout_dir) if rollout_dir else self.path / "rollouts"
+        self.validation_dir = expanded(validation_dir) if validation_dir else self.path / "validation"
         _require_writable(self.path, "trainer.default_local_dir")
         for folder, key in (
             (self.rollout_dir, "trainer.rollout_data_dir"),
@@ -321,7 +324,7 @@ def _length_up_to(file: Path, step: int) -> int:
     with open(file, "rb") as lines:
         for line in lines:
             try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                if not line.endswith(b"\n") or parse_json(line)["step"] > step:
                     break
             except (ValueError, KeyError, TypeError):
                 break

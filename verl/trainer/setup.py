@@ -181,7 +181,7 @@ def try_write_report(folder: RunFolder) -> None:
 
     try:
         folder.wait()
-        write_report(folder.path, ended=True)
+        write_report(folder.path, ended=True, outside=True)
     except Exception as error:
         logger.warning(
             "the report in %s could not be written: %s: %s", folder.path, type(error).__name__, error
