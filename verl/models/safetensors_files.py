@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from verl.atomic_file import mode_of_new_files
 from verl.config.model_path import weight_map
 from verl.errors import ModelError
 
@@ -23,8 +24,9 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def let_others_read(folder: Path) -> None:
     """safetensors creates files that only their owner may read, unlike the files beside them."""
+    mode = mode_of_new_files(folder)
     for file in folder.glob("*.safetensors"):
-        file.chmod(0o644)
+        file.chmod(mode)
 
 
 def model_file(path: str, name: str) -> Path | None:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.atomic_file import replacing
 from verl.errors import ConfigError, VerlError
 from verl.json_input import parse_json
 from verl.observe.findings import Finding
@@ -250,7 +251,7 @@ class _FolderLock:
                 "trainer.experiment_name or trainer.default_local_dir"
             )
         try:
-            self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise VerlError(_cannot_write(folder / ".lock", error, "trainer.default_local_dir")) from None
         try:
@@ -287,17 +288,10 @@ def locked_by_this_process(folder: Path) -> bool:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content` atomically, also when the machine stops in the middle."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as draft, open(draft, "wb") as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _move_aside(path: Path, name: str) -> Path:
