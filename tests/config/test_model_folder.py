@@ -167,6 +167,11 @@ def test_counts_of_no_model_are_refused_before_anything_is_built(
     assert not built
 
 
+def test_a_generation_config_that_is_no_object_is_named(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("[1]")
+    assert "generation_config.json' describes no model" in problem(folder)
+
+
 def test_what_is_neither_file_nor_folder_is_refused(folder: Path) -> None:
     os.mkfifo(folder / "tokenizer.json")
     assert "tokenizer.json' is neither a file nor a folder" in problem(folder)

@@ -98,7 +98,7 @@ def test_a_pickle_that_is_no_weights_is_refused_and_not_run(folder, tmp_path):
 def test_a_generation_config_of_something_else_is_named(folder, text):
     (folder / "generation_config.json").write_text(text)
     for load in (open_causal_lm, partial(load_causal_lm, device="cpu")):
-        with pytest.raises(ModelError, match=r"generation_config\.json|cannot load weights"):
+        with pytest.raises(ModelError, match=r"generation_config\.json"):
             load(str(folder), dtype=torch.float32)
 
 

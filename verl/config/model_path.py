@@ -47,7 +47,7 @@ def folder_problem(path: str, key: str, *, language_model: bool = True) -> str |
         return f"{key}: there is no model folder '{path}'{_siblings(folder)}" if local else None
     if not (folder / "config.json").is_file():
         return f"{key}: the model folder '{path}' has no config.json{_what_it_is(folder)}"
-    problem = config_problem(folder / "config.json")
+    problem = config_problem(folder)
     if problem:
         return f"{key}: {problem}"
     odd = sorted(
@@ -62,16 +62,22 @@ def folder_problem(path: str, key: str, *, language_model: bool = True) -> str |
     return _weights_problem(folder, key)
 
 
-def config_problem(file: Path) -> str | None:
-    """Why no model can be built from a config.json, where that can be told before building it."""
-    try:
-        config = read_json(file)
-    except (OSError, ValueError) as error:
-        return f"'{file}' cannot be read as JSON: {error}"
-    if not isinstance(config, dict):
-        return f"'{file}' describes no model"
-    excess = _excess(config)
-    return f"'{file}' has {excess}" if excess else None
+def config_problem(folder: Path) -> str | None:
+    """Why no model can be built by the config.json of a folder, and the generation_config.json where it has one; what
+    can be told before building it."""
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if not file.is_file():
+            continue
+        try:
+            config = read_json(file)
+        except (OSError, ValueError) as error:
+            return f"'{file}' cannot be read as JSON: {error}"
+        if not isinstance(config, dict):
+            return f"'{file}' describes no model"
+        excess = _excess(config)
+        if excess:
+            return f"'{file}' has {excess}"
+    return None
 
 
 def _excess(config: Mapping[str, Any]) -> str:

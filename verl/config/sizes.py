@@ -131,7 +131,7 @@ def read_sizes(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        if (folder / "config.json").is_file() and (problem := config_problem(folder / "config.json")):
+        if problem := config_problem(folder):
             raise ValueError(problem)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name, value in (override or {}).items():

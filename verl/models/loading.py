@@ -64,7 +64,7 @@ def load_config(
         path = str(folder)
     try:
         file = model_file(path, "config.json")
-        if file is not None and (problem := config_problem(file)):
+        if file is not None and (problem := config_problem(file.parent)):
             raise ValueError(problem)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # damaged files raise anything
