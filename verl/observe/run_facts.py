@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.masking import mask_values
 from verl.observe.jsonl import jsonable
 from verl.observe.lineage import Lineage
 from verl.observe.run_reader import Run, checkpoint_steps, duration, is_run, read_crash, state_of
@@ -60,7 +61,7 @@ def flat_config(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             found.update(flat_config(value, f"{prefix}{name}."))
         else:
-            found[f"{prefix}{name}"] = jsonable(value)
+            found[f"{prefix}{name}"] = mask_values(jsonable(value), str(name))
     return found
 
 

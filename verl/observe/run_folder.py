@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.atomic_file import replacing
+from verl.config.masking import mask_text
 from verl.errors import ConfigError, VerlError
 from verl.json_input import parse_json
 from verl.observe.findings import Finding
@@ -213,7 +214,7 @@ class RunFolder:
         parts.append(f"When: {time.strftime('%Y-%m-%d %H:%M:%S %Z')}")
         parts.append("".join(traceback.format_exception(error)).rstrip())
         try:
-            write_atomically(self._crash_file, "\n\n".join(parts) + "\n")
+            write_atomically(self._crash_file, mask_text("\n\n".join(parts)) + "\n")
         except OSError as failed:  # the crash itself matters more than its record
             logger.warning("%s could not be written: %s", self._crash_file, failed)
 

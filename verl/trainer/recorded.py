@@ -80,16 +80,20 @@ class Recorded:
         keys = schema_keys(self.kind)
         default = from_dict(self.kind, {}, checked=False, quiet=True)
         chosen = [name for name in keys if get(whole, name) != get(default, name)]
+
+        def add(name: str) -> None:
+            value = whole.from_environment.get(name, to_dict(get(whole, name)))
+            set_path(tree, name, jsonable(value))
+
         for name in chosen:
-            set_path(tree, name, jsonable(to_dict(get(whole, name))))
+            add(name)
         # A value that was chosen to be the default, where another would follow.
         for name in _different(keys, self._built(tree), whole):
-            set_path(tree, name, jsonable(to_dict(get(whole, name))))
+            add(name)
         for name in chosen:
-            value = get(whole, name)
             del_path(tree, name)
             if _different(keys, self._built(tree), whole):
-                set_path(tree, name, jsonable(to_dict(value)))
+                add(name)
         return tree
 
     def _built(self, values: dict[str, Any]) -> Any:
