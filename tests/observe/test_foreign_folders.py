@@ -135,3 +135,21 @@ def test_counters_of_another_program_begin_at_zero(tmp_path: Path, text: str) ->
 def test_counters_with_other_buckets_begin_at_zero(tmp_path: Path) -> None:
     (tmp_path / "counters.json").write_text('{"p name": [1.0, 2.0]}')
     assert Counts(tmp_path / "counters.json").reached("p", "name", "", [5.0]) == [5.0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {
+            "actor_rollout_ref": {},
+            "trainer": {"rollout_data_dir": "~nosuchuser/x", "validation_data_dir": [1]},
+        },
+        {"model": {}, "trainer": {}, "algorithm": 5},
+        {"actor_rollout_ref": {}, "trainer": 3},
+    ],
+)
+def test_commands_that_repeat_a_run_refuse_a_foreign_one_with_an_error(tmp_path: Path, config: Any) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0)]})
+    (run / "config.yaml").write_text(json.dumps(config))
+    for command in (["replay", str(run), "--step", "1"], ["fork", str(run), "--step", "1", "--name", "b"]):
+        assert cli.main(command) == 2, command

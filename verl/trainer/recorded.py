@@ -18,6 +18,7 @@ from verl.config.sources import del_path, load_yaml, set_path
 from verl.errors import ConfigError, DataError
 from verl.observe.jsonl import jsonable
 from verl.observe.lineage import Lineage, read_lineage
+from verl.observe.run_folder import expanded
 
 if TYPE_CHECKING:
     Trained = type[PPOConfig] | type[OfflineConfig]
@@ -102,7 +103,7 @@ class Recorded:
 
 def open_recorded(path: Path) -> Recorded:
     """Read config.yaml of a run folder; DataError where it is none of a training command."""
-    path = path.expanduser().absolute()
+    path = expanded(path).absolute()
     if not (path / "config.yaml").is_file():
         kind = "has no config.yaml" if path.is_dir() else "is no folder"
         raise DataError(f"{path} {kind}; give a run folder (checkpoints/PROJECT/EXPERIMENT)")
@@ -117,8 +118,8 @@ def _kind(values: dict[str, Any], path: Path) -> Trained:
         raise ConfigError(
             f"{path / 'config.yaml'} is not of a training command: {', '.join(COMMANDS.values())}"
         )
-    algorithm = values.get("algorithm") or {}
-    if "loss" in algorithm:
+    algorithm = values.get("algorithm")
+    if isinstance(algorithm, dict) and "loss" in algorithm:
         return DPOConfig
     return RewardTrainingConfig if algorithm else SFTConfig
 
