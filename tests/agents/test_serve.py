@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import json
 import math
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.agents.base import ToolCall, ToolFailed
-from verl.agents.builtin_tools import Passages, calculator, python_within, search_in, split_passages
-from verl.agents.serve import ToolServer, own_tools, run, user_tools
+from verl.agents.builtin_tools import (
+    Passages,
+    builtin_spec,
+    calculator,
+    python_within,
+    search_in,
+    split_passages,
+)
+from verl.agents.serve import Tools, ToolServer, run, served_tools
 from verl.agents.tool_server import ServerTools, connect_tool_server
 from verl.config.sections.reward import SandboxConfig
 from verl.errors import ConfigError
@@ -41,6 +49,8 @@ LONG_S = 120.0
         ("-7 // 2 % 5", str(-7 // 2 % 5)),
         ("sqrt(2)", "1.41421356237"),
         ("max(1, gcd(12, 18), round(2.5))", "6"),
+        ("round(2.345, 2) + round(123, -1)", "122.35"),
+        ("round(10 ** 1000, -900) - 10 ** 1000", "0"),
         (" 2*pi ", "6.28318530718"),
         ("1e400", "inf"),
     ],
@@ -93,6 +103,9 @@ def test_integers_are_exact(expression):
         "1 if 1 else 2",
         "sqrt('4')",
         "1 << 100000000",
+        "round(1, -5000)",
+        "round(1, -30000000)",
+        "round(1.5, 10 ** 9)",
     ],
 )
 def test_what_is_no_small_arithmetic_is_refused(expression):
@@ -203,11 +216,20 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(functions: Path) -> Iterator[ToolServer]:
+def server(functions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolServer]:
+    documents = tmp_path_factory.mktemp("documents")
+    (documents / "fox.txt").write_text("The quick brown fox.")
+    python = SandboxConfig(timeout_s=2.0, allow_unisolated=True)
     with (
-        user_tools([str(functions)], 2.0) as further,
-        ToolServer("127.0.0.1", 0, own_tools([calculator]) | further) as server,
+        served_tools(builtin_spec(python, documents), [str(functions)], 2.0) as tools,
+        serving(tools) as server,
     ):
+        yield server
+
+
+@contextlib.contextmanager
+def serving(tools: Tools) -> Iterator[ToolServer]:
+    with ToolServer("127.0.0.1", 0, tools) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
@@ -217,7 +239,7 @@ def server(functions: Path) -> Iterator[ToolServer]:
 
 def call(server: ToolServer, name: str, arguments: Any) -> str:
     async def run() -> str:
-        tools = await connect_tool_server(server.address, LONG_S)
+        tools = await connect_tool_server(server.url, LONG_S)
         assert isinstance(tools, ServerTools)
         try:
             return await tools.call("s", ToolCall(name, arguments), LONG_S)
@@ -240,7 +262,15 @@ def ask(server: ToolServer, method: str, path: str, body: bytes = b"", **headers
 def test_tools_of_both_kinds_are_listed_with_their_schemas(server):
     status, content = ask(server, "GET", "/tools")
     listed = {schema["function"]["name"]: schema["function"] for schema in content["tools"]}
-    assert status == 200 and set(listed) == {"calculator", "shout", "die", "hang", "count"}
+    assert status == 200 and set(listed) == {
+        "calculator",
+        "python",
+        "search",
+        "shout",
+        "die",
+        "hang",
+        "count",
+    }
     assert listed["shout"]["parameters"]["properties"]["text"]["type"] == "string"
     assert listed["calculator"]["parameters"]["required"] == ["expression"]
     assert ask(server, "GET", "/health") == (200, {"status": "ok"})
@@ -248,6 +278,10 @@ def test_tools_of_both_kinds_are_listed_with_their_schemas(server):
 
 def test_calls_give_results(server):
     assert call(server, "calculator", {"expression": "6*7"}) == "42"
+    assert call(server, "search", {"query": "fox"}) == "[1] fox.txt\nThe quick brown fox."
+    assert call(server, "python", {"code": "print(6 * 7)"}) == "42"
+    endless = "print('begun', flush=True)\nwhile True: pass"
+    assert call(server, "python", {"code": endless}) == "begun\n\n[stopped after 2 s]"
     assert call(server, "shout", {"text": "hé", "times": 2}) == "HÉHÉ"
     assert call(server, "count", {}) == '{"n": 1}'
 
@@ -292,9 +326,59 @@ def test_bad_requests_are_answered_with_what_is_wrong(server, method, path, body
     assert ask(server, "GET", "/health") == (200, {"status": "ok"})
 
 
+@pytest.mark.parametrize(
+    "headers", [{"Host": "evil.example"}, {"Host": "127.0.0.1:1@evil"}, {"Origin": "http://evil.example"}]
+)
+def test_pages_of_other_sites_may_not_call(server, headers):
+    body = json.dumps({"name": "calculator", "arguments": {"expression": "2+3"}}).encode()
+    status, content = ask(server, "POST", "/call", body, **headers)
+    assert status == 403 and "Host must name 127.0.0.1 or localhost" in content["error"]
+    assert ask(server, "GET", "/tools", **headers)[0] == 403
+    here = f"http://127.0.0.1:{server.server_port}"
+    assert ask(server, "POST", "/call", body, Origin=here) == (200, {"result": "5"})
+
+
+def test_every_call_has_the_time_limit_of_a_tool_process_and_the_server_answers_meanwhile(
+    server, monkeypatch
+):
+    started, go_on, asked = threading.Event(), threading.Event(), []
+
+    async def wait(processes, target, call, timeout_s):
+        asked.append((target, call.name, timeout_s))
+        started.set()
+        await asyncio.to_thread(go_on.wait, LONG_S)
+        return "done"
+
+    monkeypatch.setattr("verl.agents.tool_processes.ToolProcesses.call", wait)
+    results: list[Any] = []
+    body = json.dumps({"name": "calculator", "arguments": {"expression": "2+3"}}).encode()
+    caller = threading.Thread(target=lambda: results.append(ask(server, "POST", "/call", body)))
+    caller.start()
+    try:
+        assert started.wait(LONG_S)
+        assert ask(server, "GET", "/health") == (200, {"status": "ok"})
+        assert asked == [(0, "calculator", 2.0)] and not results
+    finally:
+        go_on.set()
+        caller.join()
+    assert results == [(200, {"result": "done"})]
+
+
+def test_half_requests_do_not_stop_the_calls(server, monkeypatch):
+    monkeypatch.setattr(ToolServer, "max_connections", 8)
+    with serving(dict(server.tools)) as small, contextlib.ExitStack() as stack:
+        for _ in range(40):
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", small.server_port), LONG_S))
+            half.sendall(
+                b"POST /call HTTP/1.1\r\nContent-Length: 9\r\nContent-Type: application/json\r\n\r\n{"
+            )
+            assert len(small.connections) <= 8
+        assert call(small, "calculator", {"expression": "6*7"}) == "42"
+
+
 def test_many_calls_at_once(server):
     async def run() -> list[str]:
-        tools = await connect_tool_server(server.address, LONG_S)
+        tools = await connect_tool_server(server.url, LONG_S)
         assert isinstance(tools, ServerTools)
         calls = [ToolCall("calculator", {"expression": f"{n} + 1"}) for n in range(64)]
         try:

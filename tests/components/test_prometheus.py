@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.agent_run import MULTI_TURN, agent_run, chat_tokenizer, save_chat_model, save_task
-from verl.observe.prometheus import MAX_CONNECTIONS
+from verl.http_server import Server
 
 pytestmark = [
     pytest.mark.components,
@@ -204,7 +204,7 @@ def test_scrapers_that_read_nothing_do_not_hold_up_the_run(watched: Watched) -> 
     watched.allow(ALL)
     port = next(int(each.partition("=")[2]) for each in watched._command if "prometheus.port=" in each)
     with ExitStack() as stack:
-        for _ in range(MAX_CONNECTIONS + 2):
+        for _ in range(Server.max_connections + 2):
             stuck = stack.enter_context(socket.socket())
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             stuck.settimeout(120)

@@ -140,7 +140,7 @@ def test_tokens_are_coloured_by_their_numbers_and_a_fork_continues_its_parent(
     }
     columns = {name: np.tile(values, N) for name, values in row.items()}
     TokenTable([b"one ", b"<b>two</b>", b"\n"], [3] * N, columns).write(fork / "rollouts" / "3.tokens")
-    tab.open(write_report(fork).as_uri())
+    tab.open(write_report(fork, outside=True).as_uri())
     tab.go("group?run=0&kind=rollouts&step=3&uid=0", ".response")
     tab.click(".colours [data-value=ratio]")
     tab.until("document.querySelectorAll('.response:first-child .tokens span').length === 3")

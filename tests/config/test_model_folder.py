@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from verl.config.model_path import context_length, folder_problem, vocabulary_size
 from verl.config.sizes import read_sizes
 from verl.errors import ModelError
+from verl.models.loading import load_config
+from verl.models.safetensors_files import SafetensorsFiles
 
 KEY = "actor_rollout_ref.model.path"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 64}
@@ -137,6 +140,57 @@ def test_a_config_nobody_can_parse_is_named(folder: Path, text: str) -> None:
     assert "config.json' cannot be read as JSON" in problem(folder)
     with pytest.raises(ModelError, match="no language model can be built"):
         read_sizes(str(folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**9},
+        {"vocab_size": 10**12},
+        {"text_config": {"num_experts": 10**400}},
+        {"hidden_size": 10**9},
+    ],
+)
+def test_counts_of_no_model_are_refused_before_anything_is_built(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: dict
+) -> None:
+    from transformers import AutoConfig
+
+    built: list[Any] = []
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *args, **kwargs: built.append(args))
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    assert "; at most" in problem(folder)
+    with pytest.raises(ModelError, match="; at most"):
+        read_sizes(str(folder))
+    with pytest.raises(ModelError, match="; at most"):
+        load_config(str(folder))
+    assert not built
+
+
+def test_a_generation_config_that_is_no_object_is_named(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("[1]")
+    assert "generation_config.json' describes no model" in problem(folder)
+
+
+def test_what_is_neither_file_nor_folder_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "tokenizer.json")
+    assert "tokenizer.json' is neither a file nor a folder" in problem(folder)
+
+
+@pytest.mark.parametrize("architectures", [5, {"a": 1}, [None], "LlamaForCausalLM"])
+def test_architectures_that_are_no_list_of_names_are_passed_on(folder: Path, architectures: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "architectures": architectures}))
+    assert folder_problem(str(folder), KEY) is None
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "..", "a\0b", "", 5, None, ["a"]])
+def test_an_index_names_files_beside_it_only(folder: Path, name: Any) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    assert "not a file beside it" in problem(folder)
+    with pytest.raises(ModelError, match="not a file beside it"):
+        SafetensorsFiles.of(str(folder))
 
 
 def test_weights_that_are_not_there(folder: Path) -> None:

@@ -124,7 +124,7 @@ def test_reading_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("make", "words"),
     [
         (lambda folder: None, "config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "brand_new"}'), "brand_new"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'), "no language model"),
     ],

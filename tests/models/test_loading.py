@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 
 import pytest
 import torch
 
+from verl.data.chat import generation_stop_ids
 from verl.errors import ModelError
 from verl.models.loading import load_causal_lm, load_value_model
+from verl.models.meta_init import open_causal_lm
 from verl.models.value_model import ValueModel
 
 CPU = {"dtype": torch.float32, "device": "cpu"}
@@ -75,6 +79,42 @@ def test_a_folder_without_weights_is_refused(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="cannot load weights"):
         load_causal_lm(str(folder), **CPU)
+
+
+def test_a_pickle_that_is_no_weights_is_refused_and_not_run(folder, tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    torch.save({"model.embed_tokens.weight": Attack()}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot load weights"):
+        load_causal_lm(str(folder), dtype=torch.float32, device="cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000])
+def test_a_generation_config_of_something_else_is_named(folder, text):
+    (folder / "generation_config.json").write_text(text)
+    for load in (open_causal_lm, partial(load_causal_lm, device="cpu")):
+        with pytest.raises(ModelError, match=r"generation_config\.json"):
+            load(str(folder), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, '{"eos_token_id": ["a", {}]}'])
+def test_end_tokens_that_are_no_numbers_are_named(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be used"):
+        generation_stop_ids(tmp_path)
+
+
+def test_an_index_of_pickles_that_leads_out_of_the_folder_is_refused(folder):
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "../x.bin"}}')
+    with pytest.raises(ModelError, match="not a file beside it"):
+        load_causal_lm(str(folder), dtype=torch.float32, device="cpu")
 
 
 def test_an_unknown_override_is_refused(folder):

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from verl.errors import ConfigError
 from verl.observe.live import METRICS, Snapshot, live
-from verl.observe.prometheus import MAX_CONNECTIONS, PrometheusTracker, metric_name
+from verl.observe.prometheus import PrometheusTracker, metric_name
 from verl.observe.run_folder import RunFolder
 
 
@@ -120,15 +120,16 @@ def test_connections_that_ask_for_nothing_do_not_use_up_the_metrics_endpoint(
     served: PrometheusTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The oldest makes place, not one that is too slow.
-    monkeypatch.setattr("verl.observe.prometheus.TIMEOUT_S", 600.0)
     monkeypatch.setattr("verl.observe.prometheus._Handler.timeout", 600.0)
+    monkeypatch.setattr("verl.observe.prometheus._Handler.idle_s", 600.0)
+    most = served.server.max_connections
     with contextlib.ExitStack() as stack:
-        for number in range(3 * MAX_CONNECTIONS):
+        for number in range(3 * most):
             half = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=120))
             half.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")  # and no end of the request
-            assert len(served.server.connections) <= MAX_CONNECTIONS, number
+            assert len(served.server.connections) <= most, number
         assert "verl_step" in scraped(served)  # they are all still there
-        assert len(served.server.connections) <= MAX_CONNECTIONS
+        assert len(served.server.connections) <= most
     assert "verl_step" in scraped(served)
 
 

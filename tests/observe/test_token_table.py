@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -239,3 +241,28 @@ def test_a_header_that_claims_more_than_there_is_is_refused(tmp_path: Path):
 def test_a_file_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(DataError, match=r"9\.tokens"):
         TokenFile(tmp_path / "9.tokens")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"texts": 1 << 29}, "536,870,912 texts"),
+        ({"text_bytes": 1 << 31}, "bytes of text"),
+        ({"lengths": [1 << 33]}, "tokens in a block"),
+    ],
+)
+def test_what_a_header_says_is_limited_before_anything_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], what: str
+) -> None:
+    path = tmp_path / "1.tokens"
+    TokenTable([b"a"], [1], {"code": np.array([0])}).write(path)
+    content = path.read_bytes()
+    (size,) = struct.unpack("<I", content[8:12])
+    header = {**json.loads(zlib.decompress(content[12 : 12 + size])), **change}
+    packed = zlib.compress(json.dumps(header).encode())
+    path.write_bytes(content[:8] + struct.pack("<I", len(packed)) + packed + content[12 + size :])
+    unpacked: list[Any] = []
+    monkeypatch.setattr(TokenFile, "_block", lambda self, *arguments: unpacked.append(arguments))
+    with pytest.raises(DataError, match=what):
+        TokenFile(path)
+    assert not unpacked

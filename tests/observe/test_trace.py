@@ -247,8 +247,16 @@ def test_damaged_lines_and_profiles_are_left_out(tmp_path: Path, caplog: pytest.
         file.write('{"name": "cut", "sta')
     made_profile(run, 1, 0, 0.5)
     good = (run / "profile" / "step_1_rank_0.json.gz").read_bytes()
+    event = {"pid": 1, "ts": 1, "ph": "X", "tid": 1, "name": "x"}
+    foreign = [
+        {"baseTimeNanoseconds": 10**400, "traceEvents": [event]},
+        {"baseTimeNanoseconds": 0, "traceEvents": [{**event, "ts": 10**400}]},
+        {"baseTimeNanoseconds": 0, "traceEvents": [{**event, "tid": [1]}]},
+        {"baseTimeNanoseconds": 0, "traceEvents": [{**event, "id": {}}]},
+    ]
+    packed = [gzip.compress(json.dumps(content).encode()) for content in foreign]
     for rank, content in enumerate(
-        (good[:-20], b"text", gzip.compress(b"[]"), gzip.compress(b"{}")), start=1
+        (good[:-20], b"text", gzip.compress(b"[]"), gzip.compress(b"{}"), *packed), start=1
     ):
         (run / "profile" / f"step_1_rank_{rank}.json.gz").write_bytes(content)
     assert [span.name for span in read_phases(run)["controller"]] == ["step"]
@@ -256,7 +264,18 @@ def test_damaged_lines_and_profiles_are_left_out(tmp_path: Path, caplog: pytest.
         write_trace(run, tmp_path / "out.json")
     events = read_trace(tmp_path / "out.json")
     assert len(slices(events, "step")) == len(slices(events, "gemm", "kernel")) == 1
-    assert caplog.text.count("is damaged") == 4
+    assert caplog.text.count("is damaged") == 8
+
+
+def test_a_profile_that_unpacks_to_very_much_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made_run(tmp_path / "run", {"controller": [phase("step", 0, 1)]})
+    made_profile(run, 1, 0, 0.5)
+    monkeypatch.setattr("verl.observe.trace.MAX_PROFILE_BYTES", 100)
+    with caplog.at_level(logging.WARNING):
+        write_trace(run, tmp_path / "out.json")
+    assert "it unpacks to more than 100 bytes" in caplog.text
 
 
 def test_a_run_without_phases_says_so(tmp_path: Path) -> None:

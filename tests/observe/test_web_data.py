@@ -49,8 +49,8 @@ def fork(parent: Path) -> Path:
     return parent.parent / "fork"
 
 
-def asker(*folders: Path) -> Callable[..., Any]:
-    data = WebData(folders, live=True)
+def asker(*folders: Path, outside: bool = False) -> Callable[..., Any]:
+    data = WebData(folders, live=True, outside=outside)
 
     def ask(path: str, **query: str) -> Any:
         return json.loads(data.get(path, query))
@@ -190,7 +190,7 @@ def test_a_search_finds_what_the_files_hold_in_any_case(parent: Path) -> None:
 
 
 def test_a_fork_comes_with_its_parent_and_shows_what_was_changed(parent: Path, fork: Path) -> None:
-    ask = asker(fork)
+    ask = asker(fork, outside=True)
     first, second = ask("runs.json")["runs"]
     assert (first["name"], first["parent"], first["fork_step"]) == ("project/fork", "1", 2)
     assert (second["name"], second["parent"], second["path"]) == ("project/parent", None, str(parent))
@@ -198,7 +198,7 @@ def test_a_fork_comes_with_its_parent_and_shows_what_was_changed(parent: Path, f
     changes = {key: (before, after) for key, before, after in ask("run/0/summary.json")["config_changes"]}
     assert changes.pop(LR) == (3e-3, 1e-4)
     assert all(key.startswith("trainer.") for key in changes), changes
-    data = report_data(write_report(fork))
+    data = report_data(write_report(fork, outside=True))
     assert data["run/1/metrics.json"] == ask("run/1/metrics.json")
     assert data["run/1/index/rollouts.json"]["count"] == 0 and data["run/1/index/rollouts.json"]["left_out"]
     assert data["run/0/index/rollouts.json"]["count"] == 32

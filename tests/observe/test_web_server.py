@@ -37,8 +37,22 @@ def ask(server: WebServer, path: str, host: str = "localhost", method: str = "GE
 def test_a_name_that_is_not_loopback_is_refused(server: WebServer) -> None:
     for host in ("localhost", "127.0.0.1:8265", "[::1]:1", "LOCALHOST:1"):
         assert ask(server, "/runs.json", host)[0] == 200, host
-    for host in ("evil.example", "evil.example:8265", "localhost.evil.example", "127.0.0.1.evil.example", ""):
+    for host in (
+        "evil.example",
+        "evil.example:8265",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1:1@evil.example",
+        "127.0.0.1:1, evil.example",
+        "",
+    ):
         assert ask(server, "/runs.json", host)[0] == 403, host
+
+
+def test_a_page_of_another_site_is_refused(server: WebServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request("GET", "/runs.json", headers={"Origin": "http://evil.example"})
+    assert connection.getresponse().status == 403
 
 
 def test_only_get_of_known_paths_is_answered(server: WebServer) -> None:

@@ -1,8 +1,14 @@
-"""Tools that `verl tool-server` brings: Python in the sandbox, a calculator, search in a folder of texts."""
+"""Tools that `verl tool-server` brings: Python in the sandbox, a calculator, search in a folder of texts.
+
+They run in tool processes (`tool_host.py`), which are killed when a call exceeds its time.
+"""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
+import json
 import math
 import operator
 import re
@@ -12,14 +18,41 @@ from pathlib import Path
 from typing import Any
 
 from verl.agents.base import ToolFailed
+from verl.agents.hosted import HostedFactory, HostedFunctions, HostedInfo
+from verl.agents.schemas import ToolFunction
 from verl.config.sections.reward import SandboxConfig
 from verl.errors import ConfigError
 from verl.json_input import open_regular
+
+
+def builtin_spec(python: SandboxConfig | None, documents: Path | None) -> str:
+    """Which tools there are, besides the calculator, for `load_builtin` in another process."""
+    return json.dumps(
+        {
+            "python": None if python is None else dataclasses.asdict(python),
+            "documents": None if documents is None else str(documents),
+        }
+    )
+
+
+def load_builtin(spec: str) -> HostedFactory:
+    """The tools of a `builtin_spec`. What they read, they read here: forked processes share it."""
+    given = json.loads(spec)
+    functions = [calculator]
+    if given["python"] is not None:
+        functions.append(python_within(SandboxConfig(**given["python"])))
+    if given["documents"] is not None:
+        functions.append(search_in(Path(given["documents"])))
+    tools = [(ToolFunction.of(function), function) for function in functions]
+    info = HostedInfo("built-in tools", [tool.schema for tool, _ in tools], hooks=(), stateful=False)
+    return HostedFactory(info, functools.partial(HostedFunctions, tools))
+
 
 # ---- calculator
 
 _MAX_EXPRESSION = 1000
 _MAX_BITS = 4096  # of an integer on the way: 1233 digits
+_MAX_ROUND = 1300  # places; beyond the digits of any number here
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -31,8 +64,17 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+def _round(value: int | float, digits: int | None = None) -> int | float:
+    # Checked before: Python computes 10 ** -digits, whatever the size of the value.
+    if isinstance(digits, int) and abs(digits) > _MAX_ROUND:
+        raise ToolFailed(f"round takes {_MAX_ROUND} digits at most.")
+    return round(value, digits)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "round": round, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
+    "abs": abs, "round": _round, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
     "log10": math.log10, "sin": math.sin, "cos": math.cos, "tan": math.tan, "floor": math.floor, "ceil": math.ceil,
     "gcd": math.gcd,
 }  # fmt: skip

@@ -10,19 +10,16 @@ import argparse
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from verl.agents import builtin_tools
+from verl import http_server
 from verl.agents.base import Schema, ToolCall, ToolFailed
-from verl.agents.hosted import HostedFunctions
-from verl.agents.schemas import ToolFunction
+from verl.agents.builtin_tools import builtin_spec, python_within
 from verl.agents.tool_host import Target
 from verl.agents.tool_processes import ToolProcesses
 from verl.config.sections.reward import SandboxConfig
@@ -31,7 +28,8 @@ from verl.json_input import parse_json
 from verl.processes import usable_cores
 
 _MAX_BODY = 4 << 20
-_IDLE_S = 300.0
+_SANDBOX_S = 60.0
+"""For starting the sandbox of the tool 'python', and for ending it."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,59 +61,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.timeout > 0:
         raise ConfigError(f"--timeout {args.timeout:g} must be above 0")
-    functions = [builtin_tools.calculator]
+    builtin = builtin_spec(_python_limits(args), args.documents)
+    with (
+        served_tools(builtin, args.tools, args.timeout) as tools,
+        ToolServer(args.host, args.port, tools) as server,
+    ):
+        _log.info("tools %s at %s", ", ".join(server.tools), server.url)
+        if not server.loopback:
+            _log.warning("whoever reaches this address can call these tools: there is no password")
+        server.serve_forever()
+    return 0
+
+
+def _python_limits(args: argparse.Namespace) -> SandboxConfig | None:
+    """Of the tool 'python'; None where programs cannot be isolated."""
+    limits = SandboxConfig(timeout_s=args.timeout, allow_unisolated=args.allow_unisolated)
     try:
-        limits = SandboxConfig(timeout_s=args.timeout, allow_unisolated=args.allow_unisolated)
-        functions.append(builtin_tools.python_within(limits))
+        python_within(limits)
     except RewardError as error:
         _log.warning(
             "the tool 'python' is left out (--allow-unisolated runs it without isolation). %s", error
         )
-    if args.documents is not None:
-        functions.append(builtin_tools.search_in(args.documents))
-    tools = own_tools(functions)
-    with user_tools(args.tools, args.timeout) as further:
-        for name in further:
-            if name in tools:
-                _log.info("--tools replaces the tool %r", name)
-        with ToolServer(args.host, args.port, tools | further) as server:
-            _log.info("tools %s at %s", ", ".join(server.tools), server.address)
-            if not ipaddress.ip_address(str(server.server_address[0])).is_loopback:
-                _log.warning("whoever reaches this address can call these tools: there is no password")
-            server.serve_forever()
-    return 0
-
-
-def own_tools(functions: Sequence[Callable[..., str]]) -> Tools:
-    """Functions that limit themselves, run where they are called: no more at a time than the cores can bear."""
-    described = [(ToolFunction.of(function), function) for function in functions]
-    hosted, places = HostedFunctions(described), threading.BoundedSemaphore(4 * usable_cores())
-
-    def call(call: ToolCall) -> str:
-        with places:
-            return asyncio.run(hosted.call(call.name, call.arguments))
-
-    return {tool.name: (tool.schema, call) for tool, _ in described}
+        return None
+    return limits
 
 
 @contextlib.contextmanager
-def user_tools(specs: Sequence[str], timeout_s: float) -> Iterator[Tools]:
-    """Functions of others, in processes that are killed when a call exceeds its time."""
-    if not specs:
-        yield {}
-        return
+def served_tools(builtin: str, specs: Sequence[str], timeout_s: float) -> Iterator[Tools]:
+    """The built-in tools and the functions of `specs`, in processes that are killed when a call exceeds its time."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="tools", daemon=True).start()
 
     def result_of(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
+    processes = ToolProcesses([Target("builtin", builtin), *(Target("tools", spec) for spec in specs)])
+    places = asyncio.Semaphore(4 * usable_cores())  # programs at a time that the cores can bear
+
+    async def call_builtin(call: ToolCall) -> str:
+        # The sandbox ends a program after `timeout_s`, and says what it has printed until then.
+        async with places:
+            return await processes.call(0, call, timeout_s + (_SANDBOX_S if call.name == "python" else 0.0))
+
     def calls_of(target: int) -> Callable[[ToolCall], str]:
+        if target == 0:
+            return lambda call: result_of(call_builtin(call))
         return lambda call: result_of(processes.call(target, call, timeout_s))
 
-    processes = ToolProcesses([Target("tools", spec) for spec in specs])
     try:
         tools: Tools = {}
+        users: set[str] = set()
         for target, info in enumerate(result_of(processes.open())):
             if info.stateful:
                 raise ConfigError(
@@ -123,8 +118,12 @@ def user_tools(specs: Sequence[str], timeout_s: float) -> Iterator[Tools]:
                 )
             for schema in info.schemas:
                 name = schema["function"]["name"]
-                if name in tools:
+                if name in users:
                     raise ConfigError(f"--tools {info.name}: a tool {name!r} is there already; rename one")
+                if name in tools:
+                    _log.info("--tools replaces the tool %r", name)
+                if target:
+                    users.add(name)
                 tools[name] = (schema, calls_of(target))
         yield tools
     finally:
@@ -132,24 +131,18 @@ def user_tools(specs: Sequence[str], timeout_s: float) -> Iterator[Tools]:
         loop.call_soon_threadsafe(loop.stop)
 
 
-class ToolServer(ThreadingHTTPServer):
-    """Answers each connection in its own thread."""
-
-    daemon_threads = True
-    request_queue_size = 1024
+class ToolServer(http_server.Server):
+    max_connections = 1024
+    keep_answering = True
 
     def __init__(self, host: str, port: int, tools: Tools) -> None:
         self.tools: Mapping[str, tuple[Schema, Callable[[ToolCall], str]]] = tools
         try:
-            super().__init__((host, port), _Handler)
-        except (OSError, OverflowError) as error:
-            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            super().__init__(host, port, _Handler)
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
             why = "something else listens there; choose another --port" if taken else str(error)
             raise ConfigError(f"--host {host} --port {port}: cannot listen: {why}") from error
-
-    @property
-    def address(self) -> str:
-        return f"http://{self.server_address[0]!s}:{self.server_port}"
 
     def call(self, name: Any, arguments: Any) -> str:
         """The result; ToolFailed is for the model to read."""
@@ -162,13 +155,16 @@ class ToolServer(ThreadingHTTPServer):
         return self.tools[name][1](ToolCall(name, arguments))
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(http_server.Handler):
     server: ToolServer
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # headers and body in one packet
-    timeout = _IDLE_S
+    idle_s = 300.0
+    error_content_type = "application/json"
+    error_message_format = '{"error": "%(explain)s"}'
 
     def do_GET(self) -> None:
+        if self._is_refused():
+            return
         if self.path == "/tools":
             self._answer(200, {"tools": [schema for schema, _ in self.server.tools.values()]})
         elif self.path == "/health":
@@ -183,6 +179,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # what follows on this connection may be the rest of the body
             self._answer(400, {"error": str(error)})
             return
+        self.request_complete()
+        if self._is_refused():
+            return
         if self.path != "/call":
             self._answer(404, {"error": f"there is no {self.path}; GET /tools, GET /health, POST /call"})
             return
@@ -194,6 +193,14 @@ class _Handler(BaseHTTPRequestHandler):
             _log.exception("a call of %r failed", body.get("name"))
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         self._answer(200, answer)
+
+    def _is_refused(self) -> bool:
+        """Whether it was refused because a web page of another site may be asking."""
+        refused = http_server.is_from_elsewhere(self.headers, self.server.loopback)
+        if refused:
+            here = "127.0.0.1 or localhost" if self.server.loopback else "this address"
+            self._answer(403, {"error": f"Host must name {here}, and Origin, if there is one, the same"})
+        return refused
 
     def _body(self) -> dict[str, Any]:
         # Web pages cannot send this type to another address unasked.
@@ -214,6 +221,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        _log.debug(format, *args)

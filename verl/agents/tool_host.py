@@ -27,6 +27,7 @@ from typing import Any, Literal, cast
 
 from verl import processes
 from verl.agents.base import ToolFailed
+from verl.agents.builtin_tools import load_builtin
 from verl.agents.tools import Hosted, HostedFactory, load_environment, load_tools, load_user
 from verl.child_process import HEADER, PythonChild
 from verl.errors import ConfigError, VerlError
@@ -45,7 +46,7 @@ _output_log = logging.getLogger("verl.agents.output")
 class Target:
     """What to import."""
 
-    kind: Literal["tools", "environment", "user"]
+    kind: Literal["builtin", "tools", "environment", "user"]
     spec: str
 
 
@@ -214,12 +215,13 @@ def _specs(targets: Sequence[Target]) -> str:
 
 def load_targets(targets: Sequence[tuple[str, str]]) -> list[tuple[int, HostedFactory]]:
     """Of each target (kind, spec) its factories, with the number of the target."""
+    load = {"builtin": load_builtin, "tools": load_tools, "user": load_user}
     loaded: list[tuple[int, HostedFactory]] = []
     for number, (kind, spec) in enumerate(targets):
         if kind == "environment":
             loaded += [(number, factory) for factory in load_environment(spec)]
         else:
-            loaded.append((number, load_tools(spec) if kind == "tools" else load_user(spec)))
+            loaded.append((number, load[kind](spec)))
     return loaded
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.tensors import Chunk, ShardReader, write_stream
+from verl.config.model_path import config_problem
 from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.models.introspection import kept_in_float32
@@ -308,6 +309,9 @@ def read_config(folder: Path) -> Any:
 
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json, so the architecture is not known")
+    problem = config_problem(folder)
+    if problem:
+        raise CheckpointError(problem)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers lets whatever its own checks raise come through

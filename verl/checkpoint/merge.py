@@ -209,8 +209,11 @@ def _write_verified(
 
 
 def _base_files(part: PartFolder, base_dir: Path | None) -> list[Path]:
-    settings = read_json(part.path / ADAPTER_FOLDER / "adapter_config.json")
-    folder = base_dir or Path(settings.get("base_model_name_or_path") or "")
+    stated = part.path / ADAPTER_FOLDER / "adapter_config.json"
+    try:
+        folder = base_dir or Path(str(read_json(stated).get("base_model_name_or_path") or ""))
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{stated} cannot be understood: {error}") from None
     files = sorted(folder.glob("*.safetensors")) if folder.parts and folder.is_dir() else []
     if not files:
         raise CheckpointError(

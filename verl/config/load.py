@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import re
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, Generic, TypeVar
 
 from verl.config.async_aliases import AsyncAliases, converted
 from verl.config.build import Builder, finalize
 from verl.config.checks import check
 from verl.config.keys import get, nearest, schema_keys, to_dict
+from verl.config.masking import MASK, mask_values, masked_keys
 from verl.config.recipes import Recipe, recipe_for
 from verl.config.schema import (
     AnyConfig,
@@ -50,6 +54,8 @@ _PLUGIN_KEYS = (
 )  # fmt: skip
 
 
+_VARIABLE = re.compile(r"\$\{oc\.env:([^,}]+)")
+_FOLDER_KEYS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _MODEL = "actor_rollout_ref.model"
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -185,9 +191,19 @@ def from_dict(
     return draft.finish(checked, quiet)
 
 
-def to_yaml(config: Any) -> str:
-    """The resolved config as YAML that loads again with --config-path and --config-name."""
-    return dump_yaml(to_dict(config))
+def recorded(config: AnyConfig) -> dict[str, Any]:
+    """The resolved config as it is shown, written and sent to trackers: what came from environment variables stands by
+    their names, and passwords and keys are masked."""
+    values: dict[str, Any] = to_dict(config)
+    for name, text in config.from_environment.items():
+        set_path(values, name, text)
+    masked: dict[str, Any] = mask_values(values)
+    return masked
+
+
+def to_yaml(config: AnyConfig) -> str:
+    """The resolved config, as `recorded`, as YAML that loads again with --config-path and --config-name."""
+    return dump_yaml(recorded(config))
 
 
 class _Draft(Generic[Config]):
@@ -250,7 +266,7 @@ class _Draft(Generic[Config]):
         tree: dict[str, Any] = self._recipe_tree()
         of_recipe = {*_set_keys(self.kind, tree, "")} - {*_set_keys(self.kind, self.tree, "")}
         merge(tree, self.tree)
-        tree = resolve(tree, (to_dict(self.kind()), self.as_typed))
+        given, tree = tree, resolve(tree, (to_dict(self.kind()), self.as_typed))
         self._notice(self.ahead.finish(tree))
         builder = Builder(self.kind, self.typed)
         config: Config = builder.section(self.kind, tree)
@@ -258,9 +274,11 @@ class _Draft(Generic[Config]):
             raise ConfigError("\n".join(builder.problems))
         config.user_set = frozenset(_set_keys(self.kind, tree, ""))
         config.recipe_set = frozenset(of_recipe)
+        config.from_environment = _from_environment(config, given, self.as_typed)
         for notice in finalize(config):
             log.info("%s", notice)
         if checked:
+            _refuse_masked(config)
             import_plugins(config)
             warnings = check(config)
             for warning in [] if quiet else warnings:
@@ -350,6 +368,33 @@ def _set_keys(kind: type, tree: Mapping[str, Any], prefix: str) -> list[str]:
         elif isinstance(value, Mapping):
             found += _set_keys(kind, value, f"{full}.")
     return found
+
+
+def _from_environment(
+    config: AnyConfig, given: Mapping[str, Any], as_typed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Texts that hold the value of an environment variable, also by way of another key, as they were given. Not
+    numbers, and not the folders of the run, which must be found again."""
+    names = {name.strip() for name in _VARIABLE.findall(f"{given}{as_typed}")}
+    secrets = [os.environ[name] for name in names if os.environ.get(name)]
+    found: dict[str, Any] = {}
+    for key in _set_keys(type(config), given, "") if names else []:
+        text, value = take_path(deepcopy(dict(given)), key)[1], to_dict(get(config, key))
+        derived = "${" in str(text) and any(secret in str(value) for secret in secrets)
+        plain = value is None or isinstance(value, int | float)
+        if (derived or _VARIABLE.search(str(text))) and not plain and key not in _FOLDER_KEYS:
+            found[key] = text
+    return found
+
+
+def _refuse_masked(config: AnyConfig) -> None:
+    lines = [
+        f"'{key}' has '{MASK}' in place of a password or key, which is not written to config.yaml: give it again, for "
+        f"example {key}='${{oc.env:NAME}}' with the environment variable NAME"
+        for key in masked_keys(to_dict(config))
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def import_plugins(config: AnyConfig) -> None:

@@ -24,6 +24,15 @@ _ENCODERS = (
     "bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "distilbert", "electra", "albert", "modernbert",
 )  # fmt: skip
 _ON = ("1", "true", "yes", "on")
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"), 4096),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4096),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "ffn_dim", "d_ff"), 1 << 20),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "head_dim"), 1 << 16),
+    "vocab_size": 1 << 26,
+    "n_positions": 1 << 30,
+}  # fmt: skip
+"""Counts beyond those of any model: building one would take hours, or all memory, before it fails."""
 
 
 def folder_problem(path: str, key: str, *, language_model: bool = True) -> str | None:
@@ -38,17 +47,60 @@ def folder_problem(path: str, key: str, *, language_model: bool = True) -> str |
         return f"{key}: there is no model folder '{path}'{_siblings(folder)}" if local else None
     if not (folder / "config.json").is_file():
         return f"{key}: the model folder '{path}' has no config.json{_what_it_is(folder)}"
-    try:
-        config = read_json(folder / "config.json")
-    except (OSError, ValueError) as error:
-        return f"{key}: '{folder / 'config.json'}' cannot be read as JSON: {error}"
-    if not isinstance(config, dict):
-        return f"{key}: '{folder / 'config.json'}' describes no model"
+    problem = config_problem(folder)
+    if problem:
+        return f"{key}: {problem}"
+    odd = sorted(
+        each.name for each in folder.iterdir() if each.exists() and not (each.is_file() or each.is_dir())
+    )
+    if odd:
+        return f"{key}: '{folder / odd[0]}' is neither a file nor a folder"
     if language_model:
-        other = _other_kind(config)
+        other = _other_kind(read_json(folder / "config.json"))
         if other:
             return f"{key}: '{path}' is {other}, not a causal language model"
     return _weights_problem(folder, key)
+
+
+def config_problem(folder: Path) -> str | None:
+    """Why no model can be built by the config.json of a folder, and the generation_config.json where it has one; what
+    can be told before building it."""
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if not file.is_file():
+            continue
+        try:
+            config = read_json(file)
+        except (OSError, ValueError) as error:
+            return f"'{file}' cannot be read as JSON: {error}"
+        if not isinstance(config, dict):
+            return f"'{file}' describes no model"
+        excess = _excess(config)
+        if excess:
+            return f"'{file}' has {excess}"
+    return None
+
+
+def _excess(config: Mapping[str, Any]) -> str:
+    """The first count, also of a part (`text_config`), that is beyond those of any model."""
+    for name, value in config.items():
+        if isinstance(value, dict) and name.endswith("_config") and (excess := _excess(value)):
+            return excess
+        if isinstance(value, int) and value > _MOST.get(name, value):
+            return f"{name}={str(value)[:24]}; at most {_MOST[name]} is possible"
+    return ""
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index of weight files. ValueError where it is damaged, or names a file that is
+    not beside it."""
+    content = read_json(index)
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError("it has no weight_map")
+    for name in found.values():
+        if not isinstance(name, str) or name in ("", "..") or name != Path(name).name or "\0" in name:
+            raise ValueError(f"it names {name!r:.100}, which is not a file beside it")
+    return found
 
 
 def context_length(path: str, override: Mapping[str, Any] | None = None) -> int | None:
@@ -121,7 +173,8 @@ def _adapter(folder: Path) -> str:
 
 def _other_kind(config: Mapping[str, Any]) -> str:
     """What kind of model this is, where it is no causal language model."""
-    named = next(iter(config.get("architectures") or []), "")
+    architectures = config.get("architectures")
+    named = next(iter(architectures if isinstance(architectures, list) else []), "")
     if config.get("model_type") in _ENCODERS and not config.get("is_decoder"):
         return f"an encoder ({named or config.get('model_type')})"
     for ending, what in _OTHER_HEADS.items():
@@ -140,8 +193,8 @@ def _weights_problem(folder: Path, key: str) -> str | None:
         if not (folder / name).is_file():
             continue
         try:
-            shards = sorted(set(read_json(folder / name)["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            shards = sorted(set(weight_map(folder / name).values()))
+        except (OSError, ValueError) as error:
             return f"{key}: '{folder / name}' is damaged: {error}"
         gone = [shard for shard in shards if not (folder / shard).is_file()]
         if gone:

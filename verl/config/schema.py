@@ -59,6 +59,12 @@ def _user_set() -> Any:
     return field(default=frozenset(), repr=False, compare=False, metadata={"internal": True})
 
 
+def _from_environment() -> Any:
+    """`from_environment` of every root: keys whose texts hold values of environment variables, as they were given:
+    `${oc.env:NAME}`. No key itself."""
+    return field(default_factory=dict, repr=False, compare=False, metadata={"internal": True})
+
+
 @dataclass
 class ActorRolloutRefConfig:
     """The policy in its three roles: trained, generating, frozen."""
@@ -97,6 +103,7 @@ class PPOConfig:
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
     user_set: frozenset[str] = _user_set()
     recipe_set: frozenset[str] = _user_set()
+    from_environment: dict[str, Any] = _from_environment()
 
 
 @dataclass
@@ -111,6 +118,7 @@ class OfflineConfig:
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
     user_set: frozenset[str] = _user_set()
     recipe_set: frozenset[str] = _user_set()
+    from_environment: dict[str, Any] = _from_environment()
 
 
 @dataclass
@@ -154,6 +162,7 @@ class GenerationConfig:
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray", used_if="@ray")
     user_set: frozenset[str] = _user_set()
     recipe_set: frozenset[str] = _user_set()
+    from_environment: dict[str, Any] = _from_environment()
 
 
 @dataclass
@@ -165,6 +174,7 @@ class EvaluationConfig:
     trainer: EvaluationTrainerConfig = section(EvaluationTrainerConfig, "modules of your own")
     user_set: frozenset[str] = _user_set()
     recipe_set: frozenset[str] = _user_set()
+    from_environment: dict[str, Any] = _from_environment()
 
 
 AnyConfig = PPOConfig | OfflineConfig | GenerationConfig | EvaluationConfig

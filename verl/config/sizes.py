@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.config.batch_math import BatchPlan, batch_plan
 from verl.config.machine import Device
-from verl.config.model_path import cached_config
+from verl.config.model_path import cached_config, config_problem
 from verl.config.parallelism import (
     EXTERNAL_ENGINES,
     Layout,
@@ -131,6 +131,8 @@ def read_sizes(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        if problem := config_problem(folder):
+            raise ValueError(problem)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name, value in (override or {}).items():
             setattr(config, name, value)

@@ -23,7 +23,7 @@ import numpy as np
 from verl.data.special_tokens import SpecialTokens, as_given, is_marked, require_characters, unmarked
 from verl.data.tool_messages import PROBE_TOOL, Messages, Tools, probe_call, tools_text
 from verl.errors import ConfigError, DataError, ModelError
-from verl.json_input import parse_json
+from verl.json_input import parse_json, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,10 +100,14 @@ def generation_stop_ids(path: str | Path) -> tuple[int, ...]:
     """The tokens that end a response, in a model folder's generation_config.json or else its config.json."""
     for name in ("generation_config.json", "config.json"):
         file = Path(path).expanduser() / name
-        if file.is_file():
-            found = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
+        if not file.is_file():
+            continue
+        try:
+            found = read_json(file).get("eos_token_id")
             if found is not None:
-                return tuple(found) if isinstance(found, list) else (int(found),)
+                return tuple(int(each) for each in (found if isinstance(found, list) else [found]))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{file} cannot be used: {error}. Repair or remove it") from error
     return ()
 
 

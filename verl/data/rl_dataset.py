@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.atomic_file import replacing
 from verl.data.answers import AnswerColumn
 from verl.data.chat import ChatFormat, Tools, read_template, truncate
 from verl.data.columns import require_column
@@ -384,8 +384,7 @@ def _load_lengths(file: Path, count: int) -> np.ndarray | None:
 def _store_lengths(file: Path, lengths: np.ndarray) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as draft:
-            np.save(draft, lengths, allow_pickle=False)
-        os.replace(draft.name, file)
+        with replacing(file) as draft, open(draft, "wb") as lines:
+            np.save(lines, lengths, allow_pickle=False)
     except OSError as error:
         logger.warning("prompt lengths are not cached, %s cannot be written: %s", file, error)

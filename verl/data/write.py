@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.atomic_file import replacing
 from verl.errors import DataError
 
 
@@ -19,22 +18,15 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as draft:
-            pass
-        try:
+        with replacing(path) as draft:
             if path.suffix == ".jsonl":
-                with open(draft.name, "w", encoding="utf-8") as lines:
+                with open(draft, "w", encoding="utf-8") as lines:
                     lines.writelines(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
             else:
                 # pyarrow would take the columns of the first row.
                 names = dict.fromkeys(name for row in rows for name in row)
                 full = [{name: row.get(name) for name in names} for row in rows]
-                pyarrow.parquet.write_table(pa.Table.from_pylist(full), draft.name)
-            os.chmod(draft.name, 0o644)
-            os.replace(draft.name, path)
-        except BaseException:
-            os.unlink(draft.name)
-            raise
+                pyarrow.parquet.write_table(pa.Table.from_pylist(full), draft)
     except pa.ArrowException as error:
         raise DataError(
             f"These rows do not fit one table: {error}. Write them as jsonl (--format jsonl)."

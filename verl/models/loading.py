@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.config.model_path import config_problem
 from verl.errors import ConfigError, ModelError
 from verl.models.config_files import disable_dropout
 from verl.models.introspection import kept_in_float32
-from verl.models.safetensors_files import CannotStream, SafetensorsFiles
+from verl.models.safetensors_files import CannotStream, SafetensorsFiles, checked_weight_map, model_file
 from verl.models.value_model import HEADS, ValueModel
 from verl.runtime import quiet_transformers
 
@@ -64,8 +65,11 @@ def load_config(
             raise ModelError(f"model.path={path!r} has no config.json, only: {found}")
         path = str(folder)
     try:
+        file = model_file(path, "config.json")
+        if file is not None and (problem := config_problem(file.parent)):
+            raise ValueError(problem)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged files raise anything
         raise ModelError(
             f"cannot read the model configuration of {path!r}: {_first_line(error)} (model.path)"
         ) from error
@@ -85,6 +89,8 @@ def _first_line(error: BaseException) -> str:
 
 def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     source = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
+    for index in Path(source).glob("*.index.json"):
+        checked_weight_map(index)
     try:
         with quiet_transformers():
             model, found = auto_class.from_pretrained(
@@ -94,8 +100,9 @@ def _load(auto_class: Any, path: str, config: Any, dtype: torch.dtype, trust_rem
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"cannot load weights from {path!r}: {_first_line(error)} (model.path)") from error
+    except Exception as error:  # damaged files raise anything, a pickle that is not weights UnpicklingError
+        problem = _first_line(error) or type(error).__name__
+        raise ModelError(f"cannot load weights from {path!r}: {problem} (model.path)") from error
     missing = sorted(found.get("missing_keys") or ())
     if missing:
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from verl.errors import ModelError
 from verl.models.config_files import disable_dropout
 from verl.models.loading import load_config, with_saved_head
 from verl.models.safetensors_files import CannotStream, SafetensorsFiles, model_file
@@ -226,8 +227,12 @@ def _empty_model(auto_class: Any, path: str, config: Any, dtype: torch.dtype, re
         raise CannotStream("it has remote code")
     if getattr(config, "transformers_weights", None) or model_file(path, "adapter_config.json"):
         raise CannotStream("its weights are not in the usual files")
-    with quiet_transformers(), torch.random.fork_rng(devices=[]), parameters_on_meta():
-        model = auto_class.from_config(config, dtype=dtype)
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=[]), parameters_on_meta():
+            model = auto_class.from_config(config, dtype=dtype)
+    except Exception as error:  # transformers checks configs in many places, each with its own exceptions
+        problem = str(error).partition("\n")[0]
+        raise ModelError(f"no model can be built from {path!r}: {problem} (model.path)") from error
     model.config.name_or_path = path
     model.eval()
     if model.can_generate():
@@ -239,8 +244,14 @@ def _read_generation_config(model: Any, path: str) -> None:
     from transformers import GenerationConfig
 
     file = model_file(path, "generation_config.json")
-    if file is not None:
+    if file is None:
+        return
+    try:
         model.generation_config = GenerationConfig.from_pretrained(str(file.parent))
+    except Exception as error:  # it may hold anything
+        raise ModelError(
+            f"{str(file)!r} cannot be used: {error}. Repair or remove it (model.path)"
+        ) from error
 
 
 def _conversions(model: Any) -> list[Any]:

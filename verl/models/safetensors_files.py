@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 
+from verl.atomic_file import mode_of_new_files
+from verl.config.model_path import weight_map
 from verl.errors import ModelError
 
 
@@ -23,8 +24,9 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def let_others_read(folder: Path) -> None:
     """safetensors creates files that only their owner may read, unlike the files beside them."""
+    mode = mode_of_new_files(folder)
     for file in folder.glob("*.safetensors"):
-        file.chmod(0o644)
+        file.chmod(mode)
 
 
 def model_file(path: str, name: str) -> Path | None:
@@ -39,6 +41,14 @@ def model_file(path: str, name: str) -> Path | None:
         return Path(hf_hub_download(path, name))
     except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):  # also: offline and not in the cache
         return None
+
+
+def checked_weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor; ModelError where the index cannot be used."""
+    try:
+        return weight_map(index)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read weights by {str(index)!r}: {error} (model.path)") from error
 
 
 @contextmanager
@@ -68,9 +78,9 @@ class SafetensorsFiles:
         index = model_file(path, _INDEX)
         if index is None:
             raise CannotStream("it has no safetensors files")
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        shards = {name: model_file(path, name) for name in set(weight_map.values())}
-        return cls({key: shard for key, name in weight_map.items() if (shard := shards[name]) is not None})
+        names = checked_weight_map(index)
+        shards = {name: model_file(path, name) for name in set(names.values())}
+        return cls({key: shard for key, name in names.items() if (shard := shards[name]) is not None})
 
     def __contains__(self, name: object) -> bool:
         return name in self.files

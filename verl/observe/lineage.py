@@ -38,5 +38,5 @@ def read_lineage(run: Path) -> Lineage | None:
             tuple(str(each) for each in row["overrides"]),
             float(row["time"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -146,7 +146,7 @@ class Live:
         if path is not None:
             with suppress(OSError):  # a run does not depend on it
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._spans = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                self._spans = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def _write_span(self, name: str, start: float, end: float) -> None:
         span = {"name": name, "start": start, "end": end, "step": self.step}

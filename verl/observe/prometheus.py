@@ -2,7 +2,7 @@
 metrics of the newest step.
 
 It only reads, serves nothing but the two paths below, binds to the loopback address unless `trainer.prometheus.host`
-says otherwise, and never has more than `MAX_CONNECTIONS` connections: it cannot use up the run's file descriptors.
+says otherwise, and has few connections (`verl/http_server.py`): it cannot use up the run's file descriptors.
 Counters never fall, also not after a kill and a resume: what is sent was written to `counters.json` before.
 """
 
@@ -14,25 +14,23 @@ import json
 import os
 import platform
 import re
-import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
+from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
-from verl import __version__
+from verl import __version__, http_server
 from verl.errors import ConfigError
+from verl.json_input import read_json
 from verl.observe.live import METRICS, Snapshot, live
 
-MAX_CONNECTIONS = 32
-TIMEOUT_S = 10.0
 _FAMILIES: dict[str, type[Metric]] = {
     "gauge": GaugeMetricFamily,
     "counter": CounterMetricFamily,
@@ -54,8 +52,9 @@ class Counts:
         self._path = path
         self._before: dict[str, list[float]] = {}
         if path is not None:
-            with contextlib.suppress(OSError, ValueError):
-                read = json.loads(path.read_text(encoding="utf-8"))
+            # Of another program, or damaged: counts begin at 0.
+            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
+                read = read_json(path)
                 self._before = {str(key): [float(value) for value in values] for key, values in read.items()}
         self._now = dict(self._before)
 
@@ -72,6 +71,7 @@ class Counts:
             values = [old + new for old, new in zip(before, values, strict=True)]
         # Of two scrapes at a time the later one may have taken its numbers first.
         last = self._now.get(key, values)
+        last = last if len(last) == len(values) else values
         self._now[key] = [max(pair) for pair in zip(last, values, strict=True)]
         return self._now[key]
 
@@ -178,46 +178,14 @@ def _device(wanted: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
 
 
-class _Server(ThreadingWSGIServer):
-    """A thread per connection, and a limit on connections: for a new one beyond that, the oldest is closed."""
+class _Handler(http_server.Handler, MetricsHandler):
+    timeout = idle_s = 10.0
 
-    request_queue_size = 128  # a client that finds the queue full is kept waiting for a second by the kernel
-
-    def __init__(self, *arguments: Any) -> None:
-        self.connections: list[socket.socket] = []
-        self._free = threading.Semaphore(MAX_CONNECTIONS)
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.cut_off(self.connections[:1])
-            if not self._free.acquire(timeout=TIMEOUT_S):
-                super().shutdown_request(request)
-                return
-        self.connections.append(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        super().shutdown_request(request)
-        if request in self.connections:
-            self.connections.remove(request)
-            self._free.release()
-
-    def cut_off(self, connections: list[socket.socket]) -> None:
-        """Let the threads that read from them see their end."""
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        return None  # a client that disconnected or timed out must not disturb the run
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = TIMEOUT_S
-
-    def log_message(self, format: str, *args: Any) -> None:
-        return None
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path in ("/metrics", "/"):
+            super().do_GET()
+        else:
+            self.send_error(404, explain="metrics are at /metrics")
 
 
 class PrometheusTracker:
@@ -235,13 +203,11 @@ class PrometheusTracker:
         self._numbers = RunNumbers(project, experiment, folder, device)
         registry = CollectorRegistry(auto_describe=False)
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            server_class = type("Server", (_Server,), {"address_family": family})
-            self.server: _Server = make_server(host, port, _application(registry), server_class, _Handler)
+            self.server = http_server.Server(host, port, _Handler.factory(registry))
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics at {host}:{port}: {error.strerror or error}. Set trainer.prometheus.port to a "
-                f"free port, {_free_port()} for example, or trainer.prometheus.enable=False."
+                f"free port, {http_server.free_port()} for example, or trainer.prometheus.enable=False."
             ) from None
         registry.register(self._numbers)
         self.port = int(self.server.server_address[1])
@@ -257,23 +223,5 @@ class PrometheusTracker:
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
-        self.server.cut_off(list(self.server.connections))
+        self.server.close_connections()
         self._thread.join(timeout=5)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _application(registry: CollectorRegistry) -> Callable[..., Iterable[bytes]]:
-    metrics = make_wsgi_app(registry)
-
-    def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["PATH_INFO"] not in ("/metrics", "/"):
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"metrics are at /metrics\n"]
-        return metrics(environ, start_response)
-
-    return application

@@ -7,12 +7,11 @@ through one step at a time, and of a run with more than `REPORT_BYTES` steps are
 from __future__ import annotations
 
 import gzip
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from verl.atomic_file import replacing
 from verl.observe.sample_index import SampleIndex
 from verl.observe.web_data import KINDS, RunData, WebData, dumps
 from verl.observe.web_page import data_element, page
@@ -29,40 +28,38 @@ _LEVEL = 4
 
 
 def write_report(
-    folder: Path | str, title: str | None = None, others: Sequence[Path] = (), *, ended: bool = False
+    folder: Path | str,
+    title: str | None = None,
+    others: Sequence[Path] = (),
+    *,
+    ended: bool = False,
+    outside: bool = False,
 ) -> Path:
-    """Write `report.html` from what the run folder holds so far; of `others`, and of the runs a fork descends from,
-    curves and settings. `ended`: the run is over, although this process still holds its lock."""
-    data = WebData([Path(folder), *others], live=False)
+    """Write `report.html` from what the run folder holds so far; of `others` curves and settings. `ended`: the run is
+    over, although this process still holds its lock. `outside`: as for `WebData`."""
+    data = WebData([Path(folder), *others], live=False, outside=outside)
     first = data.runs[0]
     first.run.ended = ended
     target = first.run.path / "report.html"
     before, after = page(title or first.run.name, served=False)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(before.encode())
-            _embed(file, "runs.json", dumps(data.runs_json()))
-            for each in data.runs:
-                for name, answer in (
-                    ("summary", each.summary()),
-                    ("metrics", each.metrics()),
-                    ("timeline", each.timeline()),
-                ):
-                    _embed(file, f"run/{each.id}/{name}.json", dumps(answer))
-            _write_samples(file, first)
-            for each in data.runs[1:]:
-                for kind in KINDS:
-                    index = SampleIndex(each.files(kind))
-                    there = bool(index.files.steps())
-                    index.left_out = "this report has the responses of its own run only" if there else ""
-                    _embed(file, f"run/{each.id}/index/{kind}.json", dumps(index.to_json()))
-            file.write(after.encode())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(target) as draft, open(draft, "wb") as file:
+        file.write(before.encode())
+        _embed(file, "runs.json", dumps(data.runs_json()))
+        for each in data.runs:
+            for name, answer in (
+                ("summary", each.summary()),
+                ("metrics", each.metrics()),
+                ("timeline", each.timeline()),
+            ):
+                _embed(file, f"run/{each.id}/{name}.json", dumps(answer))
+        _write_samples(file, first)
+        for each in data.runs[1:]:
+            for kind in KINDS:
+                index = SampleIndex(each.files(kind))
+                there = bool(index.files.steps())
+                index.left_out = "this report has the responses of its own run only" if there else ""
+                _embed(file, f"run/{each.id}/index/{kind}.json", dumps(index.to_json()))
+        file.write(after.encode())
     return target
 
 

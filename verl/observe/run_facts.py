@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.masking import mask_values
 from verl.observe.jsonl import jsonable
 from verl.observe.lineage import Lineage
 from verl.observe.run_reader import Run, checkpoint_steps, duration, is_run, read_crash, state_of
@@ -45,6 +46,7 @@ def notes(run: Run) -> list[str]:
         f"an earlier start crashed: {earlier[0].splitlines()[0]}" if earlier else "",
         f"{bad} batches without a finite gradient are in {run.path / 'bad_batches'}" if bad else "",
         f"{run.log.damaged} lines of metrics.jsonl cannot be read" if run.log.damaged else "",
+        *(f"{key} is outside of the run folder and not read; --outside reads it" for key in run.left_out()),
     )
     return [note for note in found if note]
 
@@ -59,7 +61,7 @@ def flat_config(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             found.update(flat_config(value, f"{prefix}{name}."))
         else:
-            found[f"{prefix}{name}"] = jsonable(value)
+            found[f"{prefix}{name}"] = mask_values(jsonable(value), str(name))
     return found
 
 

@@ -19,7 +19,6 @@ grows: lines of it that a full disk or a kill cut short are skipped by readers a
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import re
@@ -32,7 +31,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.atomic_file import replacing
+from verl.config.masking import mask_text
 from verl.errors import ConfigError, VerlError
+from verl.json_input import parse_json
 from verl.observe.findings import Finding
 from verl.observe.jsonl import append_line, dumps, jsonable, kept_lines, read_metrics
 from verl.observe.lineage import LINEAGE, read_lineage
@@ -47,6 +49,11 @@ def default_run_path(project: str, experiment: str) -> Path:
     return Path("checkpoints") / project / experiment
 
 
+def expanded(path: Path | str) -> Path:
+    """With the home folder for a leading ~; unlike `Path.expanduser`, as it is where that user does not exist."""
+    return Path(os.path.expanduser(path))
+
+
 class RunFolder:
     """A run folder, opened for writing and locked until `close`."""
 
@@ -57,11 +64,9 @@ class RunFolder:
         rollout_dir: Path | str | None = None,
         validation_dir: Path | str | None = None,
     ) -> None:
-        self.path = Path(path).expanduser().absolute()
-        self.rollout_dir = Path(rollout_dir).expanduser() if rollout_dir else self.path / "rollouts"
-        self.validation_dir = (
-            Path(validation_dir).expanduser() if validation_dir else self.path / "validation"
-        )
+        self.path = expanded(path).absolute()
+        self.rollout_dir = expanded(rollout_dir) if rollout_dir else self.path / "rollouts"
+        self.validation_dir = expanded(validation_dir) if validation_dir else self.path / "validation"
         _require_writable(self.path, "trainer.default_local_dir")
         for folder, key in (
             (self.rollout_dir, "trainer.rollout_data_dir"),
@@ -209,7 +214,7 @@ class RunFolder:
         parts.append(f"When: {time.strftime('%Y-%m-%d %H:%M:%S %Z')}")
         parts.append("".join(traceback.format_exception(error)).rstrip())
         try:
-            write_atomically(self._crash_file, "\n\n".join(parts) + "\n")
+            write_atomically(self._crash_file, mask_text("\n\n".join(parts)) + "\n")
         except OSError as failed:  # the crash itself matters more than its record
             logger.warning("%s could not be written: %s", self._crash_file, failed)
 
@@ -247,7 +252,7 @@ class _FolderLock:
                 "trainer.experiment_name or trainer.default_local_dir"
             )
         try:
-            self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise VerlError(_cannot_write(folder / ".lock", error, "trainer.default_local_dir")) from None
         try:
@@ -284,17 +289,10 @@ def locked_by_this_process(folder: Path) -> bool:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content` atomically, also when the machine stops in the middle."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as draft, open(draft, "wb") as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _move_aside(path: Path, name: str) -> Path:
@@ -321,7 +319,7 @@ def _length_up_to(file: Path, step: int) -> int:
     with open(file, "rb") as lines:
         for line in lines:
             try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                if not line.endswith(b"\n") or parse_json(line)["step"] > step:
                     break
             except (ValueError, KeyError, TypeError):
                 break

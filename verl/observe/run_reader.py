@@ -6,6 +6,7 @@ memory does not grow with the length of the run: of `metrics.jsonl` the newest r
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -20,12 +21,15 @@ from verl.errors import ConfigError, DataError
 from verl.json_input import open_regular
 from verl.observe.findings import Finding, read_findings
 from verl.observe.jsonl import LINE_BYTES, complete_lines, parse_metrics, parse_row
-from verl.observe.run_folder import locked_by_this_process
+from verl.observe.lineage import LINEAGE
+from verl.observe.run_folder import expanded, locked_by_this_process
 
 TAIL_BYTES = 64 << 20
 KEPT_ROWS = 2000
 KEPT_FINDINGS = 10_000
 RUN_FILES = ("metrics.jsonl", "config.yaml", "crash.txt", ".lock")
+_FURTHER_FILES = (LINEAGE, "crash.previous.txt", "health.jsonl")
+_FOLDERS = ("rollouts", "validation", "phases")
 
 
 class MetricsLog:
@@ -116,7 +120,7 @@ class SampleFiles:
         """The steps that have samples, oldest first."""
         try:
             names = os.listdir(self.folder)
-        except OSError:
+        except (OSError, ValueError):
             return []
         return sorted(int(name[:-6]) for name in names if name.endswith(".jsonl") and name[:-6].isdecimal())
 
@@ -141,10 +145,13 @@ class Run:
     log: MetricsLog = field(default_factory=lambda: MetricsLog(Path()))
     ended: bool = False
     """Said by the run's own process, which still holds the lock."""
+    outside: bool = True
+    """Whether samples are read that its config keeps outside of its folder."""
 
     @property
     def name(self) -> str:
-        return f"{self.path.parent.name}/{self.path.name}"
+        name = f"{self.path.parent.name}/{self.path.name}"
+        return os.fsencode(name).decode("utf-8", errors="replace")  # a file name may be any bytes
 
     def get(self, key: str, default: Any = None) -> Any:
         """A key of the run's config by its dotted name."""
@@ -169,8 +176,27 @@ class Run:
         return self._samples("trainer.validation_data_dir", "validation")
 
     def _samples(self, key: str, name: str) -> SampleFiles:
-        chosen = self.get(key)
-        return SampleFiles(Path(str(chosen)).expanduser() if chosen else self.path / name)
+        own, chosen = self.path / name, self.get(key)
+        if not chosen:
+            return SampleFiles(own)
+        try:
+            folder = expanded(str(chosen)).absolute()
+            read = _leads_into(self.path, folder) or self.outside
+        except ValueError:  # no name of a folder
+            read = False
+        return SampleFiles(folder if read else own)
+
+    def left_out(self) -> list[str]:
+        """Keys that name folders of samples which are not read."""
+        named = (
+            ("trainer.rollout_data_dir", self.rollouts),
+            ("trainer.validation_data_dir", self.validation),
+        )
+        return [
+            key
+            for key, files in named
+            if (chosen := self.get(key)) and files.folder != expanded(str(chosen)).absolute()
+        ]
 
     @property
     def step(self) -> int | None:
@@ -190,16 +216,33 @@ class Run:
         return sum(spent) / len(rows) if rows else None
 
 
-def open_run(path: Path) -> Run:
-    """Open a run folder; DataError when it is none."""
-    path = path.expanduser().absolute()
+def open_run(path: Path, *, outside: bool = True) -> Run:
+    """Open a run folder; DataError when it is none. `outside=False`: nothing outside of it is read, whatever its files
+    say; DataError where a file that would be read is a link out of it."""
+    path = expanded(path).absolute()
     if not is_run(path):
         kind = "is not a run folder" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         raise DataError(f"{path} {kind}; give a run folder (checkpoints/PROJECT/EXPERIMENT)")
+    if not outside and (link := _link_out_of(path)) is not None:
+        raise DataError(f"{link} leads out of the run folder; --outside reads it all the same")
     config, problem = _config(path / "config.yaml")
-    run = Run(path, config, problem, MetricsLog(path / "metrics.jsonl"))
+    run = Run(path, config, problem, MetricsLog(path / "metrics.jsonl"), outside=outside)
     run.log.poll()
     return run
+
+
+def _leads_into(run: Path, path: Path) -> bool:
+    """Whether a path, its links followed, is in the run folder. ValueError where it is no path."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run))
+
+
+def _link_out_of(run: Path) -> Path | None:
+    """A file, or a folder of files, that would be read and is not in the run folder."""
+    found = [run / name for name in (*RUN_FILES, *_FURTHER_FILES, *_FOLDERS)]
+    for name in _FOLDERS:
+        with contextlib.suppress(OSError):
+            found += (run / name).iterdir()
+    return next((path for path in found if path.is_symlink() and not _leads_into(run, path)), None)
 
 
 def is_run(path: Path) -> bool:
@@ -208,7 +251,7 @@ def is_run(path: Path) -> bool:
 
 def find_runs(folder: Path, depth: int = 3) -> list[Path]:
     """The run folders at or below `folder`, the one written last first."""
-    found, level = [], [folder.expanduser().absolute()]
+    found, level = [], [expanded(folder).absolute()]
     for _ in range(depth + 1):
         found += [path for path in level if is_run(path)]
         below: list[Path] = []

@@ -1,4 +1,4 @@
-"""No control character of data, checkpoints, models or exceptions reaches the terminal.
+"""No control character of data, checkpoints, models or exceptions reaches the terminal, and no password of an address.
 
 Every command replaces `sys.stdout` and `sys.stderr` at its start (`protect_terminal`); `SafeConsole` writes rich's own
 control codes past them.
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from verl.config.masking import mask_text
+
 # C0 and C1 controls but newline and tab, marks that turn the direction of writing around, and halves of surrogate
 # pairs, which no terminal's encoding has.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -21,8 +23,8 @@ _CURSOR_UP = re.compile("(\x1b\\[A)+")
 
 
 def escape_control(text: str) -> str:
-    """The same text with control characters written out."""
-    text = text.replace("\r\n", "\n")
+    """The same text with control characters written out, and without the passwords of addresses."""
+    text = mask_text(text.replace("\r\n", "\n"))
     return _CONTROL.sub(
         lambda match: f"\\x{ord(match[0]):02x}" if ord(match[0]) < 256 else f"\\u{ord(match[0]):04x}", text
     )

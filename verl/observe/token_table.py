@@ -46,7 +46,13 @@ HIGHEST_RATIO = 100.0
 """And its inverse is the lowest."""
 ABSENT = 255
 _LEVELS = 254
-_HEADER_BYTES = 64 << 20
+# Beyond these a file is not read: a few megabytes can unpack to a thousand times as much.
+_HEADER_BYTES = 8 << 20
+MAX_TEXTS = 1 << 20
+"""Different ones in a step; a token has two at most."""
+MAX_TEXT_BYTES = 64 << 20
+MAX_BLOCK_TOKENS = 1 << 20
+"""A block is little more than its longest row."""
 _LEVEL = 1
 """Of zlib: the file is written while the run goes on."""
 BLOCK_TOKENS = 16384
@@ -267,6 +273,14 @@ class TokenFile:
         whole = self._first[-1] == len(self.lengths) and len(self._sizes) == 1 + len(rows)
         if not whole or 0 in rows or self._code_bytes not in (2, 4):
             raise ValueError("its header contradicts itself")
+        blocks = [sum(self.lengths[first:last]) for first, last in pairwise(self._first)]
+        for what, count, most in (
+            ("texts", self._text_count, MAX_TEXTS),
+            ("bytes of text", self._text_bytes, MAX_TEXT_BYTES),
+            ("tokens in a block", max(blocks, default=0), MAX_BLOCK_TOKENS),
+        ):
+            if count > most:
+                raise ValueError(f"it says it has {count:,} {what}; at most {most:,} are read")
 
     def _block(self, file: Any, number: int, size: int) -> bytes:
         file.seek(self._offsets[number])

@@ -37,6 +37,7 @@ COUNTERS = {
     "tokens/s per device": "perf/throughput",
 }
 """Names of counter tracks, and the metrics they show; those a run has."""
+MAX_PROFILE_BYTES = 1 << 30
 PROFILE_THREADS = 1000
 """Thread numbers of profiles begin here; those of phases are below."""
 
@@ -44,7 +45,7 @@ Event = dict[str, Any]
 
 # A file that was cut short, and one that holds something else.
 _DAMAGED = (
-    OSError, EOFError, zlib.error, ValueError, RecursionError, KeyError, TypeError, AttributeError,
+    OSError, EOFError, zlib.error, ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError,
 )  # fmt: skip
 
 
@@ -268,12 +269,17 @@ class Trace:
     def _profile(self, file: Path, step: int, rank: int, origin: int) -> Iterator[Event]:
         """The events of a profile as threads of its process; numbers of threads and flows are its own."""
         try:
-            with open_regular(file) as raw, gzip.open(raw, "rt", encoding="utf-8") as text:
-                content = json.load(text)
+            with open_regular(file) as raw, gzip.open(raw, "rb") as unpacked:
+                text = unpacked.read(MAX_PROFILE_BYTES + 1)
+            if len(text) > MAX_PROFILE_BYTES:
+                raise ValueError(f"it unpacks to more than {MAX_PROFILE_BYTES:,} bytes")
+            content = json.loads(text)
             base_ns = int(content["baseTimeNanoseconds"]) - origin * 1000
+            float(base_ns)  # what no float can hold, or has no hash below, is no profile
             # Those of the profiler itself have names in place of numbers.
             events = [event for event in content["traceEvents"] if isinstance(event["pid"], int)]
             events = [event for event in events if math.isfinite(event["ts"])]
+            hash(tuple(event.get(name) for event in events for name in ("tid", "cat", "name", "id")))
             names = _thread_names(events)
         except _DAMAGED as error:
             logger.warning("%s is damaged (%s: %s) and is left out", file, type(error).__name__, error)

@@ -77,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--serve", action="store_true", help="serve a page for the browser; several RUNs compare"
     )
+    parser.add_argument(
+        "--outside",
+        action="store_true",
+        help="for --serve and --html: read also what a run names outside of its folder: the run it was forked from, "
+        "samples, links",
+    )
     parser.add_argument("--port", type=int, help="of --serve; default: 8265, or a free one")
     samples = parser.add_argument_group("samples")
     samples.add_argument("--step", type=int, help="of this step")
@@ -100,9 +106,11 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, console: Console) -> int:
     paths: list[Path] = args.run or find_runs(HOME)[:1] or [HOME]
     if args.serve:
-        return _serve(paths, args.port, console)
+        return _serve(paths, args.port, args.outside, console)
     if args.port is not None:
         raise ConfigError("--port is the port of --serve, which was not given")
+    if args.outside and not args.html:
+        raise ConfigError("--outside is for --serve and --html; in the terminal everything is read")
     if len(paths) > 1 and not args.html:
         raise ConfigError("several runs are compared in the browser: add --serve, or --html for one file")
     path = paths[0]
@@ -117,7 +125,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         from verl.observe.report import write_report
 
         try:
-            write(console, styled(str(write_report(seen.path, others=paths[1:]))))
+            write(console, styled(str(write_report(seen.path, others=paths[1:], outside=args.outside))))
         except OSError as error:
             raise DataError(f"report.html cannot be written to {path}: {error.strerror or error}") from None
         return 0
@@ -135,7 +143,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _serve(paths: list[Path], port: int | None, console: Console) -> int:
+def _serve(paths: list[Path], port: int | None, outside: bool, console: Console) -> int:
     from verl.observe.web_data import WebData
     from verl.observe.web_server import WebServer
 
@@ -146,8 +154,8 @@ def _serve(paths: list[Path], port: int | None, console: Console) -> int:
     ]
     if not found:
         raise DataError(f"there is no run in or below {paths[0]}; give a run folder: verl view RUN --serve")
-    with WebServer(WebData(found, live=True), port) as server:
-        write(console, styled(f"{server.url}   (Ctrl-C ends)"))
+    with WebServer(WebData(found, live=True, outside=outside), port) as server:
+        write(console, styled(f"{server.url}/   (Ctrl-C ends)"))
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0

@@ -22,21 +22,24 @@ from verl.observe.run_facts import (
     notes,
     parent_folder,
 )
+from verl.observe.run_folder import expanded
 from verl.observe.run_reader import Notice, Run, notices, open_run, read_crash, state_of
 from verl.observe.sample_index import SampleIndex, StepColumns, number_or_nan
 from verl.observe.web_tokens import StepTokens
 
 KINDS = ("rollouts", "validation")
 MAX_PARENTS = 20
+MAX_GROUP_TOKENS = 1 << 21
+"""Of the responses to a prompt, no more have their tokens: a small file can hold very many."""
 _ROW_FIELDS = ("prompt", "response", "ground_truth", "score", "advantage", "length", "finish_reason", "error")
 
 
 class RunData:
     """One run folder. Methods of one object may be called from several threads."""
 
-    def __init__(self, identity: str, path: Path) -> None:
+    def __init__(self, identity: str, path: Path, *, outside: bool) -> None:
         self.id = identity
-        self.run: Run = open_run(path)
+        self.run: Run = open_run(path, outside=outside)
         self.lineage = read_lineage(self.run.path)
         self.parent: RunData | None = None
         self._curves = CurveLog(self.run.path / "metrics.jsonl")
@@ -81,9 +84,15 @@ class RunData:
                     "findings": [_finding(notice) for notice in notices(self.run)],
                     "config": config,
                     "config_changes": config_changes(before, config),
-                    "notes": notes(self.run),
+                    "notes": [*notes(self.run), *self._parent_note()],
                 }
             )
+
+    def _parent_note(self) -> list[str]:
+        if self.lineage is None or self.parent is not None or self.run.outside:
+            return []
+        name = self.lineage.parent_name
+        return [f"it was forked from {name}, which is not shown: give that run too, or --outside"]
 
     def metrics(self) -> dict[str, Any]:
         with self._curve_lock:
@@ -144,13 +153,15 @@ class RunData:
 
 
 class WebData:
-    """Several runs, and with a fork the runs it descends from. `get` answers the paths of the page."""
+    """Several runs. `get` answers the paths of the page. `outside`: also what files of the runs name outside of their
+    folders, which is the runs a fork descends from and samples."""
 
-    def __init__(self, paths: Iterable[Path], *, live: bool) -> None:
+    def __init__(self, paths: Iterable[Path], *, live: bool, outside: bool = False) -> None:
         self.live = live
+        self._outside = outside
         self.runs: list[RunData] = []
         for path in paths:
-            if path.expanduser().absolute() not in self._folders():
+            if expanded(path).absolute() not in self._folders():
                 self._add(path)
         for child in list(self.runs):
             self._add_parents(child)
@@ -159,7 +170,7 @@ class WebData:
         return {each.run.path: each for each in self.runs}
 
     def _add(self, path: Path) -> RunData:
-        self.runs.append(RunData(str(len(self.runs)), path))
+        self.runs.append(RunData(str(len(self.runs)), path, outside=self._outside))
         return self.runs[-1]
 
     def _add_parents(self, child: RunData) -> None:
@@ -167,9 +178,9 @@ class WebData:
             folder = parent_folder(child.run.path, child.lineage)
             if folder is None or child.parent is not None or folder == child.run.path:
                 return
-            parent = self._folders().get(folder) or self._add(folder)
-            if child in _ancestors(parent):
-                return  # lineage files that name each other
+            parent = self._folders().get(folder) or (self._add(folder) if self._outside else None)
+            if parent is None or child in _ancestors(parent):
+                return  # not asked for; or lineage files that name each other
             child.parent = parent
             child = parent
 
@@ -212,10 +223,12 @@ def dumps(value: Any) -> bytes:
 def _group(
     index: SampleIndex, columns: StepColumns, code: int, rows: list[int], tokens: StepTokens
 ) -> dict[str, Any]:
-    found = []
+    found, shown = [], 0
     for row, sample in index.rows(columns, rows):
         line = columns.line[row]
-        found.append({**_response(line, sample), "tokens": tokens.row(line)})
+        own = tokens.row(line) if shown < MAX_GROUP_TOKENS else None
+        shown += len(own["texts"]) if own else 0
+        found.append({**_response(line, sample), "tokens": own})
     return {
         "step": columns.step,
         "uid": index.uids.names[code],

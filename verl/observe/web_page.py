@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from pathlib import Path
 
 from markupsafe import escape
@@ -29,14 +30,18 @@ def page(title: str, *, served: bool) -> tuple[str, str]:
         "form-action": "'none'",
     }
     values = {
-        "{{POLICY}}": "; ".join(f"{name} {value}" for name, value in rules.items()),
-        "{{TITLE}}": str(escape(title)),
-        "{{STYLE}}": style,
+        "POLICY": "; ".join(f"{name} {value}" for name, value in rules.items()),
+        "TITLE": str(escape(title)),
+        "STYLE": style,
+        "SCRIPT": script,
     }
     before, _, after = (WEB / "page.html").read_text(encoding="utf-8").partition("{{DATA}}")
-    for marker, value in values.items():
-        before = before.replace(marker, value, 1)
-    return before, after.replace("{{SCRIPT}}", script, 1)
+
+    def filled(text: str) -> str:
+        # In one pass: a title may contain what looks like a marker.
+        return re.sub(r"\{\{([A-Z]+)\}\}", lambda marker: values[marker[1]], text)
+
+    return filled(before), filled(after)
 
 
 def data_element(path: str, packed: bytes) -> bytes:

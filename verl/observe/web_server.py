@@ -10,12 +10,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
-import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from verl import http_server
 from verl.errors import ConfigError
 from verl.observe.web_data import WebData
 from verl.observe.web_page import page
@@ -24,10 +21,7 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 PORT = 8265
-MAX_CONNECTIONS = 32
-TIMEOUT_S = 30.0
 MAX_QUERY = 1000
-_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 _HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -37,53 +31,28 @@ _HEADERS = {
 }
 
 
-class WebServer(ThreadingHTTPServer):
+class WebServer(http_server.Server):
     """Serves until `shutdown`. Without a port: `PORT`, or any other where that is taken."""
-
-    daemon_threads = True
-    allow_reuse_address = True
 
     def __init__(self, data: WebData, port: int | None = None) -> None:
         self.data = data
         self.document = "".join(page(data.runs[0].run.name, served=True)).encode()
-        self._free = threading.Semaphore(MAX_CONNECTIONS)
         try:
-            super().__init__((HOST, PORT if port is None else port), _Handler)
+            super().__init__(HOST, PORT if port is None else port, _Handler)
         except OSError as error:
             if port is not None:
                 raise ConfigError(
                     f"cannot serve at {HOST}:{port}: {error.strerror or error}. Give another --port, for example "
-                    f"--port {_free_port()}"
+                    f"--port {http_server.free_port()}"
                 ) from None
-            super().__init__((HOST, 0), _Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.server_address[1]}/"
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(timeout=TIMEOUT_S):
-            super().process_request(request, client_address)
-        else:
-            super().shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("a request from %s ended early", client_address, exc_info=True)
+            super().__init__(HOST, 0, _Handler)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(http_server.Handler):
     server: WebServer
-    timeout = TIMEOUT_S
-    server_version, sys_version = "verl", ""
 
     def do_GET(self) -> None:
-        if not _is_loopback(self.headers.get_all("Host", [])):
+        if http_server.is_from_elsewhere(self.headers, loopback=True):
             self._send(403, b"open this page by http://127.0.0.1 or http://localhost\n", "text/plain")
             return
         target = urlsplit(self.path)
@@ -119,20 +88,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        return None
-
-
-def _is_loopback(hosts: list[str]) -> bool:
-    """Whether the one Host header names this machine: a name that another site resolves to it is refused."""
-    if len(hosts) != 1:
-        return False
-    name, _, port = hosts[0].rpartition(":") if not hosts[0].endswith("]") else (hosts[0], "", "")
-    return (name or port).lower() in _NAMES
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

@@ -62,7 +62,7 @@ class RewardModel:
                 path, dtype=dtype, trust_remote_code=code, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code)
-        except (OSError, ValueError, ImportError, KeyError) as error:
+        except Exception as error:  # damaged files raise anything
             problem = (
                 f"cannot be loaded: {error}. It needs a sequence-classification model and its tokenizer."
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.observe.jsonl import read_jsonl, read_metrics
+from verl.observe.run_folder import expanded
 
 _TIMED = ("timing", "perf/")
 _NOT_COMPARED = ("step", "findings")
@@ -85,8 +86,8 @@ class Files:
         """`rollouts`, `validation`: folders of samples that the config names."""
         return cls(
             {row["step"]: row for row in read_metrics(folder / "metrics.jsonl")},
-            Path(rollouts).expanduser() if rollouts else folder / "rollouts",
-            Path(validation).expanduser() if validation else folder / "validation",
+            expanded(str(rollouts)) if rollouts else folder / "rollouts",
+            expanded(str(validation)) if validation else folder / "validation",
         )
 
 

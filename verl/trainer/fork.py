@@ -19,7 +19,8 @@ from typing import Any
 from verl.checkpoint.files import inside, sync_all
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.steps import StepFolder, in_use, step_name, write_tracker
-from verl.config.load import load_config, to_dict
+from verl.config.load import load_config, recorded
+from verl.config.masking import mask_override
 from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sources import dump_yaml, parse_overrides, set_path
 from verl.errors import ConfigError, VerlError
@@ -173,13 +174,15 @@ def _config(
     write_atomically(file, dump_yaml(values))
     cfg: PPOConfig | OfflineConfig = load_config(parent.kind, ["--config-path", str(file), *overrides])
     cfg.trainer.default_local_dir = str(folder)  # also where the command is repeated in another folder
-    write_atomically(file, dump_yaml(jsonable(to_dict(cfg))))
+    write_atomically(file, dump_yaml(jsonable(recorded(cfg))))
     return cfg
 
 
 def _lineage(parent: Recorded, step: int, overrides: list[str]) -> Lineage:
     names = (parent.get("trainer.project_name"), parent.get("trainer.experiment_name"))
-    return Lineage(str(parent.path), "/".join(map(str, names)), step, tuple(overrides), time.time())
+    return Lineage(
+        str(parent.path), "/".join(map(str, names)), step, tuple(map(mask_override, overrides)), time.time()
+    )
 
 
 if __name__ == "__main__":

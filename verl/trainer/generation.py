@@ -22,6 +22,7 @@ from verl.agents.conversation import Conversation
 from verl.checkpoint.files import sync_folder
 from verl.config.keys import to_dict
 from verl.config.machine import machine_errors
+from verl.config.masking import mask_values
 from verl.config.model_path import folder_problem
 from verl.config.parallelism import EXTERNAL_ENGINES, engines
 from verl.config.schema import DataConfig
@@ -237,6 +238,7 @@ def added_columns(cfg: GenerationConfig) -> dict[str, str]:
 def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDataset) -> dict[str, Any]:
     """Everything a response depends on; rows are reused only if all of it is equal."""
     settings = training_settings(rollout_section(cfg), cfg.data.max_response_length, step=0)
+    multi_turn = mask_values(to_dict(cfg.rollout.multi_turn))  # it is written to a file
     return {
         "model.path": choice.path,
         "model.lora_path": str(choice.adapter) if choice.adapter else None,
@@ -249,7 +251,7 @@ def decisive_settings(cfg: GenerationConfig, choice: ModelChoice, dataset: RLDat
         "rollout.seed": settings.seed,
         "rollout.name": cfg.rollout.name,
         "rollout.dtype": cfg.rollout.dtype,
-        "rollout.multi_turn": to_dict(cfg.rollout.multi_turn) if cfg.rollout.multi_turn.enable else None,
+        "rollout.multi_turn": multi_turn if cfg.rollout.multi_turn.enable else None,
         "model.override_config": cfg.model.override_config,
     }
 

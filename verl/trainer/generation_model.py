@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from verl.checkpoint.hf_folder import ADAPTER_FOLDER, HF_FOLDER
 from verl.checkpoint.megatron.reader import holds_megatron
 from verl.checkpoint.steps import list_steps, problems, step_of
 from verl.errors import ModelError
+from verl.json_input import read_json
 
 if TYPE_CHECKING:
     from verl.config.schema import GenerationModelConfig
@@ -101,14 +101,16 @@ def _has_weights(folder: Path) -> bool:
 
 def _base_of(adapter: Path) -> str:
     """The base model named in adapter_config.json."""
-    stated = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    base = stated.get("base_model_name_or_path") or ""
+    try:
+        base = str(read_json(adapter / "adapter_config.json").get("base_model_name_or_path") or "")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{adapter / 'adapter_config.json'} cannot be understood: {error}") from error
     if not base or (base.startswith(("/", ".", "~")) and not Path(base).expanduser().is_dir()):
         raise ModelError(
             f"{adapter} is an adapter, and the model below it ({base or 'not named in adapter_config.json'}) is not "
             f"there; set model.path to that model and model.lora_path={adapter}"
         )
-    return str(base)
+    return base
 
 
 def _adapter_folder(folder: Path, key: str) -> Path:
@@ -130,8 +132,8 @@ def _refuse_value_model(path: str) -> None:
     if not config.is_file():
         return
     try:
-        named = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
-    except ValueError:
+        named = [str(each) for each in read_json(config).get("architectures") or []]
+    except (OSError, ValueError, TypeError, AttributeError):
         return  # reported when it is loaded
     if any(_VALUE_MODEL.search(name) for name in named):
         raise ModelError(

@@ -18,6 +18,7 @@ from verl.config.sources import del_path, load_yaml, set_path
 from verl.errors import ConfigError, DataError
 from verl.observe.jsonl import jsonable
 from verl.observe.lineage import Lineage, read_lineage
+from verl.observe.run_folder import expanded
 
 if TYPE_CHECKING:
     Trained = type[PPOConfig] | type[OfflineConfig]
@@ -80,16 +81,20 @@ class Recorded:
         keys = schema_keys(self.kind)
         default = from_dict(self.kind, {}, checked=False, quiet=True)
         chosen = [name for name in keys if get(whole, name) != get(default, name)]
+
+        def add(name: str) -> None:
+            value = whole.from_environment.get(name, to_dict(get(whole, name)))
+            set_path(tree, name, jsonable(value))
+
         for name in chosen:
-            set_path(tree, name, jsonable(to_dict(get(whole, name))))
+            add(name)
         # A value that was chosen to be the default, where another would follow.
         for name in _different(keys, self._built(tree), whole):
-            set_path(tree, name, jsonable(to_dict(get(whole, name))))
+            add(name)
         for name in chosen:
-            value = get(whole, name)
             del_path(tree, name)
             if _different(keys, self._built(tree), whole):
-                set_path(tree, name, jsonable(to_dict(value)))
+                add(name)
         return tree
 
     def _built(self, values: dict[str, Any]) -> Any:
@@ -98,7 +103,7 @@ class Recorded:
 
 def open_recorded(path: Path) -> Recorded:
     """Read config.yaml of a run folder; DataError where it is none of a training command."""
-    path = path.expanduser().absolute()
+    path = expanded(path).absolute()
     if not (path / "config.yaml").is_file():
         kind = "has no config.yaml" if path.is_dir() else "is no folder"
         raise DataError(f"{path} {kind}; give a run folder (checkpoints/PROJECT/EXPERIMENT)")
@@ -113,8 +118,8 @@ def _kind(values: dict[str, Any], path: Path) -> Trained:
         raise ConfigError(
             f"{path / 'config.yaml'} is not of a training command: {', '.join(COMMANDS.values())}"
         )
-    algorithm = values.get("algorithm") or {}
-    if "loss" in algorithm:
+    algorithm = values.get("algorithm")
+    if isinstance(algorithm, dict) and "loss" in algorithm:
         return DPOConfig
     return RewardTrainingConfig if algorithm else SFTConfig
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from verl.config.schema import OfflineConfig, PPOConfig
 from verl.config.sources import set_path
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.observe.jsonl import dumps
+from verl.observe.run_folder import expanded
 from verl.runtime import exits_as_errors
 from verl.trainer.compare import ENGINE_LOG_PROBS, NUMERICS, Comparison, Files, compare, metrics_differ
 from verl.trainer.recorded import Recorded, open_recorded
@@ -119,7 +121,7 @@ def first_checkpoint(recorded: Recorded, step: int, asked: int | None) -> Path |
     if recorded.get("trainer.resume_mode") != "resume_path" or not path:
         return None
     try:
-        found = checked_path(Path(path).expanduser().absolute())
+        found = checked_path(expanded(str(path)).absolute())
     except CheckpointError as error:
         raise DataError(f"{recorded.path} began at trainer.resume_from_path={path}: {error}") from None
     if read_manifest(found).step >= step:
@@ -166,7 +168,7 @@ def replay_folder(run: Path, step: int, keep: bool) -> Iterator[Path]:
 
 def replay_config(recorded: Recorded, folder: Path, start: Path | None) -> PPOConfig | OfflineConfig:
     """The config the run had, with a folder of its own, another beginning, and nobody told of it."""
-    values = json.loads(json.dumps(recorded.values))
+    values = deepcopy(recorded.values)
     changed: dict[str, Any] = {
         "default_local_dir": str(folder),
         "resume_mode": "disable" if start is None else "resume_path",

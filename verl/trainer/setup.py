@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.build import fit_batch
 from verl.config.checks import check
-from verl.config.load import to_dict
+from verl.config.load import recorded
 from verl.data.chat import generation_stop_ids
 from verl.errors import CheckpointError, ConfigError
 from verl.observe.jsonl import jsonable
@@ -40,7 +40,7 @@ def open_tracker(
         trainer.logger,
         trainer.project_name,
         trainer.experiment_name,
-        to_dict(cfg),
+        recorded(cfg),
         folder,
         trainer.wandb_proxy,
         total_steps=total_steps,
@@ -104,7 +104,7 @@ def record_config(cfg: PPOConfig | OfflineConfig, folder: RunFolder) -> None:
             max(steps),
         )
     before = folder.previous_config() if resuming else None
-    now = to_dict(cfg)
+    now = recorded(cfg)
     if cfg.trainer.default_local_dir == str(
         default_run_path(cfg.trainer.project_name, cfg.trainer.experiment_name)
     ):
@@ -180,7 +180,7 @@ def try_write_report(folder: RunFolder) -> None:
 
     try:
         folder.wait()
-        write_report(folder.path, ended=True)
+        write_report(folder.path, ended=True, outside=True)
     except Exception as error:
         logger.warning(
             "the report in %s could not be written: %s: %s", folder.path, type(error).__name__, error
