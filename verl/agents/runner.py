@@ -337,7 +337,7 @@ class ConversationStream(SampleStream):
         if answer.reward is not None:
             conversation.add_reward(answer.reward)
         if answer.error is not None:
-            conversation.error = f"the environment gave no reward for a turn: {answer.error}"
+            conversation.error = answer.error
             self.finish(talk, "abort")
             return
         messages = self.messages(answer)
