@@ -52,6 +52,12 @@ class ConversationRunner:
         chat = ChatFormat(
             tokenizer, data.apply_chat_template_kwargs, data.system_prompt, raw_prompts=data.raw_prompts
         )
+        if cfg.tool_response_truncate_side != "middle":
+            kept = {"left": "beginning", "right": "end"}[cfg.tool_response_truncate_side]
+            name = f"{KEY}.tool_response_truncate_side={cfg.tool_response_truncate_side}"
+            logger.info(
+                "%s keeps the %s of long tool answers; up to 0.2.0 it kept the other half", name, kept
+            )
         self.agents = Agents(cfg, get_format(self.format_name(chat)))
         try:
             self.turns = ChatTurns(
