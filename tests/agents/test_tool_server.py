@@ -687,3 +687,30 @@ def test_an_mcp_command_that_cannot_be_started_is_refused(target, problem):
     pytest.importorskip("mcp")
     with pytest.raises(ConfigError, match=problem):
         asyncio.run(MCPTools(target).open())
+
+
+def test_a_compressed_answer_of_an_mcp_server_is_not_read():
+    pytest.importorskip("mcp")
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.read(1 << 16))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip, gzip\r\n"
+            b"Content-Length: 1000000\r\n\r\n"
+        )
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        tools = MCPTools(f"http://127.0.0.1:{port}/mcp")
+        with pytest.raises(ConfigError, match="its answer is compressed"):
+            await tools.open()
+        await tools.close()
+        server.close()
+
+    asyncio.run(run())
+    assert any(b"accept-encoding: identity" in request.lower() for request in asked)

@@ -19,7 +19,16 @@ from typing import Any, TextIO
 
 from verl.agents import remote
 from verl.agents.base import Schema, ToolCall, ToolFailed, ToolProvider, ToolsLost
-from verl.agents.remote import CONCURRENCY, MAX_SENDS, Contact, Outage, describe, plain_text
+from verl.agents.remote import (
+    CONCURRENCY,
+    IDENTITY,
+    MAX_SENDS,
+    Contact,
+    Outage,
+    describe,
+    is_encoded,
+    plain_text,
+)
 from verl.agents.schemas import read_schema
 from verl.errors import ConfigError, missing_package
 from verl.processes import supervised_command
@@ -228,7 +237,10 @@ class _Connection:
                 await self.close(describe(error))
                 raise _Broken(self._problem) from error
             raise ToolFailed(str(error)[:1000] or type(error).__name__) from error
-        return _text(answer.model_dump(by_alias=True, mode="json"))
+        try:
+            return _text(answer.model_dump(by_alias=True, mode="json"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ToolFailed("The answer of the MCP server cannot be read.") from error
 
     async def close(self, problem: str) -> None:
         if not self._stop.is_set():
@@ -325,9 +337,26 @@ def _require_package() -> None:
 def _over_http(address: str) -> contextlib.AbstractAsyncContextManager[tuple[Any, ...]]:
     from mcp.client import streamable_http
 
-    older = "streamablehttp_client"  # before 1.24
-    connect = getattr(streamable_http, "streamable_http_client", None) or getattr(streamable_http, older)
-    return connect(address)
+    def client(headers: dict[str, str] | None = None, timeout: Any = None, auth: Any = None) -> Any:
+        made = streamable_http.create_mcp_http_client({**(headers or {}), **IDENTITY}, timeout, auth)
+        made.event_hooks = {"response": [_refuse_encoded]}
+        return made
+
+    connect = getattr(streamable_http, "streamable_http_client", None)
+    if connect is None:  # before 1.24
+        return streamable_http.streamablehttp_client(address, httpx_client_factory=client)
+
+    @contextlib.asynccontextmanager
+    async def connected() -> AsyncIterator[tuple[Any, ...]]:
+        async with client() as http, connect(address, http_client=http) as streams:
+            yield streams
+
+    return connected()
+
+
+async def _refuse_encoded(response: Any) -> None:
+    if is_encoded(response.headers):
+        raise ConnectionError("its answer is compressed, which was not asked for")
 
 
 async def _listens(address: str) -> bool:
