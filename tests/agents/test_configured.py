@@ -112,7 +112,7 @@ def test_tools_of_a_yaml_file_live_as_long_as_the_conversation(write, monkeypatc
         "tools.yaml",
     )
     factory = load_tools(path)
-    assert factory.info.hooks == ("reset", "turn_reward", "reward") and factory.info.stateful
+    assert factory.info.hooks == ("reset", "reward") and factory.info.stateful
     assert [schema["function"]["name"] for schema in factory.info.schemas] == ["score", "plain"]
     assert parameters(factory.info)["properties"]["answer"]["minLength"] == 1
     assert parameters(factory.info, 1)["properties"]["a"] == {"type": "array", "items": {"type": "string"}}
@@ -127,12 +127,10 @@ def test_tools_of_a_yaml_file_live_as_long_as_the_conversation(write, monkeypatc
     async def converse(row: dict[str, Any]) -> None:
         tools = factory.create()
         await tools.reset(row)
-        assert await tools.turn_reward() is None
         assert await tools.reward() == 0.0  # nothing was called
-        assert await tools.call("score", {"answer": "3"}) == "3m done"
-        assert await tools.call("score", {"answer": "4"}) == "4m done"
-        assert await tools.call("plain", {}) == "plain"
-        assert (await tools.turn_reward(), await tools.turn_reward()) == (-0.5, None)
+        assert await tools.call("score", {"answer": "3"}) == ("3m done", -0.25)
+        assert await tools.call("score", {"answer": "4"}) == ("4m done", -0.25)
+        assert await tools.call("plain", {}) == ("plain", None)
         assert await tools.reward() == 2.0
         with pytest.raises(ToolFailed, match="answer: 3 is not of type 'string'"):
             await tools.call("score", {"answer": 3})
@@ -152,7 +150,7 @@ def test_tools_that_take_all_arguments_of_create_at_once(write):
     path = write(f"tools:\n  - class_name: old_classes.py:OldStyle\n    config: {{}}\n{schema}", "tools.yaml")
     tools = load_tools(path).create()
     run(tools.reset({"tools_kwargs": {"old": {"create_kwargs": {"id": "seven"}}}}))
-    assert run(tools.call("old", {})) == "seven"
+    assert run(tools.call("old", {})) == ("seven", None)
 
 
 def test_interactions_of_a_yaml_file_answer_as_the_user(write):
@@ -197,6 +195,10 @@ def test_interactions_of_a_yaml_file_answer_as_the_user(write):
         ("tools: [{class_name: 'bad.py:Score', tool_schema: {name: a}}]", ["tool_schema is not"]),
         ("tools: [{class_name: 'bad.py:Plain'}, {class_name: 'bad.py:Plain'}]", ["tools[1]", "'plain' again"]),
         (f"tools:\n  - class_name: bad.py:Needy\n{SCHEMA}", ["agent_data"]),
+        (
+            f"tools:\n  - class_name: bad.py:Score\n{SCHEMA}".replace("minLength: 1", "minLength: x"),
+            ["tools[0].tool_schema", "score", "no valid JSON schema", "'x'"],
+        ),
     ],
 )  # fmt: skip
 def test_yaml_files_that_cannot_work_are_errors_at_start(write, text, words):

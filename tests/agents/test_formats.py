@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.agents import formats
 from verl.agents.base import ParsedTurn, ToolCall
 from verl.agents.formats import (
     ToolFormat,
@@ -88,6 +89,41 @@ def test_a_call_in_a_thinking_block_is_not_made(name):
 def test_marks_of_thinking_inside_an_argument_are_text(name):
     call = ToolCall("write", {"text": "<think> and </think>"})
     assert parse(name, f"<think>Write it.</think>{get_format(name).render([call])}").calls == (call,)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", ["what is </think>?", "<think>x</think>", "</think></think>"])
+def test_a_closing_mark_of_thinking_inside_an_argument_ends_no_thinking(name, value):
+    render = get_format(name).render
+    first, call = ToolCall("add", {"a": "1"}), ToolCall("write", {"text": value})
+    assert parse(name, render([call])).calls == (call,)
+    assert parse(name, render([first, call])).calls == (first, call)
+    assert parse(name, render([call, call])).calls == (call, call)
+    assert parse(name, f"{render([call])}</think>\n{render([first])}").calls == (first,)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call></tool_call>"),
+        ("hermes", "<tool_call>{</tool_call></think>"),
+        ("qwen3_coder", "<tool_call></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a></tool_call>"),
+        ("llama3_json", '{"name": "f", "parameters": {}};{'),
+        ("llama3_json", '{"name"'),
+    ],
+)
+def test_a_turn_of_many_wrong_calls_is_not_read_for_ever(name, text, monkeypatch):
+    """What is wrong is said of some calls: each takes time in proportion to the turn."""
+    reads: list[int] = []
+    decode, read = formats._decode, formats.Qwen3Coder._read
+    monkeypatch.setattr(formats, "_decode", lambda *given: reads.append(1) or decode(*given))
+    monkeypatch.setattr(formats.Qwen3Coder, "_read", lambda *given: reads.append(1) or read(*given))
+    turn = parse(name, text * 2000)
+    assert len(reads) < 20
+    assert len(turn.problems) <= 11
+    if len(turn.problems) == 11:
+        assert turn.problems[-1] == "Further calls were not read."
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -400,8 +400,8 @@ def test_where_a_text_is_cut() -> None:
     turns = turns_of("qwen3", True, False)
     text = "".join(map(str, range(10))) * 20
     mark = "\n[... cut ...]\n"
-    assert turns.truncate(text, 25, "right") == text[:10] + mark
-    assert turns.truncate(text, 25, "left") == mark + text[-10:]
+    assert turns.truncate(text, 25, "left") == text[:10] + mark
+    assert turns.truncate(text, 25, "right") == mark + text[-10:]
     assert turns.truncate(text, 25, "middle") == text[:5] + mark + text[-5:]
-    assert turns.truncate(text, 4, "right") == "0123"
+    assert turns.truncate(text, 4, "left") == "0123"
     assert turns.truncate("ab" * 50, 50, "right") == "ab" * 50

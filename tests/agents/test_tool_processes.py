@@ -406,8 +406,8 @@ def test_an_environment_keeps_its_state_and_hooks_are_called(tools, tmp_path):
         row = {"start": 5, "path": str(tmp_path / "closed"), "other": object}
         assert await one.reset(row, LONG) == "starts at 5"
         assert await two.reset({"start": 0}, LONG) == "starts at 0"
-        assert await one.call(ToolCall("add", {"number": 2}), LONG) == "7"
-        assert await two.call(ToolCall("add", {"number": 2}), LONG) == "2"
+        assert await one.call(ToolCall("add", {"number": 2}), LONG) == ("7", None)
+        assert await two.call(ToolCall("add", {"number": 2}), LONG) == ("2", None)
         assert (
             await one.user("hello", [], LONG) == "you said hello" and await one.user("bye", [], LONG) is None
         )
@@ -431,7 +431,7 @@ def test_an_environment_keeps_its_state_and_hooks_are_called(tools, tmp_path):
 def test_random_draws_of_an_environment_depend_on_its_session_only(tools):
     async def draw(session: str) -> str:
         counter = tools.counter(session)
-        drawn = await counter.call(ToolCall("do", {"what": "random"}), LONG)
+        drawn, _ = await counter.call(ToolCall("do", {"what": "random"}), LONG)
         await counter.close()
         return drawn
 
@@ -638,7 +638,7 @@ def test_a_process_is_killed_although_another_one_holds_its_socket(tools, tmp_pa
 
     async def hold() -> int:
         counter = tools.counter()
-        pid = int(await counter.call(ToolCall("do", {"what": "pid"}), LONG))
+        pid = int((await counter.call(ToolCall("do", {"what": "pid"}), LONG))[0])
         holder = os.fork()
         if holder == 0:
             os.read(here, 1)
@@ -679,7 +679,7 @@ def test_an_environment_that_ended_says_so_and_others_go_on(tools, fault, timeou
             lost.user("x", [], LONG),
         ):
             assert (await failure(request)).text == f"The environment has ended: {how}"
-        assert await other.call(ToolCall("add", {"number": 1}), LONG) == "2"
+        assert await other.call(ToolCall("add", {"number": 1}), LONG) == ("2", None)
         await lost.close()
         await other.close()
 
@@ -694,7 +694,7 @@ def test_an_environment_that_raises_goes_on(tools):
             await failure(counter.call(ToolCall("do", {"what": "raise"}), LONG))
         ).text == "do failed: ValueError: boom"
         await counter.reset({"start": 1}, LONG)
-        assert await counter.call(ToolCall("add", {"number": 1}), LONG) == "2"
+        assert await counter.call(ToolCall("add", {"number": 1}), LONG) == ("2", None)
         await counter.close()
 
     tools.run(talk())
@@ -712,7 +712,7 @@ def test_an_environment_that_hangs_when_closed_is_killed(tools, monkeypatch, gon
     async def talk() -> int:
         counter = tools.counter()
         await counter.reset({"start": 1, "path": "hang"}, LONG)
-        pid = await counter.call(ToolCall("do", {"what": "pid"}), LONG)
+        pid, _ = await counter.call(ToolCall("do", {"what": "pid"}), LONG)
         await counter.close()
         return int(pid)
 

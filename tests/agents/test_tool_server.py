@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import gzip
 import logging
+import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.agents.stub_server import Answers, Drop, StubServer
 from verl.agents import remote
 from verl.agents.base import Observation, ToolCall, ToolFailed, ToolsLost
+from verl.agents.formats import get_format
 from verl.agents.mcp import MCPTools
+from verl.agents.sessions import Session
 from verl.agents.tool_server import ServerTools, TextServer, connect_tool_server
+from verl.agents.toolset import Agents
+from verl.config.sections.rollout import MultiTurnConfig
 from verl.errors import ConfigError
 
 LONG_S = 120.0
@@ -41,6 +51,20 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StubServer]
     yield start
     for server in started:
         server.stop()
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+        monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(remote.asyncio, "sleep", self.sleep)
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
 
 
 def tools_and(call: Callable[[Any], tuple[int, Any]]) -> Answers:
@@ -154,15 +178,37 @@ def test_a_list_of_tools_that_cannot_be_used_is_refused(serve, listed, problem):
         asyncio.run(connect_tool_server(server.address, LONG_S))
 
 
+@pytest.mark.parametrize(
+    ("entry", "warned"),
+    [({"type": "string", "enum": None}, False), ({"enum": 5}, True), ({"minimum": "1"}, True)],
+)
+def test_schemas_with_nulls_or_mistakes_end_no_run(serve, caplog, entry, warned):
+    body = {"type": "object", "properties": {"text": entry}, "required": ["text"]}
+    schema = {"type": "function", "function": {**SCHEMA["function"], "parameters": body}}  # type: ignore[dict-item]
+    server = serve(
+        lambda method, path, sent: (200, {"tools": [schema]} if method == "GET" else {"result": "found"})
+    )
+    agents = Agents(MultiTurnConfig(enable=True, tool_server=server.address), get_format("hermes"))
+    try:
+        session = Session(agents, "s", {"prompt": "x"})
+        text = '<tool_call>{"name": "echo", "arguments": {"text": "a"}}</tool_call>'
+        (record,) = agents.wait_for(session.respond(text, [])).records
+    finally:
+        agents.close()
+    assert (record.result, record.failure) == ("found", None)
+    lines = [line for line in caplog.messages if "no valid JSON schema" in line]
+    assert len(lines) == warned and all("'echo'" in line and server.address in line for line in lines)
+
+
 def test_a_server_that_is_still_starting_is_waited_for(serve, monkeypatch):
     server = serve(tools_and(echo), listening=False)
     pause, refused = remote.Outage.pause, []
 
-    async def listen_after_a_refusal(self: remote.Outage, at_least: float = 0.0) -> bool:
+    async def listen_after_a_refusal(self: remote.Outage, *given: Any) -> None:
         if not refused:
             server.listen()
         refused.append(True)
-        return await pause(self, at_least)
+        await pause(self, *given)
 
     monkeypatch.setattr(remote.Outage, "pause", listen_after_a_refusal)
     assert call_once(server) == "hello"
@@ -174,6 +220,47 @@ def test_no_server_at_the_start_is_an_error_with_address_and_reason(serve, monke
     server = serve(tools_and(echo), listening=False)
     with pytest.raises(ConfigError, match=rf"tool_server={server.address}.*ConnectError.*Start it first"):
         asyncio.run(connect_tool_server(server.address, LONG_S))
+    server.listen()
+
+
+def test_a_server_that_is_away_is_named_while_it_is_waited_for(monkeypatch, caplog):
+    clock = Clock(monkeypatch)
+    contact = remote.Contact("The tool server", "http://127.0.0.1:1", "rollout.multi_turn.tool_server")
+    told: list[float] = []
+
+    async def run() -> None:
+        outages = [remote.Outage(contact) for _ in range(8)]
+        while True:
+            for outage in outages:
+                await outage.pause("ConnectError: refused")
+            told.extend([clock.now - 1000.0] * (len(caplog.records) - len(told)))
+
+    with pytest.raises(ToolsLost):
+        asyncio.run(run())
+    (line,) = caplog.messages
+    assert told[0] < 10.0
+    for part in (
+        "http://127.0.0.1:1: ConnectError",
+        "60 s",
+        "Start it, or correct rollout.multi_turn.tool_server",
+    ):
+        assert part in line
+
+
+def test_an_interruption_while_a_server_is_waited_for_leaves_no_task(serve, monkeypatch, caplog):
+    server = serve(tools_and(echo), listening=False)
+    pause = remote.Outage.pause
+
+    async def interrupted(self: remote.Outage, *given: Any) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        await pause(self, *given)
+
+    monkeypatch.setattr(remote.Outage, "pause", interrupted)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", LONG_S)
+    with pytest.raises(KeyboardInterrupt):
+        Agents(MultiTurnConfig(enable=True, tool_server=server.address), get_format("hermes"))
+    gc.collect()
+    assert caplog.messages == []  # "Task was destroyed but it is pending!"
     server.listen()
 
 
@@ -220,6 +307,33 @@ def test_an_endless_answer_is_cut_off(serve, monkeypatch):
     monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 1000)
     with pytest.raises(ToolFailed, match="larger than 1,000 bytes"):
         call_once(serve(tools_and(lambda body: (200, {"result": "x" * 2000}))))
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "gzip, gzip", "br", "GZIP"])
+def test_a_compressed_answer_is_not_read(encoding):
+    """The bytes of a bomb are few; nothing is decompressed, so nothing can grow."""
+    read: list[bytes] = []
+
+    async def body() -> AsyncIterator[bytes]:
+        read.append(gzip.compress(bytes(1 << 20)))
+        yield read[-1]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.headers["Accept-Encoding"] == "identity"
+        return httpx.Response(200, headers={"Content-Encoding": encoding}, content=body())
+
+    async def run() -> None:
+        server = remote.RemoteServer("http://x", "The tool server", key="tool_server")
+        await server.close()
+        server._http = httpx.AsyncClient(
+            base_url="http://x", headers=server._http.headers, transport=httpx.MockTransport(answer)
+        )
+        with pytest.raises(ToolFailed, match="compressed"):
+            await server.request("GET", "/", timeout_s=LONG_S)
+        await server.close()
+
+    asyncio.run(run())
+    assert read == []
 
 
 def test_an_unknown_tool_is_not_sent(serve):
@@ -293,14 +407,114 @@ def test_a_call_that_always_ends_its_server_is_given_up_but_not_the_run(serve):
     assert sum(path == "/call" for _, path, _ in server.requests) == 3
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_a_server_that_says_try_again_is_tried_again(serve, status):
+def calls_of(server: StubServer) -> int:
+    return sum(path == "/call" for _, path, _ in server.requests)
+
+
+@pytest.mark.parametrize(("status", "times"), [(429, 4), (503, 4), (502, 2), (504, 2)])
+def test_a_server_that_says_try_again_is_tried_again(serve, status, times):
     def call(body: Any) -> tuple[int, Any]:
-        calls = sum(path == "/call" for _, path, _ in server.requests)
-        return echo(body) if calls > 3 else (status, b"try again")
+        return echo(body) if calls_of(server) > times else (status, b"try again")
 
     server = serve(tools_and(call))
     assert call_once(server) == "hello"
+
+
+@pytest.mark.parametrize("status", [502, 504])
+@pytest.mark.parametrize("quiet_s", [0.0, LONG_S])
+def test_a_call_that_alone_meets_the_limit_of_a_proxy_costs_itself(serve, monkeypatch, status, quiet_s):
+    """However long the server was not asked for anything else."""
+    server = serve(tools_and(lambda body: (status, b"Gateway Time-out")))
+    monkeypatch.setattr(remote, "LOST_AFTER_S", LONG_S - quiet_s)
+    with pytest.raises(ToolFailed, match=rf"sent \d times and met HTTP {status}"):
+        call_once(server)
+    assert calls_of(server) <= remote.MAX_SENDS
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_server_that_answers_no_call_is_lost(serve, monkeypatch, status):
+    away = threading.Event()
+
+    def answers(method: str, path: str, body: Any) -> tuple[int, Any]:
+        return (status, b"try again") if away.is_set() else tools_and(echo)(method, path, body)
+
+    server = serve(answers)
+
+    async def run() -> None:
+        tools = await tools_of(server)
+        away.set()
+        monkeypatch.setattr(remote, "LOST_AFTER_S", 0.1)
+        key = "max_concurrent_requests" if status == 429 else "Start it again"
+        with pytest.raises(ToolsLost, match=rf"HTTP {status}: try again. .*{key}.*resumes"):
+            await tools.call("s", ToolCall("echo", {}), LONG_S)
+        await tools.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("others", "error"), [(False, ToolsLost), (True, ToolFailed)], ids=["nobody is answered", "others are"]
+)
+def test_a_rate_limit_is_waited_for_as_long_as_others_are_answered(monkeypatch, others, error):
+    clock = Clock(monkeypatch)
+    contact = remote.Contact("The simulated user", "http://x", "user.base_url")
+    contact.heard = clock.now
+
+    async def run() -> None:
+        outage = remote.Outage(contact)
+        while True:
+            await outage.pause("HTTP 429: slow down")
+            contact.heard = clock.now if others else contact.heard
+
+    with pytest.raises(error):
+        asyncio.run(run())
+    waited = clock.now - 1000.0
+    assert waited == pytest.approx(remote.LOST_AFTER_S) if not others else waited > remote.BUSY_S
+
+
+@pytest.mark.parametrize(("asked", "slept"), [("7", 7.0), ("1e9", remote.LOST_AFTER_S), ("soon", 0.2)])
+def test_a_server_says_how_long_to_wait_within_a_bound(monkeypatch, asked, slept):
+    clock = Clock(monkeypatch)
+    answers = [
+        httpx.Response(status, headers={"Retry-After": asked}, stream=httpx.ByteStream(b""))
+        for status in (429, 200)
+    ]
+
+    async def run() -> None:
+        server = remote.RemoteServer("http://x", "The tool server", key="tool_server")
+        await server.close()
+        server._http = httpx.AsyncClient(
+            base_url="http://x", transport=httpx.MockTransport(lambda request: answers.pop(0))
+        )
+        await server.request("GET", "/", timeout_s=LONG_S)
+        await server.close()
+
+    asyncio.run(run())
+    assert clock.slept == [slept]
+
+
+def test_a_server_gets_as_many_requests_at_a_time_as_the_key_allows(serve):
+    inside, most, lock = [0], [0], threading.Lock()
+
+    def call(body: Any) -> tuple[int, Any]:
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        time.sleep(0.02)
+        with lock:
+            inside[0] -= 1
+        return echo(body)
+
+    server = serve(tools_and(call))
+
+    async def run() -> None:
+        tools = await connect_tool_server(server.address, LONG_S, 2)
+        assert isinstance(tools, ServerTools)
+        await asyncio.gather(*(tools.call("s", ToolCall("echo", {"text": "x"}), LONG_S) for _ in range(8)))
+        await tools.close()
+
+    asyncio.run(run())
+    assert most[0] <= 2
 
 
 def test_a_server_that_is_restarted_costs_nothing(serve, monkeypatch):
@@ -309,13 +523,13 @@ def test_a_server_that_is_restarted_costs_nothing(serve, monkeypatch):
         tools_and(lambda body: (200, {"result": "from the second"})), port=first.server_port, listening=False
     )
     pause = remote.Outage.pause
-    pauses: list[float] = []
+    pauses: list[str] = []
 
-    async def listen_after_three_refusals(self: remote.Outage, at_least: float = 0.0) -> bool:
-        pauses.append(at_least)
+    async def listen_after_three_refusals(self: remote.Outage, *given: Any) -> None:
+        pauses.append(given[0])
         if len(pauses) == 3:
             second.listen()
-        return await pause(self, at_least)
+        await pause(self, *given)
 
     async def run() -> str:
         tools = await tools_of(first)
@@ -473,3 +687,30 @@ def test_an_mcp_command_that_cannot_be_started_is_refused(target, problem):
     pytest.importorskip("mcp")
     with pytest.raises(ConfigError, match=problem):
         asyncio.run(MCPTools(target).open())
+
+
+def test_a_compressed_answer_of_an_mcp_server_is_not_read():
+    pytest.importorskip("mcp")
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.read(1 << 16))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip, gzip\r\n"
+            b"Content-Length: 1000000\r\n\r\n"
+        )
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        tools = MCPTools(f"http://127.0.0.1:{port}/mcp")
+        with pytest.raises(ConfigError, match="its answer is compressed"):
+            await tools.open()
+        await tools.close()
+        server.close()
+
+    asyncio.run(run())
+    assert any(b"accept-encoding: identity" in request.lower() for request in asked)

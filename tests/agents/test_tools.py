@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from asyncio import run
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 from verl.agents.base import ToolFailed
 from verl.agents.hosted import HostedInfo, as_text
-from verl.agents.schemas import fit_arguments, read_docstring
+from verl.agents.schemas import fit_arguments, read_docstring, schema_problem, without_nulls
 from verl.agents.tools import load_environment, load_tools, load_user
 from verl.errors import ConfigError
 
@@ -217,6 +219,72 @@ def test_schemas_of_servers_that_cannot_be_checked_let_the_call_through():
     assert fit_arguments({"function": {"name": "f"}}, {"a": 1}) == {"a": 1}
     free = {"properties": {"a": {}}, "additionalProperties": True}
     assert fit_arguments({"function": {"name": "f", "parameters": free}}, {"b": 1}) == {"b": 1}
+
+
+@pytest.mark.parametrize("value", [3, "abc", [1]])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"properties": {"n": {"type": "integer", "minimum": "1"}}},
+        {"properties": ["n"]},
+        {"properties": {"n": {"type": "integer"}}, "required": "name"},
+        {"properties": {"n": {"enum": 5}}},
+        {"properties": {"n": {"type": "array", "items": "string"}}},
+        {"properties": {"n": {"type": "string", "maxLength": "5"}}},
+        {"properties": {"n": {"type": "string", "pattern": 5}}},
+        {"properties": {"n": {"type": "integer", "multipleOf": 0}}},
+        {"properties": {"n": {"type": 5}}},
+        ["n"],
+    ],
+)
+def test_a_schema_that_is_not_valid_is_recognised_and_never_an_exception(body, value):
+    schema = {"function": {"name": "f", "parameters": body}}
+    assert schema_problem(schema)
+    with suppress(ToolFailed):
+        assert fit_arguments(schema, {"n": value}) in ({"n": value}, {"n": 3})
+
+
+def test_a_schema_that_refers_to_itself_lets_the_call_through():
+    schema = {"function": {"name": "f", "parameters": {"properties": {"n": {"$ref": "#/properties/n"}}}}}
+    assert schema_problem(schema) is None
+    assert fit_arguments(schema, {"n": 3}) == {"n": 3}
+
+
+def test_nulls_of_left_out_fields_are_no_part_of_a_schema():
+    choices = {"type": ["string", "null"], "enum": ["a", None], "default": None, "minimum": None}
+    schema = {"function": {"name": "f", "strict": None, "parameters": {"properties": {"a": choices}}}}
+    clean = without_nulls(schema)
+    assert clean["function"].keys() == {"name", "parameters"}
+    assert clean["function"]["parameters"]["properties"]["a"] == {
+        "type": ["string", "null"], "enum": ["a", None], "default": None,
+    }  # fmt: skip
+    assert schema_problem(clean) is None and schema_problem(schema)
+
+
+def test_patterns_are_matched_only_where_time_is_limited(monkeypatch):
+    """The model chooses the text, on which a pattern may take for ever."""
+    names = {
+        "type": "object",
+        "patternProperties": {"^x_": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    properties = {
+        "to": {"type": "string", "pattern": "^(a+)+@$"},
+        "more": names,
+        "name": {"propertyNames": {"pattern": "^(a+)+@$"}},
+    }
+    schema = {"function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    arguments = {"to": "b", "more": {"x_1": 1, "y": 2}, "name": {"b": 1}}
+    with pytest.raises(ToolFailed, match="does not match"):
+        fit_arguments(schema, {"to": "b"}, patterns=True)
+
+    matched: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(re, "search", lambda pattern, text: matched.append(text))
+        assert fit_arguments(schema, arguments) == arguments
+    assert matched == []
+    with pytest.raises(ToolFailed, match="to: 3 is not of type 'string'"):
+        fit_arguments(schema, {"to": 3})
 
 
 def test_a_schema_cannot_make_us_read_an_address(write):

@@ -93,3 +93,5 @@ class ToolRecord:
     result: str = ""
     failure: FailureKind | None = None
     seconds: float = 0.0
+    reward: float | None = None
+    """That the tool gave for this call."""

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from verl.agents.base import Message, Schema, ToolFailed
 from verl.agents.hosted import (
+    Called,
     Hosted,
     HostedFactory,
     HostedInfo,
@@ -21,7 +22,7 @@ from verl.agents.hosted import (
     finished,
     parameters_of,
 )
-from verl.agents.schemas import fit_arguments
+from verl.agents.schemas import fit_arguments, schema_problem, without_nulls
 from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
 from verl.tools.base_tool import BaseTool
@@ -116,8 +117,9 @@ def load_tools_yaml(path: str, key: str) -> HostedFactory:
     info = HostedInfo(
         name=path,
         schemas=[schema for _, schema in tools.values()],
-        hooks=("reset", "turn_reward", *(("reward",) if scored else ())),
+        hooks=("reset", *(("reward",) if scored else ())),
         stateful=True,
+        replaceable=not scored,  # calc_reward scores what a process that ended knew
     )
     return HostedFactory(info, functools.partial(HostedTools, tools))
 
@@ -140,7 +142,12 @@ def _schema_of(entry: _Entry) -> Schema:
         raise ConfigError(
             f"{entry.where}.tool_schema is not {{type: function, function: {{name, description, parameters}}}}."
         )
-    return {"type": "function", **schema}
+    schema = {"type": "function", **without_nulls(schema)}
+    if problem := schema_problem(schema):
+        raise ConfigError(
+            f"{entry.where}.tool_schema: the parameters of {function['name']} are no valid JSON schema ({problem})."
+        )
+    return schema
 
 
 class HostedTools(Hosted):
@@ -157,28 +164,21 @@ class HostedTools(Hosted):
         }
         self._instances: dict[str, str] = {}
         self._kwargs: Mapping[str, Any] = {}
-        self._turn_rewards: list[float] = []
 
     async def reset(self, row: dict[str, Any]) -> str | None:
         self._kwargs = row_column(row, "tools_kwargs")
         return None
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: dict[str, Any]) -> Called:
         if name not in self._tools:
             raise ToolFailed(f"There is no tool {name!r}. Tools: {', '.join(self._tools)}.", "unknown")
-        arguments, tool = fit_arguments(self._schemas[name], arguments), self._tools[name]
+        arguments, tool = fit_arguments(self._schemas[name], arguments, patterns=True), self._tools[name]
         if name not in self._instances:
             self._instances[name] = await self._create(name)
         kwargs = self._kwargs_of(name, "execute_kwargs")
         answer = await finished(tool.execute(self._instances[name], arguments, **kwargs))
         response, reward = (*answer, None)[:2] if isinstance(answer, tuple) else (answer, None)
-        if (reward := as_reward(reward, f"execute of {name}")) is not None:
-            self._turn_rewards.append(reward)
-        return _response_text(response, name)
-
-    async def turn_reward(self) -> float | None:
-        rewards, self._turn_rewards = self._turn_rewards, []
-        return sum(rewards) if rewards else None
+        return _response_text(response, name), as_reward(reward, f"execute of {name}")
 
     async def reward(self) -> float | None:
         total = 0.0

@@ -48,7 +48,7 @@ class Conversation:
         """stop, length, turns or abort: of the last model turn, unless the conversation ended for another reason."""
         self.environment_reward: float | None = None
         self.error: str | None = None
-        """Why there can be no score: the environment could not begin, or is gone."""
+        """Why there can be no score: the environment could not begin, failed or is gone, or the user gave no answer."""
 
     @property
     def policy_version(self) -> int:

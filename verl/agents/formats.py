@@ -9,6 +9,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from verl.agents.base import ParsedTurn, ToolCall
@@ -16,6 +17,8 @@ from verl.errors import ConfigError
 from verl.json_input import check_nesting
 
 _KEY = "multi_turn.format"
+_MAX_PROBLEMS = 10
+"""Calls of one turn that the model is told are wrong; saying why takes time in proportion to the turn."""
 
 
 class ToolFormat(ABC):
@@ -92,11 +95,19 @@ def detect_format(chat_template: str) -> str:
 # ---- parts the formats share
 
 
-def _spoken(text: str, opening: str) -> int:
-    """Where the thinking before the first call ends; `opening` begins a call."""
+def _spoken(text: str, opening: str, call_end: Callable[[int], int]) -> int:
+    """Where the thinking before the first call ends. `opening` begins a call; `call_end` says where the one at a place
+    ends, with ValueError where there is none."""
     begin, end = "<think>", "</think>"
     # A template may have opened the first block in the prompt, so its closing mark decides.
-    position = text.find(end) + len(end) if end in text else 0
+    closing, call, after = text.find(end), text.find(opening), 0
+    with suppress(ValueError):
+        # Unless it is text of an argument: nothing was opened before the call that contains it.
+        while 0 <= call < closing and text.find(begin, after, call) < 0:
+            after = call_end(call)
+            closing = text.find(end, after) if after > closing else closing
+            call = text.find(opening, after)
+    position = closing + len(end) if closing >= 0 else 0
     while (start := text.find(begin, position)) >= 0:
         if opening in text[position:start]:
             break
@@ -177,16 +188,17 @@ class _Blocks(ToolFormat):
         """The call at `position` and where it ends; ValueError says what is wrong with it."""
 
     def parse(self, text: str) -> ParsedTurn:
-        position = _spoken(text, self.opening)
+        position = _spoken(text, self.opening, lambda at: self._block(text, at + len(self.opening))[1])
         content, calls, problems = [text[:position]], [], []
-        while (start := text.find(self.opening, position)) >= 0:
+        while len(problems) <= _MAX_PROBLEMS and (start := text.find(self.opening, position)) >= 0:
             content.append(text[position:start])
             position = start + len(self.opening)
             try:
                 found, position = self._block(text, position)
                 calls += found
             except ValueError as error:
-                problems.append(self.problem(str(error)))
+                limited = len(problems) == _MAX_PROBLEMS
+                problems.append("Further calls were not read." if limited else self.problem(str(error)))
                 end = text.find(self.closing, position)
                 position = end + len(self.closing) if end >= 0 else len(text)
         return _turn([*content, text[position:]], calls, problems)
@@ -276,7 +288,7 @@ class Llama3Json(ToolFormat):
     _looks_like_call = re.compile(r'\{(?=.*"name")(?=.*"(?:parameters|arguments)")', re.DOTALL)
 
     def parse(self, text: str) -> ParsedTurn:
-        begin = _spoken(text, "{")
+        begin = _spoken(text, "{", lambda at: _decode(text, at)[1])
         tag = text.find(self._tag, begin)
         start = _skip_space(text, tag + len(self._tag) if tag >= 0 else begin)
         # A turn may be JSON without being a call.

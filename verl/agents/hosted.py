@@ -32,6 +32,12 @@ class HostedInfo:
     """One instance per conversation; False: any process may run any call."""
     columns: tuple[str, ...] = ()
     """Columns a row must have, because `reset` asks for them."""
+    replaceable: bool = False
+    """Whether a process that ended is replaced by a new one, which is reset with the same row."""
+
+
+Called = tuple[str, float | None]
+"""The result of a call, and the reward that the tool gave for it."""
 
 
 class Hosted:
@@ -41,7 +47,7 @@ class Hosted:
         """Begin a conversation; a text is added to the prompt."""
         return None
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: dict[str, Any]) -> str | Called:
         """Run a tool. ToolFailed where the arguments do not fit."""
         raise ToolFailed(f"There is no tool {name!r}.", "unknown")
 
@@ -142,7 +148,7 @@ def as_reward(value: Any, of: str) -> float | None:
         return None
     try:
         reward = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{of} returned {value!r:.100}, not a number or None") from None
     if not math.isfinite(reward):
         raise ValueError(f"{of} returned {reward}; a reward must be finite")

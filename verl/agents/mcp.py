@@ -13,12 +13,23 @@ import os
 import shlex
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TextIO
 
 from verl.agents import remote
-from verl.agents.base import Schema, ToolCall, ToolFailed, ToolProvider
-from verl.agents.remote import MAX_SENDS, Outage, describe, lost, plain_text
+from verl.agents.base import Schema, ToolCall, ToolFailed, ToolProvider, ToolsLost
+from verl.agents.remote import (
+    CONCURRENCY,
+    IDENTITY,
+    MAX_SENDS,
+    Contact,
+    Outage,
+    describe,
+    is_encoded,
+    plain_text,
+)
+from verl.agents.schemas import read_schema
 from verl.errors import ConfigError, missing_package
 from verl.processes import supervised_command
 
@@ -35,14 +46,17 @@ _MAX_PAGES = 100
 class MCPTools(ToolProvider):
     """The tools of one server. `target` is an http(s) address, or a command line."""
 
-    def __init__(self, target: str, key: str = "rollout.multi_turn.mcp") -> None:
+    def __init__(
+        self, target: str, key: str = "rollout.multi_turn.mcp", concurrency: int = CONCURRENCY
+    ) -> None:
         self.target, self._key = target.strip(), key
+        self._contact = Contact("The MCP server", self.target, key)
         self._schemas: list[Schema] = []
         self._connection: _Connection | None = None
         self._replaced: list[_Connection] = []
         """Broken connections whose server may not have ended yet."""
         self._attempt: asyncio.Task[_Connection] | None = None
-        self._places = asyncio.Semaphore(_MAX_CONCURRENT)
+        self._places = asyncio.Semaphore(min(concurrency, _MAX_CONCURRENT))
 
     @property
     def schemas(self) -> Sequence[Schema]:
@@ -50,7 +64,7 @@ class MCPTools(ToolProvider):
 
     async def open(self) -> None:
         _require_package()
-        outage = Outage()
+        outage = Outage(self._contact)
         while True:
             # Only a server that is still starting is waited for. Asked before the attempt: it may start meanwhile.
             is_there = not self._is_address or await _listens(self.target)
@@ -58,11 +72,17 @@ class MCPTools(ToolProvider):
                 connection = await self._connected()
                 break
             except _Broken as error:
-                if is_there or not await outage.pause():
-                    raise ConfigError(
-                        f"{self._key}={self.target}: no MCP server could be reached: {error}"
-                    ) from None
-        self._schemas = [_schema(tool) for tool in connection.tools]
+                refused = ConfigError(f"{self._key}={self.target}: no MCP server could be reached: {error}")
+                if is_there:
+                    raise refused from None
+                try:
+                    await outage.pause(str(error))
+                except ToolsLost:
+                    raise refused from None
+        self._contact.heard = time.monotonic()
+        self._schemas = [
+            read_schema(_schema(tool), f"{self._key}={self.target}") for tool in connection.tools
+        ]
         if not self._schemas:
             await self.close()
             raise ConfigError(f"{self._key}={self.target}: the server has no tools")
@@ -75,14 +95,13 @@ class MCPTools(ToolProvider):
             json.dumps(call.arguments, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ToolFailed(f"The arguments cannot be written as JSON: {error}.", "malformed") from None
-        outage, sends = Outage(), 0
+        outage, sends = Outage(self._contact), 0
         async with self._places:
             while True:
                 try:
                     connection = await self._connected()
                 except _Broken as error:
-                    if not await outage.pause():
-                        raise lost("The MCP server", self.target, str(error)) from None
+                    await outage.pause(str(error))
                     continue
                 try:
                     return await connection.call(call, timeout_s)
@@ -218,7 +237,10 @@ class _Connection:
                 await self.close(describe(error))
                 raise _Broken(self._problem) from error
             raise ToolFailed(str(error)[:1000] or type(error).__name__) from error
-        return _text(answer.model_dump(by_alias=True, mode="json"))
+        try:
+            return _text(answer.model_dump(by_alias=True, mode="json"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ToolFailed("The answer of the MCP server cannot be read.") from error
 
     async def close(self, problem: str) -> None:
         if not self._stop.is_set():
@@ -315,9 +337,26 @@ def _require_package() -> None:
 def _over_http(address: str) -> contextlib.AbstractAsyncContextManager[tuple[Any, ...]]:
     from mcp.client import streamable_http
 
-    older = "streamablehttp_client"  # before 1.24
-    connect = getattr(streamable_http, "streamable_http_client", None) or getattr(streamable_http, older)
-    return connect(address)
+    def client(headers: dict[str, str] | None = None, timeout: Any = None, auth: Any = None) -> Any:
+        made = streamable_http.create_mcp_http_client({**(headers or {}), **IDENTITY}, timeout, auth)
+        made.event_hooks = {"response": [_refuse_encoded]}
+        return made
+
+    connect = getattr(streamable_http, "streamable_http_client", None)
+    if connect is None:  # before 1.24
+        return streamable_http.streamablehttp_client(address, httpx_client_factory=client)
+
+    @contextlib.asynccontextmanager
+    async def connected() -> AsyncIterator[tuple[Any, ...]]:
+        async with client() as http, connect(address, http_client=http) as streams:
+            yield streams
+
+    return connected()
+
+
+async def _refuse_encoded(response: Any) -> None:
+    if is_encoded(response.headers):
+        raise ConnectionError("its answer is compressed, which was not asked for")
 
 
 async def _listens(address: str) -> bool:

@@ -1,7 +1,8 @@
 """JSON over HTTP to a server that may be slow, restarted or gone.
 
-A request has a deadline while it is with the server. While the server is away, requests are repeated with pauses for
-`LOST_AFTER_S`, which does not count against the deadline; then the run has to stop.
+A request has a deadline while it is with the server. While the server is away or asks to try again, requests are
+repeated with pauses, which do not count against the deadline. The server is lost, and the run has to stop, only when no
+request was answered for `LOST_AFTER_S`; what goes wrong with one request alone costs that request.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,50 +18,103 @@ from typing import Any
 import httpx
 
 from verl.agents.base import ToolFailed, ToolsLost
+from verl.config.sections.rollout import MultiTurnConfig
 from verl.errors import RESUME
 from verl.json_input import parse_json
 
 LOST_AFTER_S = 60.0
-"""How long a server may be away."""
+"""How long a server may leave every request without an answer."""
+BUSY_S = 600.0
+"""How long one request is repeated while the server answers others."""
 MAX_SENDS = 3
-"""A call may be what ends a server, so one that broke off is not repeated for ever."""
+"""A call may be what ends a server or exceeds the limit of a proxy, so it is not repeated for ever."""
+CONCURRENCY = MultiTurnConfig().max_concurrent_requests
+"""Where the key is not given."""
 MAX_ANSWER_BYTES = 4 << 20
+IDENTITY = {"Accept-Encoding": "identity"}
+"""A few compressed bytes can become gigabytes before anybody counts them."""
 FIRST_PAUSE_S = 0.2
+TOLD_AFTER_S = 2.0
+"""How long nothing is said about a server that is away: many are only starting."""
 _LONGEST_PAUSE_S = 5.0
 _CONNECT_S = 10.0
 _HEALTH_S = 10.0
-_MAX_CONCURRENT = 256
-_AWAY = (429, 502, 503, 504)
+_GATEWAY = (502, 504)
+"""Answers of a proxy whose server did not answer: it is away, or this call alone took too long."""
+_AWAY = (429, 503, *_GATEWAY)
 """Answers of a server, or of a proxy before it, that asks to try again."""
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 
 _log = logging.getLogger(__name__)
 
 
-class Outage:
-    """How long one call has waited for a server that is away."""
+class Contact:
+    """A server as messages name it, and when it last answered. `key` is where its address is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, address: str, key: str) -> None:
+        self.what, self.address, self.key = what, address, key
+        self.heard: float | None = None
+        self._told: float | None = None
+
+    def tell(self, problem: str) -> None:
+        """Say once in `LOST_AFTER_S` that requests wait."""
+        now = time.monotonic()
+        if self._told is None or now - self._told > LOST_AFTER_S:
+            self._told = now
+            limit = f"for up to {LOST_AFTER_S:g} s without any answer"
+            where = f"{self.what} at {self.address}"
+            _log.warning("%s: %s. Trying again %s. %s.", where, problem, limit, self._advice(problem))
+
+    def lost(self, problem: str) -> ToolsLost:
+        if self.heard is not None:
+            return ToolsLost(
+                f"{self.what} at {self.address} went away and did not come back within {LOST_AFTER_S:g} s: {problem}. "
+                f"{self._advice(problem)}; {RESUME}"
+            )
+        return ToolsLost(
+            f"{self.what} at {self.address} did not answer within {LOST_AFTER_S:g} s: {problem}. Start it first, or "
+            f"correct the address ({self.key})"
+        )
+
+    def _advice(self, problem: str) -> str:
+        if problem.startswith("HTTP 429"):
+            return "Lower rollout.multi_turn.max_concurrent_requests, or ask for a higher limit"
+        return "Start it again" if self.heard is not None else f"Start it, or correct {self.key}"
+
+
+class Outage:
+    """How long one request has waited for a server that is away."""
+
+    def __init__(self, contact: Contact) -> None:
+        self._contact = contact
         self._began: float | None = None
         self._pause = FIRST_PAUSE_S
 
-    async def pause(self, at_least: float = 0.0) -> bool:
-        """Wait before the next attempt; False: it has been away for `LOST_AFTER_S`."""
+    @property
+    def left_s(self) -> float:
+        """Until the server is lost."""
+        if self._began is None:
+            return LOST_AFTER_S
+        return max(self._began, self._contact.heard or 0.0) + LOST_AFTER_S - time.monotonic()
+
+    @property
+    def others_are_answered(self) -> bool:
+        return self._began is not None and (self._contact.heard or 0.0) > self._began
+
+    async def pause(self, problem: str, at_least_s: float = 0.0) -> None:
+        """Wait before the next attempt. ToolsLost: nobody was answered for `LOST_AFTER_S`; ToolFailed: others were, but
+        this one was not for `BUSY_S`."""
+        _log.debug("%s at %s: %s", self._contact.what, self._contact.address, problem)
         now = time.monotonic()
         self._began = now if self._began is None else self._began
-        left = self._began + LOST_AFTER_S - now
-        if left <= 0:
-            return False
-        await asyncio.sleep(min(max(self._pause, at_least), left))
+        if self.left_s <= 0:
+            raise self._contact.lost(problem)
+        if now - self._began > BUSY_S:
+            raise ToolFailed(f"The server had no time for this call within {BUSY_S:g} s.", "timeout")
+        if now - self._began >= TOLD_AFTER_S:
+            self._contact.tell(problem)
+        await asyncio.sleep(min(max(self._pause, at_least_s), max(self.left_s, 0.0)))
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
-        return True
-
-
-def lost(what: str, address: str, problem: str) -> ToolsLost:
-    return ToolsLost(
-        f"{what} at {address} went away and did not come back within {LOST_AFTER_S:g} s: {problem}. Start it again; "
-        f"{RESUME}"
-    )
 
 
 @dataclass(frozen=True)
@@ -80,50 +133,62 @@ class Answer:
 
 
 class RemoteServer:
-    """One HTTP server. `what` and `address` are for messages; `health` is a path that any living server answers."""
+    """One HTTP server. `what` and `key`, where its address is set, are for messages; `health` is a path that any living
+    server answers; `concurrency` bounds the requests it gets at a time."""
 
     def __init__(
-        self, address: str, what: str, *, health: str = "/health", headers: Mapping[str, str] | None = None
+        self,
+        address: str,
+        what: str,
+        *,
+        key: str,
+        concurrency: int = CONCURRENCY,
+        health: str = "/health",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.address, self.what = address, what
+        self.contact = Contact(what, address, key)
         self._health = health
-        self._heard: float | None = None
-        self._places = asyncio.Semaphore(_MAX_CONCURRENT)
+        self._places = asyncio.Semaphore(concurrency)
         self._http = httpx.AsyncClient(
             base_url=address,
-            headers=headers,
+            headers={**IDENTITY, **(headers or {})},
             verify=address.startswith("https:"),  # loading certificates takes a moment
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=_MAX_CONCURRENT),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
             timeout=None,
         )
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Answer:
-        """The answer to one request, whatever its status. ToolFailed after `timeout_s`, or when the connection broke
-        `MAX_SENDS` times; ToolsLost when the server stayed away."""
+        """The answer to one request, whatever its status. ToolFailed after `timeout_s`, or when the request broke the
+        connection, or met a proxy's 502 or 504 while the server answers others, `MAX_SENDS` times; ToolsLost when the
+        server stayed away."""
         content = None if body is None else _encode(body)
-        outage, sends, problem, retry_after = Outage(), 0, "", 0.0
+        outage, sends = Outage(self.contact), 0
         async with self._places:
             while True:
+                retry_after_s = 0.0
                 try:
                     answer, headers = await self._send(method, path, content, timeout_s)
                     if answer.status not in _AWAY:
+                        self.contact.heard = time.monotonic()
                         return answer
-                    problem, retry_after = str(answer), _seconds(headers.get("Retry-After"))
+                    problem, retry_after_s = str(answer), _seconds(headers.get("Retry-After"))
+                    if answer.status in _GATEWAY:
+                        sends += 1
+                        last = sends >= MAX_SENDS or outage.left_s <= 0
+                        if last and (outage.others_are_answered or await self._is_alive()):
+                            raise ToolFailed(
+                                f"This call was sent {sends} times and met HTTP {answer.status}."
+                            )
                 except _NOT_SENT as error:
                     problem = describe(error)
-                except httpx.HTTPError as error:
-                    problem, sends = describe(error), sends + 1
-                    if sends == MAX_SENDS:
-                        raise ToolFailed(f"The connection broke {sends} times during this call.") from error
                 except TimeoutError:
-                    quiet_s = time.monotonic() - (self._heard or math.inf)
-                    if quiet_s > LOST_AFTER_S and not await self._is_alive():
-                        problem = f"it answered nothing for {quiet_s:.0f} s, not even GET {self._health}"
-                        raise self._lost(problem) from None
+                    await self._check_alive()
                     raise ToolFailed(f"There was no answer within {timeout_s:g} s.", "timeout") from None
-                _log.debug("%s at %s: %s", self.what, self.address, problem)
-                if not await outage.pause(retry_after):
-                    raise self._lost(problem)
+                except (httpx.HTTPError, OSError) as error:
+                    problem, sends = describe(error), sends + 1
+                    if sends >= MAX_SENDS:
+                        raise ToolFailed(f"The connection broke {sends} times during this call.") from error
+                await outage.pause(problem, retry_after_s)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -138,27 +203,35 @@ class RemoteServer:
             async with self._http.stream(
                 method, path, content=content, headers=headers, timeout=connect
             ) as response:
-                async for chunk in response.aiter_bytes():
+                if is_encoded(response.headers):
+                    raise ToolFailed("The answer is compressed, which was not asked for.")
+                async for chunk in response.aiter_raw():
                     received += chunk
                     if len(received) > MAX_ANSWER_BYTES:
                         raise ToolFailed(f"The answer is larger than {MAX_ANSWER_BYTES:,} bytes.")
-        self._heard = time.monotonic()
         return Answer(response.status_code, bytes(received)), response.headers
 
-    def _lost(self, problem: str) -> ToolsLost:
-        if self._heard is not None:
-            return lost(self.what, self.address, problem)
-        return ToolsLost(
-            f"{self.what} at {self.address} did not answer within {LOST_AFTER_S:g} s: {problem}. Start it first, or "
-            "correct the address"
-        )
+    async def _check_alive(self) -> None:
+        """ToolsLost for a server that answers nothing any more."""
+        if self.contact.heard is None:
+            return
+        quiet_s = time.monotonic() - self.contact.heard
+        if quiet_s > LOST_AFTER_S and not await self._is_alive():
+            raise self.contact.lost(f"it answered nothing for {quiet_s:.0f} s, not even GET {self._health}")
 
     async def _is_alive(self) -> bool:
         try:
-            await self._send("GET", self._health, None, _HEALTH_S)
-        except (httpx.HTTPError, TimeoutError):
+            answer, _ = await self._send("GET", self._health, None, _HEALTH_S)
+        except ToolFailed:
+            return True
+        except (httpx.HTTPError, OSError):
             return False
-        return True
+        return answer.status not in (503, *_GATEWAY)
+
+
+def is_encoded(headers: Mapping[str, str]) -> bool:
+    """Whether an answer is compressed although `IDENTITY` was sent: nothing of it may be read."""
+    return headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity")
 
 
 def describe(error: BaseException) -> str:

@@ -50,6 +50,12 @@ class ConversationRunner:
         self.cfg = cfg
         self.data = data
         chat = ChatFormat.of(tokenizer, data)
+        if cfg.tool_response_truncate_side != "middle":
+            kept = {"left": "beginning", "right": "end"}[cfg.tool_response_truncate_side]
+            name = f"{KEY}.tool_response_truncate_side={cfg.tool_response_truncate_side}"
+            logger.info(
+                "%s keeps the %s of long tool answers; up to 0.2.0 it kept the other half", name, kept
+            )
         self.agents = Agents(cfg, get_format(self.format_name(chat)))
         try:
             self.turns = ChatTurns(
@@ -344,7 +350,7 @@ class ConversationStream(SampleStream):
         if answer.reward is not None:
             conversation.add_reward(answer.reward)
         if answer.error is not None:
-            conversation.error = f"the environment gave no reward for a turn: {answer.error}"
+            conversation.error = answer.error
             self.finish(talk, "abort")
             return
         messages = self.messages(answer)

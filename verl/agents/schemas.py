@@ -5,7 +5,10 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import enum
+import functools
 import inspect
+import json
+import logging
 import math
 import re
 import types
@@ -15,7 +18,6 @@ from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_ar
 
 import jsonschema
 from referencing import Registry
-from referencing.exceptions import Unresolvable
 
 from verl.agents.base import Schema, ToolFailed
 from verl.json_input import parse_json
@@ -33,6 +35,8 @@ _ALLOWED = (
     "pydantic model"
 )
 _MESSAGE_LIMIT = 300  # characters of a validator's message: it may quote the whole argument
+
+_log = logging.getLogger(__name__)
 
 
 class NoSchema(ValueError):
@@ -211,13 +215,68 @@ def to_python(hint: Any, value: Any) -> Any:
     return value
 
 
+# ---- schemas that others wrote
+
+
+def read_schema(schema: Any, source: str) -> Any:
+    """A tool's schema as a server lists it, without nulls. One that is not valid is kept: the server checks calls."""
+    schema = without_nulls(schema)
+    if problem := schema_problem(schema):
+        name = schema["function"]["name"]
+        _log.warning(
+            "%s: the parameters of the tool %r are no valid JSON schema (%s). Its calls are sent unchecked",
+            source, name, problem,
+        )  # fmt: skip
+    return schema
+
+
+def without_nulls(schema: Any) -> Any:
+    """What pydantic's model_dump() writes for fields that were left out is left out."""
+    if isinstance(schema, Mapping):
+        kept = {
+            key: value for key, value in schema.items() if value is not None or key in ("const", "default")
+        }
+        return {key: without_nulls(value) for key, value in kept.items()}
+    return [without_nulls(each) for each in schema] if isinstance(schema, list) else schema
+
+
+def schema_problem(schema: Schema) -> str | None:
+    """Why the parameters of a tool are no valid JSON schema; None: they are."""
+    return _body_problem(json.dumps(schema["function"].get("parameters", {}), default=str))
+
+
+@functools.lru_cache(maxsize=4096)
+def _body_problem(text: str) -> str | None:
+    body = json.loads(text)
+    if not isinstance(body, dict) or not isinstance(body.get("properties", {}), dict):
+        return "parameters is no object with properties"
+    try:
+        jsonschema.Draft202012Validator.check_schema(body)
+    except jsonschema.SchemaError as error:
+        return f"{'.'.join(map(str, error.absolute_path)) or 'parameters'}: {error.message[:_MESSAGE_LIMIT]}"
+    except Exception as error:  # of a validator that meets what it was not written for
+        return type(error).__name__
+    return None
+
+
 # ---- the arguments of a call
 
 
-def fit_arguments(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments checked against a tool's schema; ToolFailed (malformed) tells the model what does not fit.
+def fit_arguments(schema: Schema, arguments: Mapping[str, Any], *, patterns: bool = False) -> dict[str, Any]:
+    """Arguments checked against a tool's schema; ToolFailed (malformed) tells the model what does not fit. Arguments
+    that cannot be checked pass: whoever runs the tool checks them.
 
-    A text where the schema has no text is read as JSON: formats that write XML have only texts."""
+    A text where the schema has no text is read as JSON: formats that write XML have only texts. `patterns`: also match
+    regular expressions, which may take for ever on a text that the model chose; only where time is limited."""
+    try:
+        return _fitted(schema, arguments, patterns)
+    except ToolFailed:
+        raise
+    except Exception:  # the schema is no valid one
+        return dict(arguments)
+
+
+def _fitted(schema: Schema, arguments: Mapping[str, Any], patterns: bool) -> dict[str, Any]:
     function = schema["function"]
     body = function.get("parameters") or {}
     properties = body.get("properties") or {}
@@ -229,9 +288,9 @@ def fit_arguments(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any
         if value is not None or name in required or _allows(properties.get(name), "null")
     }
     unknown = [name for name in fitted if name not in properties]
-    if unknown and properties and not body.get("additionalProperties"):
+    if unknown and properties and not (body.get("additionalProperties") or "patternProperties" in body):
         problem = f"there is no parameter {', '.join(map(repr, unknown))}"
-    elif errors := _errors(body, fitted):
+    elif errors := _errors(body, fitted, patterns):
         problem = errors[0]
     else:
         return fitted
@@ -269,13 +328,37 @@ def _kinds(schema: Any) -> set[str]:
     return set().union(*options) if all(options) else set()
 
 
-def _errors(schema: Mapping[str, Any], value: Any) -> list[str]:
+def _unchecked(*_: Any) -> tuple[()]:
+    return ()
+
+
+def _additional(validator: Any, allowed: Any, value: Any, schema: Any) -> Any:
+    if "patternProperties" in schema:
+        return ()
+    return jsonschema.Draft202012Validator.VALIDATORS["additionalProperties"](
+        validator, allowed, value, schema
+    )
+
+
+_WithoutPatterns = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    {
+        "pattern": _unchecked,
+        "patternProperties": _unchecked,
+        "additionalProperties": _additional,
+        "unevaluatedProperties": _unchecked,  # it matches the patterns of other keywords
+        "uniqueItems": _unchecked,  # quadratic for items that have no order
+    },
+)
+
+
+def _errors(schema: Mapping[str, Any], value: Any, patterns: bool = False) -> list[str]:
     # An empty registry: a schema from a server must not make us fetch what it refers to.
-    validator = jsonschema.Draft202012Validator(schema, registry=Registry())
+    kind = jsonschema.Draft202012Validator if patterns else _WithoutPatterns
     try:
-        best = jsonschema.exceptions.best_match(validator.iter_errors(value))
-    except (jsonschema.exceptions.UnknownType, Unresolvable, re.error):
-        return []  # a schema we cannot use: whoever wrote it checks the call
+        best = jsonschema.exceptions.best_match(kind(schema, registry=Registry()).iter_errors(value))
+    except Exception:  # a schema we cannot use: whoever wrote it checks the call
+        return []
     if best is None:
         return []
     where = ".".join(map(str, best.absolute_path))

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.agents.base import Message, ToolCall, ToolFailed, ToolRecord
-from verl.agents.schemas import fit_arguments
+from verl.agents.hosted import Called
+from verl.agents.schemas import fit_arguments, schema_problem
 from verl.agents.tool_processes import Instance
 from verl.agents.tools import HostedInfo
 from verl.agents.toolset import SINGLE_TURN, Agents, agent_name
@@ -31,7 +32,7 @@ class Answer:
     reward: float | None = None
     """Of the turn."""
     error: str | None = None
-    """Why the turn has no reward though the environment gives one."""
+    """Why the conversation can have no score: its user or the reward of a turn failed."""
 
 
 @contextmanager
@@ -83,7 +84,8 @@ class Session:
         if not answer.records and not answer.done:
             answer.user = await self._ask_user(text, messages, answer)
             answer.done = answer.user is None
-        answer.reward = await self._turn_reward(answer)
+        if answer.error is None:
+            answer.reward = await self._turn_reward(answer)
         return answer
 
     async def close(self) -> float | None:
@@ -132,13 +134,14 @@ class Session:
             if call.name not in schemas:
                 known = ", ".join(schemas) or "none"
                 raise ToolFailed(f"there is no tool {call.name!r}; the tools are: {known}.", "unknown")
-            call = replace(call, arguments=fit_arguments(schemas[call.name], call.arguments))
-            record.result = await self._call(call)
+            if schema_problem(schemas[call.name]) is None:
+                call = replace(call, arguments=fit_arguments(schemas[call.name], call.arguments))
+            record.result, record.reward = await self._call(call)
         except ToolFailed as error:
             record.result, record.failure = f"Error: {error.text}", error.kind
         record.seconds = time.monotonic() - started
 
-    async def _call(self, call: ToolCall) -> str:
+    async def _call(self, call: ToolCall) -> Called:
         for info, instance in self._instances:
             if any(schema["function"]["name"] == call.name for schema in info.schemas):
                 return await instance.call(call, self._timeout_s)
@@ -147,7 +150,7 @@ class Session:
             for each in self.agents.providers
             if any(schema["function"]["name"] == call.name for schema in each.schemas)
         )
-        return await provider.call(self.key, call, self._timeout_s)
+        return await provider.call(self.key, call, self._timeout_s), None
 
     async def _observe(self, text: str) -> Answer:
         """A server that takes the calls out of the text itself."""
@@ -171,26 +174,24 @@ class Session:
 
     async def _ask_user(self, text: str, messages: list[Message], answer: Answer) -> str | None:
         user = next((instance for info, instance in self._instances if "user" in info.hooks), None)
-        started = time.monotonic()
         try:
             if user is not None:
                 return await user.user(text, messages, self._timeout_s)
             if isinstance(self.agents.user, EndpointUser):
                 return await self.agents.user.reply(messages, self.row, self._timeout_s)
         except ToolFailed as error:
-            # Nobody answers the model: the conversation ends here, and the failure is counted.
-            answer.records.append(ToolRecord("user", {}, error.text, error.kind, time.monotonic() - started))
-            answer.done = True
+            answer.error = f"the user gave no answer: {error.text}"
         return None
 
     async def _turn_reward(self, answer: Answer) -> float | None:
-        rewards: list[float] = []
+        """What the calls of the turn earned, and what its environment gives."""
+        rewards = [record.reward for record in answer.records if record.reward is not None]
         for info, instance in self._instances:
             if "turn_reward" in info.hooks:
                 try:
                     value = await instance.turn_reward(self._timeout_s)
                 except ToolFailed as error:
-                    answer.error = error.text
+                    answer.error = f"the environment gave no reward for a turn: {error.text}"
                     return None
                 rewards += [] if value is None else [value]
         return sum(rewards) if rewards else None

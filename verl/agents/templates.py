@@ -101,7 +101,8 @@ class ChatTurns:
         return {"role": "tool", "name": name, "tool_call_id": call_id, "content": text}
 
     def truncate(self, text: str, limit: int, side: str) -> str:
-        """At most `limit` tokens of a text; where it was cut (left, middle or right) there is a mark."""
+        """At most `limit` tokens of a text: its left part, its right part, or both ends without the middle (`side`);
+        where it was cut there is a mark."""
         text = str(_encodable(text))
         most = min(len(text), limit * self._longest_token)
         if most == len(text) and self._count(text) <= limit:
@@ -109,7 +110,7 @@ class ChatTurns:
         mark = _CUT if self._count(_CUT) < limit else ""
 
         def cut(kept: int) -> str:
-            head = {"left": 0, "middle": kept // 2, "right": kept}[side]
+            head = {"left": kept, "middle": kept // 2, "right": 0}[side]
             return text[:head] + mark + text[len(text) - (kept - head) :]
 
         fits = 0

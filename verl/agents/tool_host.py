@@ -363,6 +363,8 @@ def _describe(error: BaseException) -> str:
 
 
 def _cut(value: Any) -> Any:
+    if isinstance(value, tuple):  # of a call, with its reward
+        return [_cut(each) for each in value]
     if isinstance(value, str) and len(value) > MAX_RESULT:
         half = MAX_RESULT // 2
         return f"{value[:half]}\n[{len(value) - MAX_RESULT} characters left out]\n{value[-half:]}"

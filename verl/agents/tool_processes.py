@@ -18,6 +18,7 @@ from typing import Any, get_args
 from weakref import WeakValueDictionary
 
 from verl.agents.base import FailureKind, Message, ToolCall, ToolFailed, ToolsLost
+from verl.agents.hosted import Called, as_reward
 from verl.agents.tool_host import ForkServer, Target, ToolProcess
 from verl.agents.tools import HostedInfo
 from verl.errors import RESUME, ConfigError
@@ -68,7 +69,8 @@ class ToolProcesses:
         ToolFailed: for the model to read."""
         process = await self._idle_worker()
         try:
-            return _text(await self._ask(process, target, call.name, "call", _arguments(call), timeout_s))
+            answer = await self._ask(process, target, call.name, "call", _arguments(call), timeout_s)
+            return _called(answer)[0]
         finally:
             if process.ended:
                 self._workers.discard(process)
@@ -82,7 +84,7 @@ class ToolProcesses:
         with `seed_key`."""
         seat = _Seat(self._free)
         seat = self._sessions.setdefault(session, seat) if session else seat
-        return Instance(self, target, seed_key or session, seat)
+        return Instance(self, target, seed_key or session, seat, self.infos[target].replaceable)
 
     async def close(self) -> None:
         """End all processes; calls that run or wait fail. Safe to call twice."""
@@ -213,25 +215,30 @@ class _Seat:
 
 
 class Instance:
-    """An environment, or a user, of one conversation. Requests run one after the other; once its process has ended, all
-    raise ToolFailed."""
+    """An environment, a user or tools of one conversation. Requests run one after the other. When its process has
+    ended, all raise ToolFailed, unless it is `replaceable`: then the next one gets a new process."""
 
-    def __init__(self, owner: ToolProcesses, target: int, seed_key: str, seat: _Seat) -> None:
+    def __init__(
+        self, owner: ToolProcesses, target: int, seed_key: str, seat: _Seat, replaceable: bool = False
+    ) -> None:
         self._owner = owner
         self._target = target
         self._seat = seat
         self._seed = (
             int.from_bytes(hashlib.sha256(seed_key.encode()).digest()[:8], "big") if seed_key else None
         )
+        self._replaceable = replaceable
+        self._row: dict[str, Any] | None = None
         self._process: ToolProcess | None = None
         self._lock = asyncio.Lock()
         self._closed = False
 
     async def reset(self, row: dict[str, Any], timeout_s: float) -> str | None:
+        self._row = row
         return _text_or_none(await self._request("reset", (row,), timeout_s))
 
-    async def call(self, call: ToolCall, timeout_s: float) -> str:
-        return _text(await self._request("call", _arguments(call), timeout_s, call.name))
+    async def call(self, call: ToolCall, timeout_s: float) -> Called:
+        return _called(await self._request("call", _arguments(call), timeout_s, call.name))
 
     async def user(self, reply: str, messages: list[Message], timeout_s: float) -> str | None:
         return _text_or_none(await self._request("user", (reply, messages), timeout_s))
@@ -268,9 +275,19 @@ class Instance:
                 self._process, seed = ToolProcess(), self._seed
                 await self._owner._fork(self._process)
             elif self._process.ended:
-                raise ToolFailed(f"The environment has ended: it {self._process.ended}.")
+                if not self._replaceable:
+                    raise ToolFailed(f"The environment has ended: it {self._process.ended}.")
+                await self._replace(timeout_s)
             return await self._owner._ask(
                 self._process, self._target, name or method, method, arguments, timeout_s, seed
+            )
+
+    async def _replace(self, timeout_s: float) -> None:
+        self._process = ToolProcess()
+        await self._owner._fork(self._process)
+        if self._row is not None:
+            await self._owner._ask(
+                self._process, self._target, "reset", "reset", (self._row,), timeout_s, self._seed
             )
 
 
@@ -283,6 +300,13 @@ def _arguments(call: ToolCall) -> tuple[Any, ...]:
     return call.name, call.arguments
 
 
+def _called(answer: Any) -> Called:
+    """JSON has no tuples."""
+    if isinstance(answer, list) and len(answer) == 2:
+        return _text(answer[0]), _number_or_none(answer[1])
+    return _text(answer), None
+
+
 def _text(value: Any) -> str:
     """What a tokenizer can read: no half of a surrogate pair."""
     return str(value).encode("utf-8", "replace").decode()
@@ -293,6 +317,7 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def _number_or_none(value: Any) -> float | None:
-    if value is not None and not isinstance(value, int | float):
-        raise ToolFailed(f"a reward was {value!r:.100}, not a number")
-    return value
+    try:
+        return as_reward(value, "a tool's process")
+    except (TypeError, ValueError) as error:
+        raise ToolFailed(str(error)) from None

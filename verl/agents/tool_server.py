@@ -11,7 +11,8 @@ import httpx
 
 from verl.agents.base import FailureKind, Observation, Schema, ToolCall, ToolFailed, ToolProvider, ToolsLost
 from verl.agents.mcp import MCPTools
-from verl.agents.remote import Answer, RemoteServer, plain_text
+from verl.agents.remote import CONCURRENCY, Answer, RemoteServer, plain_text
+from verl.agents.schemas import read_schema
 from verl.errors import ConfigError, MissingPackage
 
 KEY = "rollout.multi_turn.tool_server"
@@ -20,11 +21,13 @@ _ABSENT = (404, 405, 501)
 _log = logging.getLogger(__name__)
 
 
-async def connect_tool_server(address: str, timeout_s: float) -> ToolProvider | TextServer:
+async def connect_tool_server(
+    address: str, timeout_s: float, concurrency: int = CONCURRENCY
+) -> ToolProvider | TextServer:
     """Find out which protocol the server at `address` speaks and connect. A server that is still starting is waited
     for; `timeout_s` bounds each answer."""
     base, given_mcp = _base(address)
-    server = RemoteServer(base, "The tool server")
+    server = RemoteServer(base, "The tool server", key=KEY, concurrency=concurrency)
     tried: list[str] = []
     try:
         if not given_mcp:
@@ -36,7 +39,7 @@ async def connect_tool_server(address: str, timeout_s: float) -> ToolProvider | 
             if await _probe_text(server, timeout_s, tried):
                 _log.info("tool server %s speaks verl-tool's protocol (/get_observation)", base)
                 return TextServer(server)
-        tools = await _probe_mcp(base, tried)
+        tools = await _probe_mcp(base, concurrency, tried)
         if tools is not None:
             _log.info("tool server %s speaks MCP (/mcp): %d tools", base, len(tools.schemas))
             await server.close()
@@ -114,7 +117,7 @@ class TextServer:
         try:
             await self._post(session, "", {}, timeout_s, finish=[True])
         except (ToolFailed, ToolsLost) as error:
-            _log.warning("%s: ending %s failed: %s", self._server.address, session, error)
+            _log.warning("%s: ending %s failed: %s", self._server.contact.address, session, error)
 
     async def close(self) -> None:
         await self._server.close()
@@ -143,7 +146,7 @@ def read_schemas(listed: Any, source: str) -> list[Schema]:
         names.add(name)
     if not names:
         raise ConfigError(f"{source} has no tools")
-    return listed
+    return [read_schema(schema, source) for schema in listed]
 
 
 # ---- probing
@@ -170,7 +173,7 @@ async def _probe_tools(server: RemoteServer, timeout_s: float, tried: list[str])
         content = None
     if not isinstance(content, dict) or "tools" not in content:
         return None
-    return read_schemas(content["tools"], f"{KEY}={server.address}/tools")
+    return read_schemas(content["tools"], f"{KEY}={server.contact.address}/tools")
 
 
 async def _probe_text(server: RemoteServer, timeout_s: float, tried: list[str]) -> bool:
@@ -195,13 +198,16 @@ async def _ask(
     return answer
 
 
-async def _probe_mcp(base: str, tried: list[str]) -> MCPTools | None:
-    tools = MCPTools(f"{base}/mcp", key=KEY)
+async def _probe_mcp(base: str, concurrency: int, tried: list[str]) -> MCPTools | None:
+    tools = MCPTools(f"{base}/mcp", KEY, concurrency)
     try:
         await tools.open()
     except (ConfigError, MissingPackage) as error:
         tried.append(f"MCP at /mcp: {error}")
         return None
+    except BaseException:
+        await tools.close()
+        raise
     return tools
 
 

@@ -98,16 +98,18 @@ class Agents:
             for number, info in enumerate(self.processes.infos):
                 self._add_hosted(number, self.processes.targets[number], info)
         if cfg.tool_server:
-            server = await connect_tool_server(cfg.tool_server, cfg.tool_timeout_s)
+            server = await connect_tool_server(
+                cfg.tool_server, cfg.tool_timeout_s, cfg.max_concurrent_requests
+            )
             if isinstance(server, TextServer):
                 self.text_server = server
             else:
                 self.providers.append(server)
         for address in cfg.mcp:
-            self.providers.append(provider := MCPTools(address))
+            self.providers.append(provider := MCPTools(address, concurrency=cfg.max_concurrent_requests))
             await provider.open()
         if cfg.user.base_url:
-            self.user = user = EndpointUser(cfg.user)
+            self.user = user = EndpointUser(cfg.user, cfg.max_concurrent_requests)
             await user.open(cfg.tool_timeout_s)
         self._refuse_equal_names()
 
@@ -150,17 +152,27 @@ class Agents:
         self._loop.close()
 
     async def _close(self) -> None:
-        for task in self._pending:
-            task.cancel()
-        await asyncio.gather(*self._pending, return_exceptions=True)
+        await self._cancel(list(self._pending))
         closing: list[Any] = [*self.providers, self.processes, self.text_server]
         closing += [self.user] if isinstance(self.user, EndpointUser) else []
         for each in closing:
             if each is not None:
                 await each.close()
+        # What an interruption left, of which nobody waits for the end.
+        await self._cancel(asyncio.all_tasks() - {asyncio.current_task()})
+
+    async def _cancel(self, tasks: Collection[asyncio.Future[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C, which came while it runs
+            future.cancel()
+            raise
 
     # ---- what rows see
 
@@ -259,10 +271,7 @@ class Agents:
         """Cancel what runs for `results`."""
 
         async def cancel() -> None:
-            pending = [task for task, owner in self._pending.items() if owner is results]
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await self._cancel([task for task, owner in self._pending.items() if owner is results])
 
         self.wait_for(cancel())
 

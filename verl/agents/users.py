@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.base import Message, ToolFailed, ToolsLost
-from verl.agents.remote import Answer, RemoteServer, plain_text
+from verl.agents.remote import CONCURRENCY, Answer, RemoteServer, plain_text
 from verl.config.sections.rollout import MultiTurnUserConfig
 from verl.errors import RESUME, ConfigError
 
@@ -30,7 +30,7 @@ _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 class EndpointUser:
     """Asks the endpoint for the user's next message."""
 
-    def __init__(self, config: MultiTurnUserConfig) -> None:
+    def __init__(self, config: MultiTurnUserConfig, concurrency: int = CONCURRENCY) -> None:
         self._config = config
         base = str(config.base_url).rstrip("/").removesuffix("/chat/completions")
         if not re.match("https?://[^/]", base):
@@ -39,7 +39,14 @@ class EndpointUser:
             )
         secret = os.environ.get(config.api_key_env, "")
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-        self._server = RemoteServer(base, "The simulated user", health="/models", headers=headers)
+        self._server = RemoteServer(
+            base,
+            "The simulated user",
+            key=f"{KEY}.base_url",
+            concurrency=concurrency,
+            health="/models",
+            headers=headers,
+        )
 
     async def open(self, timeout_s: float = 30.0) -> None:
         """Check that the endpoint is there, takes the key and, where it lists its models, has this one."""

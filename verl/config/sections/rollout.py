@@ -68,8 +68,17 @@ class MultiTurnConfig:
     )
     max_parallel_calls: int = key(1, "tool calls of one turn that are run, at most", ge=1)
     max_tool_response_length: int = key(256, "longest tool answer, in tokens; longer ones are cut", ge=1)
-    tool_response_truncate_side: str = key("middle", "where it is cut", known=known.TRUNCATE_SIDES)
+    tool_response_truncate_side: str = key(
+        "middle",
+        "what stays of it: left: the beginning, right: the end, middle: both ends",
+        known=known.TRUNCATE_SIDES,
+    )
     tool_timeout_s: float = key(30.0, "seconds a call of a tool, environment or user may take", gt=0)
+    max_concurrent_requests: int = key(
+        256,
+        "requests a tool server or the endpoint of a simulated user gets at a time; MCP: 64 at most",
+        ge=1,
+    )
     history: str = key(
         "append",
         "split: one training row per turn, for templates that rewrite earlier turns",
