@@ -31,7 +31,7 @@ class RewardSample:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the dataset's row, by name."""
     response_length: int = 0
-    """In tokens."""
+    """In tokens; with several turns those of tools included, and with history=split those of the longest turn."""
     truncated: bool = False
     messages: list[dict[str, Any]] | None = None
     """The conversation before the response, where the data had messages; with several turns, all of it."""
