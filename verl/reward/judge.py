@@ -53,6 +53,8 @@ class JudgeFailed(Exception):
 class JudgeBackend(Backend):
     """Asks the judge about each sample."""
 
+    drains_any_time = True
+
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._url = _endpoint(str(config.base_url))

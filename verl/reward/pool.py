@@ -49,6 +49,8 @@ _MAX_LINE = 1 << 30
 class WorkerPool(Backend):
     """Runs functions in worker processes."""
 
+    drains_any_time = True
+
     def __init__(
         self,
         specs: Sequence[FunctionSpec],
