@@ -20,7 +20,7 @@ import time
 if __name__ != "__main__":  # the supervisor has no site-packages, and should start quickly
     import re
     import subprocess
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
     from typing import Any
 
@@ -30,6 +30,7 @@ _NOBODY = 65534
 _CGROUP_PROBE_BYTES = 64 << 20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_IPC_RMID = 0
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # now: a forked child must not load libraries
 
 
@@ -335,6 +336,35 @@ def resident_bytes(pids: Iterable[int], tmpfs_bytes: int = 0) -> int:
     return private + max(shared, tmpfs_bytes)
 
 
+def open_memory_bytes(pids: Iterable[int]) -> int:
+    """Bytes of the memfds and files in /dev/shm that processes have open, mapped or not; each counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # it may have ended
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path).startswith(("/memfd:", "/dev/shm/")):
+                        status = os.stat(entry.path)
+                        sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
+
+
+def sysv_segments(creators: Collection[int]) -> dict[int, int]:
+    """System V shared memory that these processes created, also those that have ended: resident bytes by id."""
+    with contextlib.suppress(OSError):
+        names, *lines = (line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines())
+        segments = [dict(zip(names, map(int, line), strict=True)) for line in lines]
+        return {each["shmid"]: each["rss"] for each in segments if each["cpid"] in creators}
+    return {}
+
+
+def remove_sysv_segments(creators: Collection[int]) -> None:
+    """The kernel keeps them when their creators end."""
+    for segment in sysv_segments(creators):
+        assert _LIBC is not None
+        _LIBC.shmctl(segment, _IPC_RMID, None)
+
+
 class MemoryCgroup:
     """A cgroup (v2) with a memory limit: the kernel counts everything its processes hold and kills them together."""
 
@@ -362,6 +392,12 @@ class MemoryCgroup:
             with contextlib.suppress(OSError):  # as many groups as the parent allows are there already
                 return cls(parent, memory_bytes, max_processes)
         return None
+
+    def pids(self) -> list[int]:
+        """The processes in it."""
+        with contextlib.suppress(OSError):
+            return [int(line) for line in (self.path / "cgroup.procs").read_text().split()]
+        return []
 
     def ran_out_of_memory(self) -> bool:
         with contextlib.suppress(OSError):

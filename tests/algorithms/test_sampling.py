@@ -62,7 +62,7 @@ def test_running_out_of_rounds_names_the_share_of_constant_groups():
 @settings(max_examples=40, deadline=None)
 def test_overlong_penalty_by_hand(length, limit, data, factor):
     buffer = data.draw(st.integers(1, limit))
-    wanted = min(-(length - (limit - buffer)) / buffer * factor, 0.0)
+    wanted = max(min(-(length - (limit - buffer)) / buffer * factor, 0.0), -factor)
     got = overlong_penalty(torch.tensor([length]), limit, buffer, factor)
     assert got.tolist() == pytest.approx([wanted], abs=1e-5)
 

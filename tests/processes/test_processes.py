@@ -113,6 +113,41 @@ def test_a_supervised_command_ends_with_its_status_and_what_it_started(gone):
     assert "SIGSEGV" in processes.describe_exit(-signal.SIGSEGV)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_without_a_mapping_is_found_by_its_descriptors_and_counts_once(tmp_path):
+    before = processes.open_memory_bytes([os.getpid()])
+    held = [os.memfd_create("held"), os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR), os.dup(0)]
+    held.append(os.dup(held[0]))
+    on_disk = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    try:
+        for descriptor in (*held[:2], on_disk):
+            os.pwrite(descriptor, bytes(1 << 20), 0)
+            os.ftruncate(descriptor, 1 << 30)  # not memory before it is written
+        assert processes.open_memory_bytes([os.getpid(), os.getpid()]) - before == 2 << 20
+    finally:
+        for descriptor in (*held, on_disk):
+            os.close(descriptor)
+    assert processes.open_memory_bytes([os.getpid(), 2**22 + 1]) == before
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/sysvipc/shm"), reason="no System V shared memory")
+def test_system_v_segments_are_those_of_their_creators_and_are_removed():
+    create = (
+        "import ctypes\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.shmat.restype = ctypes.c_void_p\n"
+        "segment = libc.shmget(0, 1 << 20, 0o1600)\n"
+        "ctypes.memset(ctypes.c_void_p(libc.shmat(segment, None, 0)), 1, 1 << 20)\n"
+        "print(segment)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", create], stdout=subprocess.PIPE, text=True)
+    segment = int(process.communicate()[0])
+    assert segment not in processes.sysv_segments([os.getpid()])
+    assert processes.sysv_segments([process.pid]) == {segment: 1 << 20}
+    processes.remove_sysv_segments([process.pid])
+    assert not processes.sysv_segments([process.pid])
+
+
 def test_resident_memory_counts_files_in_memory_once():
     used = processes.resident_bytes([os.getpid()])
     assert used > 1 << 20

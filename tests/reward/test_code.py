@@ -78,6 +78,7 @@ def test_comparing():
     assert (
         same_value((1, [2.0]), [1, [2.0000000001]]) and not same_value(1, "1") and not same_value([1], [1, 2])
     )
+    assert not same_value(10**400, 1.0)  # beyond the range of floats
     assert same_value({"__set__": [1, 2]}, {2, 1}) and same_value({"1": 2}, {1: 2})
     test = parse("assert set(f(1)) == {1, 2}").calls[0]
     assert call_passes(test, [2, 1, 1]) and not call_passes(test, [1]) and not call_passes(test, 7)

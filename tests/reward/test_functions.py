@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from verl.errors import RewardError
+from verl.json_input import check_nesting
 from verl.reward.base import RewardSample
 from verl.reward.functions import (
     FunctionSpec,
@@ -289,6 +290,11 @@ def test_extra_values_become_plain():
     assert plain(10**5000) == "a very large integer"
     assert plain({"a": (1, np.int32(2))}) == {"a": [1, 2]}
     assert len(plain("x" * 10_000)) == 2000
+    deep: list = []
+    for _ in range(200):
+        deep = [deep]
+    assert json.dumps(plain({"deep": deep})).count("[") < 2000
+    check_nesting(plain({"deep": deep}))  # or a checkpoint with it could not be read
     assert plain(np.zeros((2, 2))).startswith("array(")
 
 

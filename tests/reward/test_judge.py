@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +14,7 @@ import pytest
 from verl.config.schema import RewardConfig
 from verl.errors import ConfigError
 from verl.reward import RewardSample, build_reward_manager, judge
+from verl.reward import http as reward_http
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -71,7 +74,10 @@ class Judge(BaseHTTPRequestHandler):
         )
         data = json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
         data = b"not json" if fault == "garbage" else b'{"choices": []}' if fault == "empty" else data
+        data = fault if isinstance(fault, bytes) else data
         self.send_response(200)
+        if data.startswith(b"\x1f\x8b"):
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -184,12 +190,62 @@ def test_a_judge_without_an_answer_leaves_no_score(server, faults, response, wor
     assert len(Judge.seen) == requests
 
 
+def says(content: str) -> bytes:
+    return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        pytest.param(says("9" * 309), "not a finite number", id="infinite"),
+        pytest.param(b"[" * 100_000, "nested deeper", id="deep"),
+        pytest.param(
+            b'{"choices": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested deeper", id="deep and valid"
+        ),
+        pytest.param(b'{"choices": ' + b"9" * 5000 + b"}", "ValueError", id="long integer"),
+        pytest.param(b'{"choices": 5}', "without choices", id="number"),
+        pytest.param(b"\xff\xfe", "ValueError|UnicodeDecodeError|JSONDecodeError", id="not UTF-8"),
+        pytest.param(gzip.compress(says("1")), "Content-Encoding", id="compressed"),
+        pytest.param(b" " * (1 << 17), "larger than 65,536 bytes", id="large"),
+    ],
+)
+def test_an_odd_answer_costs_only_its_own_sample_the_score(server, monkeypatch, answer, words):
+    monkeypatch.setattr(reward_http, "MAX_ANSWER_BYTES", (1 << 16) if answer.startswith(b" ") else 1 << 24)
+    Judge.faults = [None, answer, None]
+    odd, *others = sorted(
+        run(config(server, retries=0, max_concurrency=1), ["worth=1 "] * 3),
+        key=lambda result: result.score is not None,
+    )
+    assert odd.score is None and re.search(words, odd.error or ""), odd
+    assert [result.score for result in others] == [1.0, 1.0]
+
+
+def test_a_judge_that_fails_in_an_unforeseen_way_costs_only_the_sample(server, monkeypatch):
+    def raises(*_):
+        raise RecursionError("unforeseen")
+
+    monkeypatch.setattr(judge, "interpret", raises)
+    assert "unforeseen" in (run(config(server), ["worth=1 "])[0].error or "")
+
+
+def test_numbers_in_the_thinking_are_not_the_score(server):
+    cases = {
+        "<think>1</think> 2 <think>3</think>": 2.0,
+        "<think>1 <think>2</think> 3": 3.0,
+        "4 </think> 5 <think> 6": 6.0,
+        "<think>7": 7.0,
+    }
+    Judge.faults = [says(text) for text in cases]
+    results = run(config(server, max_concurrency=1), ["any"] * len(cases))
+    assert [result.score for result in results] == list(cases.values())
+
+
 @pytest.mark.parametrize("fault", ["drip", "hang"])
 def test_a_request_has_a_deadline(server, fault):
     Judge.faults = [fault]
     result = run(config(server, timeout_s=0.5, retries=0), ["worth=1 "])[0]
     assert result.score is None
-    assert "timed out" in (result.error or "") or "timeout_s" in (result.error or "")
+    assert "reward.judge.timeout_s=0.5" in (result.error or "")
 
 
 def test_requests_overlap_up_to_the_limit(server):

@@ -95,6 +95,17 @@ def act(response, extra_info):
         for descriptor in held:
             os.write(descriptor, bytes(16 << 20))
         time.sleep(600)
+    if response == "segment":  # System V shared memory, twice the limit, none of it mapped
+        libc = ctypes.CDLL(None)
+        libc.shmat.restype = ctypes.c_void_p
+        for _ in range(18):
+            segment = libc.shmget(0, 16 << 20, 0o1600)
+            with open(extra_info["pids"], "a") as file:
+                file.write(f"{segment}\\n")
+            at = ctypes.c_void_p(libc.shmat(segment, None, 0))
+            ctypes.memset(at, 1, 16 << 20)
+            libc.shmdt(at)
+        time.sleep(600)
     if response == "forked child returns":
         child = os.fork()
         if child == 0:
@@ -216,6 +227,21 @@ def test_memory_is_limited_without_the_key(faults, make_sample, monkeypatch):
     results = run(faults(), make_sample, ["ok", "memory", "ok"])
     assert [result.score for result in results] == [1.0, None, 1.0]
     assert "limit 300 MB, reward.memory_limit_mb" in (results[1].error or "")
+
+
+@pytest.mark.slow(seconds=4)
+@pytest.mark.parametrize("kind", ["memfd", "segment"])
+def test_memory_that_is_not_mapped_counts_without_a_cgroup(faults, make_sample, monkeypatch, tmp_path, kind):
+    if kind == "segment" and not os.path.exists("/proc/sysvipc/shm"):
+        pytest.skip("no System V shared memory")
+    monkeypatch.setattr("verl.reward.pool.host_memory_limit", lambda: 400 << 20)
+    monkeypatch.setattr(processes.MemoryCgroup, "create", lambda *_: None)
+    results = run(faults(timeout_s=600.0), make_sample, ["ok", kind, "ok"], tmp_path)
+    assert [result.score for result in results] == [1.0, None, 1.0]
+    assert "limit 200 MB, reward.memory_limit_mb" in (results[1].error or "")
+    if kind == "segment":
+        created = {int(line) for line in (tmp_path / "pids").read_text().split()}
+        assert created and not created & processes.sysv_segments(range(2**22 + 1)).keys(), "removed with it"
 
 
 @pytest.mark.skipif(

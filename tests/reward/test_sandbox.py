@@ -763,6 +763,15 @@ def test_a_remote_service_that_fails_is_retried_and_then_leaves_no_score(fusion)
         code.compute_score("print(1)", {"inputs": [""], "outputs": ["1"]})
 
 
+def test_a_remote_program_that_prints_without_end_has_failed(fusion, monkeypatch):
+    monkeypatch.setattr("verl.reward.http.MAX_ANSWER_BYTES", 1 << 16)
+    use_service(fusion)
+    assert sandbox.run(Program("print('x' * 100_000)")).end == "output"
+    assert len(FusionHandler.requests) == 1
+    score = code.compute_score("```python\nprint('x' * 100_000)\n```", {"inputs": [""], "outputs": ["x"]})
+    assert score["score"] == 0.0 and score["code_end"] == "output"
+
+
 def test_a_remote_program_that_fails_after_the_right_output_has_failed(fusion):
     use_service(fusion)
     outcome = sandbox.run(Program("print(1); raise SystemExit(3)"))

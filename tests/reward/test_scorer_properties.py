@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+import unicodedata
 from decimal import Decimal
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from verl.reward.scorers import choice, code, gsm8k, json_schema, math, qa
+from verl.reward.scorers.blocks import blocks
 from verl.reward.scorers.math import quickly_equal
 from verl.reward.scorers.numbers import first_number, last_number, to_decimal
 
@@ -63,3 +72,47 @@ def test_no_response_makes_a_scorer_raise(text):
     assert 0.0 <= qa.compute_f1(text, "seven")["score"] <= 1.0
     assert json_schema.compute_score(text, {"type": "object"})["score"] in (0.0, 1.0)
     assert code.extract_code(text) is None or isinstance(code.extract_code(text), str)
+
+
+@pytest.mark.slow(seconds=10)
+def test_no_scorer_takes_more_than_linear_time():
+    program = Path(__file__).with_name("hostile_texts.py")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) >= 15 and all(line.endswith(": ok") for line in lines), done.stdout + done.stderr
+
+
+@given(st.lists(st.sampled_from(["(", ")", " ", "a"])).map("".join))
+def test_blocks_are_what_a_regular_expression_finds(text):
+    found = [
+        (opening.group(1), inside) for opening, inside in blocks(text, re.compile("([(])"), re.compile("[)]"))
+    ]
+    assert found == re.findall(r"([(])(.*?)[)]", text)
+
+
+@given(st.lists(st.sampled_from([*"abc \u0301\u0316", "é", "ﬁ", "ỗ"])).map("".join))
+def test_answers_are_compared_without_accents(text):
+    plain = unicodedata.normalize("NFKD", text)
+    assert qa.normalise(text) == qa.normalise("".join(c for c in plain if not unicodedata.combining(c)))
+
+
+leaves = st.sampled_from([0, 0.0, 1, 1.0, True, False, None, "1", ""])
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner),
+    max_leaves=4,
+)
+
+
+@given(st.lists(values, max_size=5))
+def test_unique_items_are_those_of_jsonschema(items):
+    schema = {"type": "array", "uniqueItems": True}
+    text = json.dumps(items)
+    expected = Draft202012Validator(schema).is_valid(items)
+    assert json_schema.compute_score(text, schema)["score"] == float(expected)
+
+
+def test_json_nested_deeper_than_a_validator_can_walk_is_wrong_and_not_without_a_score():
+    schema = {"type": "array", "items": {"$ref": "#"}}
+    result = json_schema.compute_score("[" * 300 + "]" * 300, schema)
+    assert result["score"] == 0.0 and "nested" in result["json_error"]

@@ -271,6 +271,8 @@ def test_versions_and_arguments(model: Any, monkeypatch: pytest.MonkeyPatch) -> 
         "max_running_requests": 8,
     }
     assert {key: given[key] for key in expected} == expected
+    with pytest.raises(ConfigError, match=r"log-probs before repetition_penalty=1.1.*name=native"):
+        server_arguments(section(repetition_penalty=1.1), info, Path("/model"))
     bad = section()
     bad.engine_kwargs.sglang = {"port": 1}
     with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.port is set by verl"):

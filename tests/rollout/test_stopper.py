@@ -59,7 +59,7 @@ def end_token_by_token(ids: list[int], start: int, sampling: SamplingParams, pro
         if last in sampling.stop_token_ids or (last == EOS and not sampling.ignore_eos):
             return count, "stop"
         if sampling.stop:
-            tail = max(len(text) for text in sampling.stop) + 8
+            tail = max(len(text.encode()) for text in sampling.stop) + 8
             text = Bytes().decode(ids[max(prompt_length, count - tail) : count])
             if any(stop in text for stop in sampling.stop):
                 return count, "stop"
@@ -102,6 +102,19 @@ def test_a_poll_of_many_tokens_ends_where_checking_each_would(
         if found is not None or known == len(ids):
             break
     assert found == wanted
+
+
+@pytest.mark.parametrize("poll", [1, 4, 100])
+@pytest.mark.parametrize("stop", ["Final answer:", "最终答案如下：", "Ответ готов, конец", "🎉🎉🎉", "ผู้ใช้:"])
+def test_a_stop_string_is_found_where_every_byte_is_a_token(stop: str, poll: int) -> None:
+    class EachByte:
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    stopper, sampling = Stopper(EachByte(), frozenset()), SamplingParams(max_tokens=500, stop=(stop,))
+    ids = list(f"so it is: {stop} and more".encode())
+    found = (stopper.end(ids[: at + poll], at, sampling) for at in range(0, len(ids), poll))
+    assert next(filter(None, found), None) == (len(f"so it is: {stop}".encode()), "stop")
 
 
 def test_a_tokenizer_that_cleans_spaces_is_read_without_that() -> None:

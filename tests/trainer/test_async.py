@@ -17,7 +17,11 @@ from tests.async_run import BYPASS, MODE, POOL, STALENESS, assert_same, states, 
 from tests.tiny_run import read_metrics, tiny_run, untimed
 from tests.trainer.pool import PoolGroup, SharedEngine
 from verl.config.load import load_ppo_config
+from verl.errors import CheckpointError
+from verl.reward.base import RewardResult
+from verl.reward.function_manager import FunctionRewardManager
 from verl.trainer.experience import SyncExperience
+from verl.trainer.streaming import saved_scores
 
 LONG = ("data.max_response_length=48", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=2")
 STEPS = 4
@@ -248,6 +252,37 @@ def test_a_resumed_run_continues_bit_for_bit(go, tmp_path, mode):
 
 
 @pytest.mark.slow
+def test_a_resumed_run_asks_for_no_score_again(go, tmp_path, monkeypatch):
+    """Some samples of prompts that are ahead have ended when the checkpoint is made: their scores are in it."""
+    asked: list[int] = []
+    submit = FunctionRewardManager.submit
+
+    def submit_and_keep(self: Any, sample: Any) -> None:
+        if sample.index >= 2 * 4 * 2:  # of steps after the second; before training a few rows are tried
+            asked.append(sample.index)
+        submit(self, sample)
+
+    monkeypatch.setattr(FunctionRewardManager, "submit", submit_and_keep)
+    keys = (*CARRY_OVER, "trainer.save_freq=1", "data.val_files=[]")
+    ends = [f"actor_rollout_ref.rollout.stop_token_ids={list(range(3, 15))}"]
+    first: list[int] = []
+
+    def stop(loop: Any) -> None:
+        if loop.step_number == 2:
+            first.extend(asked)
+            loop.request_stop()
+
+    go(*keys, *ends, folder="whole")
+    whole, asked[:] = Counter(asked), []
+    go(*keys, *ends, folder="parts", within=stop)
+    assert first, "samples of later steps had ended"
+    asked.clear()
+    go(*keys, *ends, folder="parts")
+    assert Counter(first) + Counter(asked) == whole and set(whole.values()) == {1}
+    assert untimed(read_metrics(tmp_path / "parts")) == untimed(read_metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [CARRY_OVER, ONE_STEP, (*FULLY, f"{STALENESS}=2")],
@@ -333,3 +368,18 @@ def test_both_sides_waiting_is_measured(go, tmp_path):
     for row in read_metrics(tmp_path / "run"):
         assert 0 <= row["perf/wait_share/trainer"] <= 1.001
         assert 0 <= row["perf/wait_share/generation"] <= 1.001
+
+
+BAD_SCORES: list[Any] = [
+    5, [["a"]], [["a", 0, "1.0", {}, None]], [["a", 0, 1.0, [], None]], [["a", 0.0, 1.0, {}, None]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", BAD_SCORES, ids=str)
+def test_damaged_scores_of_a_checkpoint_are_refused(rows: Any) -> None:
+    with pytest.raises(CheckpointError, match="scores of finished samples are damaged"):
+        saved_scores(rows, ["a"])
+    kept = saved_scores(
+        [["a", 1, 0.5, {"acc": 1}, None], ["a", 2, None, {}, "hung"], ["b", 0, 1.0, {}, None]], ["a"]
+    )
+    assert kept == {("a", 1): RewardResult(0.5, {"acc": 1}), ("a", 2): RewardResult(None, {}, "hung")}

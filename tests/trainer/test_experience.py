@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from verl.agents.conversation import Conversation
 from verl.data.proto import DataProto
 from verl.errors import TrainingHalted
-from verl.reward.base import RewardManager, RewardResult
-from verl.trainer.experience import attach_baselines, attach_scores, reward_metrics
+from verl.reward.base import RewardManager, RewardResult, RewardSample
+from verl.rollout.base import Response
+from verl.trainer.experience import attach_baselines, attach_scores, reward_metrics, submit_reward
 
 
 def rollouts() -> DataProto:
@@ -107,6 +110,20 @@ def test_rewards_are_told_the_truth_about_a_response(watch, tiny_tokenizer, monk
         assert sample.messages == list(batch.non_tensor_batch["raw_prompt"][row])
         assert sample.data_source == "digits"
     assert {sample.truncated for sample in told} == {True, False}
+
+
+@pytest.mark.parametrize(("split", "length"), [(False, 9), (True, 4)])
+def test_the_length_of_a_conversation_is_what_the_limit_bounds(split, length, tiny_tokenizer):
+    talk = Conversation("p", 0, [1], [{"role": "user", "content": "?"}])
+    for tokens in ([3, 4], [5, 6, 7, 8]):
+        prompt = [1, *talk.token_ids] if split else None
+        talk.add_model_turn(Response("p#0", 0, tokens, [-1.0] * len(tokens), "stop"), "!", prompt_ids=prompt)
+        talk.add_messages([9] if tokens[0] == 5 else [9, 9], [{"role": "tool", "content": "."}])
+    columns = {"raw_prompt": ["?"], "prompt_text": ["?"]}
+    samples: list[RewardSample] = []
+    manager = SimpleNamespace(submit=samples.append)
+    submit_reward(manager, tiny_tokenizer, DataProto.from_dict(non_tensors=columns), 0, 7, talk)  # type: ignore[arg-type]
+    assert [(sample.index, sample.response_length) for sample in samples] == [(7, length)]
 
 
 def test_calls_of_rewards_are_those_of_the_step(watch, digits_data):

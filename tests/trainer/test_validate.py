@@ -28,11 +28,13 @@ def test_validation_is_greedy_unless_told_to_sample(watch, digits_data):
         "actor_rollout_ref.rollout.val_kwargs.temperature=0.6",
         "actor_rollout_ref.rollout.val_kwargs.top_p=0.9",
         "actor_rollout_ref.rollout.val_kwargs.top_k=7",
+        "actor_rollout_ref.rollout.val_kwargs.min_p=0.05",
         "actor_rollout_ref.rollout.val_kwargs.n=3",
         folder="sampled",
     ).generated[0]
     drawn = sampled.settings.sampling
     assert (sampled.settings.n, drawn.temperature, drawn.top_p, drawn.top_k) == (3, 0.6, 0.9, 7)
+    assert drawn.min_p == 0.05
     assert sampled.settings.seed == 11 and len(sampled.batch) == 32 * 3
     again = watch(val, "trainer.test_freq=1", "trainer.total_training_steps=1", folder="again")
     before, after = (g for g in again.generated if len(g.batch) == 32 and g.settings.n == 1)

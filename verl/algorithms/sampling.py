@@ -88,13 +88,13 @@ def overlong_penalty(
     response_lengths: Tensor, max_response_length: int, buffer_len: int, penalty_factor: float = 1.0
 ) -> Tensor:
     """What DAPO adds to the reward [B], never positive: 0 up to the last `buffer_len` tokens of the limit, then
-    falling linearly to -penalty_factor at the limit."""
+    falling linearly to -penalty_factor at the limit and beyond it."""
     if buffer_len < 1 or buffer_len > max_response_length:
         raise ConfigError(
             f"reward.overlong_buffer.len={buffer_len} must be from 1 to data.max_response_length={max_response_length}"
         )
     exceed = response_lengths.to(torch.float32) - (max_response_length - buffer_len)
-    return (-exceed / buffer_len * penalty_factor).clamp(max=0)
+    return (-exceed / buffer_len * penalty_factor).clamp(-penalty_factor, 0)
 
 
 def mask_overlong(response_mask: Tensor, truncated: Any) -> Tensor:

@@ -184,8 +184,8 @@ def _length_metrics(
         metrics["prompt_length/clip_ratio"] = float((prompt_S >= max_prompt_length).double().mean())
     reasons = batch.non_tensor_batch.get("finish_reason")
     if reasons is not None and len(reasons):
-        reasons = reasons[rows.first.numpy()]
-        metrics["response_length/clip_ratio"] = sum(r == "length" for r in reasons) / len(reasons)
+        cut_B = torch.tensor([reason == "length" for reason in reasons])
+        metrics["response_length/clip_ratio"] = float((rows.sum(cut_B.long()) > 0).double().mean())
     elif max_response_length is not None and len(response_S):
         metrics["response_length/clip_ratio"] = float((response_S >= max_response_length).double().mean())
     return metrics

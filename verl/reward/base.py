@@ -31,7 +31,7 @@ class RewardSample:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the dataset's row, by name."""
     response_length: int = 0
-    """In tokens."""
+    """In tokens; with several turns those of tools included, and with history=split those of the longest turn."""
     truncated: bool = False
     messages: list[dict[str, Any]] | None = None
     """The conversation before the response, where the data had messages; with several turns, all of it."""
@@ -68,6 +68,10 @@ class RewardManager(ABC):
         once. None: there is no function to call, or the manager does not count."""
         return None
 
+    def scores_singly(self) -> bool:
+        """Whether the result of a sample depends on nothing else, so that it may be collected at any time."""
+        return False
+
     def check(  # noqa: B027 - a manager may have nothing to check
         self, data_sources: Collection[str] = (), columns: Collection[str] | None = None
     ) -> None:
@@ -101,6 +105,8 @@ class Backend(ABC):
 
     calls: int | None = None
     """Calls of functions so far, failed ones included; None for a model or a judge."""
+    drains_any_time = False
+    """Whether calls may be drained earlier than a batch is needed, at no cost and with the same results."""
 
     @property
     @abstractmethod

@@ -153,6 +153,9 @@ class FunctionRewardManager(RewardManager):
             taken = [self._samples.pop(index) for index in wanted]
         return [number for number, _ in taken], [sample for _, sample in taken]
 
+    def scores_singly(self) -> bool:
+        return all(term.backend.drains_any_time and not term.signature.is_batch for term in self.terms)
+
     def take_calls(self) -> int | None:
         known = [backend.calls for backend in self._backends if backend.calls is not None]
         if not known:

@@ -1,12 +1,13 @@
 """A language model as judge, behind any OpenAI-compatible chat endpoint.
 
 Requests start as responses finish and overlap up to a limit. A request has a deadline and is repeated when the server
-is busy or unreachable, within the rate limit. A judge without a usable answer costs the sample its score.
+is busy or unreachable, within the rate limit. A judge without a usable answer, whatever is wrong with it, costs the
+sample its score and nothing else.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import random
 import re
@@ -21,8 +22,10 @@ import httpx
 
 from verl.config.sections.reward import JudgeConfig
 from verl.errors import ConfigError
+from verl.json_input import parse_json
 from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
 from verl.reward.functions import Signature
+from verl.reward.http import UnusableAnswer, post
 from verl.reward.scoring import interpret
 
 DEFAULT_PROMPT = """You judge answers. Read the task and the answer below and decide how good the answer is.
@@ -50,6 +53,8 @@ class JudgeFailed(Exception):
 class JudgeBackend(Backend):
     """Asks the judge about each sample."""
 
+    drains_any_time = True
+
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._url = _endpoint(str(config.base_url))
@@ -57,7 +62,7 @@ class JudgeBackend(Backend):
         self._pattern = _pattern(config.score_pattern)
         self._rate_limit = RateLimit(config.requests_per_minute)
         limits = httpx.Limits(max_connections=config.max_concurrency)
-        self._client = httpx.Client(timeout=config.timeout_s, limits=limits)
+        self._client = httpx.Client(limits=limits)
         self._threads = ThreadPoolExecutor(config.max_concurrency, thread_name_prefix="judge")
         self._pending: dict[Hashable, Future[list[RewardResult]]] = {}
         self._closing = threading.Event()
@@ -80,26 +85,33 @@ class JudgeBackend(Backend):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _judge(self, sample: RewardSample) -> RewardResult:
-        result = self._result(sample)
+        try:
+            text = self._ask(sample)
+            result = interpret({"score": self._score(text), "judge_answer": text[-500:]}, "judge", sample)
+        except Exception as error:  # the answer may be anything
+            problem = str(error) if isinstance(error, JudgeFailed) else f"{type(error).__name__}: {error}"
+            text = f"The judge {self._config.model} at {self._url} failed: {problem}"
+            result = RewardResult(None, error=text)
         count_answered([result])
         return result
 
-    def _result(self, sample: RewardSample) -> RewardResult:
+    def _score(self, answer: str) -> float:
+        """The last number of the answer, after its thinking."""
+        # Up to the last </think> every <think> has an end, so that none is looked for in vain.
+        thinking, end, rest = answer.rpartition("</think>")
+        found = self._pattern.findall(_THOUGHT.sub("", thinking + end) + rest)
+        group = found[-1] if found else ""
+        group = group[0] if isinstance(group, tuple) else group
         try:
-            text = self._ask(sample)
-            found = self._pattern.findall(_THOUGHT.sub("", text))
-            group = found[-1] if found else ""
-            group = group[0] if isinstance(group, tuple) else group
-            try:
-                score = float(group) / self._config.max_score
-            except ValueError:
-                pattern = self._pattern.pattern
-                raise JudgeFailed(
-                    f"no score in its answer {text[-120:]!r} (reward.judge.score_pattern={pattern!r})"
-                ) from None
-            return interpret({"score": score, "judge_answer": text[-500:]}, "judge", sample)
-        except JudgeFailed as error:
-            return RewardResult(None, error=f"The judge {self._config.model} at {self._url} failed: {error}")
+            score = float(group) / self._config.max_score
+        except ValueError:
+            pattern = self._pattern.pattern
+            raise JudgeFailed(
+                f"no score in its answer {answer[-120:]!r} (reward.judge.score_pattern={pattern!r})"
+            ) from None
+        if not math.isfinite(score):
+            raise JudgeFailed(f"the score in its answer, {group[:40]!r}..., is not a finite number")
+        return score
 
     def _ask(self, sample: RewardSample) -> str:
         request = self._request(sample)
@@ -113,13 +125,17 @@ class JudgeBackend(Backend):
             if self._closing.is_set():
                 raise JudgeFailed("the run is ending")
             try:
-                status, headers, body = self._post(request)
-                if status == 200:
-                    return _content(json.loads(body))
-                problem = f"HTTP {status}: {body[:300].decode(errors='replace').strip()}"
-                if status < 500 and status not in _RETRIED_STATUS:
+                response, body = self._post(request)
+                if response.status_code == 200:
+                    return _content(parse_json(body))
+                problem = f"HTTP {response.status_code}: {body[:300].decode(errors='replace').strip()}"
+                if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
                     break
-                pause = max(pause, _retry_after(headers.get("Retry-After")))
+                pause = max(pause, _retry_after(response.headers.get("Retry-After")))
+            except UnusableAnswer as error:
+                raise JudgeFailed(str(error)) from error
+            except (httpx.TimeoutException, TimeoutError):
+                problem = f"no answer within reward.judge.timeout_s={self._config.timeout_s:g} s"
             except (httpx.HTTPError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
         raise JudgeFailed(problem)
@@ -142,17 +158,10 @@ class JudgeBackend(Backend):
             "max_tokens": self._config.max_tokens,
         }
 
-    def _post(self, request: dict[str, Any]) -> tuple[int, httpx.Headers, bytes]:
+    def _post(self, request: dict[str, Any]) -> tuple[httpx.Response, bytes]:
         key = os.environ.get(self._config.api_key_env or "", "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        deadline = time.monotonic() + self._config.timeout_s
-        with self._client.stream("POST", self._url, json=request, headers=headers) as response:
-            body = bytearray()
-            for chunk in response.iter_bytes():
-                body += chunk
-                if time.monotonic() > deadline:  # httpx bounds each read, not the whole answer
-                    raise ValueError(f"no answer within reward.judge.timeout_s={self._config.timeout_s:g} s")
-        return response.status_code, response.headers, bytes(body)
+        return post(self._client, self._url, request, timeout_s=self._config.timeout_s, headers=headers)
 
 
 class RateLimit:

@@ -49,6 +49,8 @@ _MAX_LINE = 1 << 30
 class WorkerPool(Backend):
     """Runs functions in worker processes."""
 
+    drains_any_time = True
+
     def __init__(
         self,
         specs: Sequence[FunctionSpec],
@@ -290,7 +292,7 @@ class WorkerPool(Backend):
             for worker in self._workers:
                 if not worker.ending:
                     self._enforce_deadline(worker, start)
-                if worker.cgroup is None and not worker.ending and start >= next_scan:
+                if not worker.ending and start >= next_scan:
                     self._enforce_memory(worker)
             if start >= next_scan:  # reading /proc may take long on a machine with very many processes
                 next_scan = time.monotonic() + 20 * (time.monotonic() - start)
@@ -307,8 +309,11 @@ class WorkerPool(Backend):
             worker.kill(reason, [task for task, by in zip(running, late, strict=True) if by >= 0.0])
 
     def _enforce_memory(self, worker: WorkerProcess) -> None:
-        pids = [process.pid for process in processes.descendants(worker.process.pid)]
-        if (used := processes.resident_bytes(pids)) > self._memory_limit:
+        pids = worker.pids()
+        if worker.cgroup is not None:
+            return  # the kernel does
+        in_files = processes.open_memory_bytes(pids) + sum(processes.sysv_segments(worker.seen_pids).values())
+        if (used := processes.resident_bytes(pids, in_files)) > self._memory_limit:
             worker.kill(self._memory_problem(f"{used >> 20} MB of"), self._running(worker))
 
     def _memory_problem(self, used: str) -> str:

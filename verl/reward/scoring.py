@@ -17,6 +17,7 @@ from verl.reward.base import Backend, RewardResult, RewardSample, count_answered
 from verl.reward.functions import RewardFunction, Signature
 from verl.user_code import error_line
 
+_EXTRA_DEPTH = 16  # levels of nesting; scores are also in checkpoints, whose JSON has a limit
 _EXTRA_LIMIT = 2000  # characters kept of an extra value that is not a number, and of its name
 
 
@@ -91,6 +92,8 @@ class InProcessBackend(Backend):
     Nothing can be killed here, so the deadline holds for async functions only. Calls happen in `drain`, on the caller's
     thread, because such functions may depend on the thread they run on.
     """
+
+    drains_any_time = True
 
     def __init__(
         self, functions: Sequence[RewardFunction], timeout_s: float | None, max_concurrency: int
@@ -199,7 +202,7 @@ def interpret_batch(value: Any, function: str, samples: Sequence[RewardSample]) 
     return results
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, depth: int = 0) -> Any:
     """What JSON can carry: numbers as Python numbers, text and small collections as they are, anything else as repr."""
     if value is None or isinstance(value, bool):
         return value
@@ -210,12 +213,12 @@ def plain(value: Any) -> Any:
         return int(value) if abs(value) < 2**63 else "a very large integer"
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if isinstance(value, list | tuple) and len(value) <= 64:
-        return [plain(item) for item in value]
-    if isinstance(value, Mapping) and len(value) <= 64:
-        return {_clip(str(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and len(value) <= 64 and depth < _EXTRA_DEPTH:
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, Mapping) and len(value) <= 64 and depth < _EXTRA_DEPTH:
+        return {_clip(str(key)): plain(item, depth + 1) for key, item in value.items()}
     try:  # numpy scalars and tensors with one element; others raise
-        return plain(value.item())
+        return plain(value.item(), depth)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return _clip(repr(value))
 

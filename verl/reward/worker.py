@@ -72,6 +72,8 @@ class WorkerProcess(PythonChild):
         self.kill_reason = ""
         self.suspects: list[Task] = []
         """Tasks that caused `kill_reason`, or may have."""
+        self.seen_pids: set[int] = set()
+        """Of the worker and what it started, as far as `pids` met them."""
         self.cgroup = processes.MemoryCgroup.create(memory_bytes)
         super().__init__(__name__, _output_log, [] if self.cgroup is None else [self.cgroup.join_fd])
 
@@ -85,11 +87,22 @@ class WorkerProcess(PythonChild):
         if self.writer is not None:
             self.writer.transport.abort()
 
+    def pids(self) -> list[int]:
+        """The processes of the worker and of what it started."""
+        if self.cgroup is not None:
+            pids = self.cgroup.pids()
+        else:
+            pids = [process.pid for process in processes.descendants(self.process.pid)]
+        self.seen_pids.update(pids)
+        return pids
+
     async def end(self) -> None:
         self.ending = True
+        self.pids()
         if self.writer is not None:
             self.writer.transport.abort()
         await super().end()
+        processes.remove_sysv_segments(self.seen_pids)
         if self.cgroup is not None:
             self.cgroup.close()
             self.cgroup = None

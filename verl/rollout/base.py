@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 _STOP_TAIL = 8
-"""Tokens decoded beyond the characters of a stop string, for tokens that decode to nothing by themselves."""
+"""Tokens decoded beyond the bytes of a stop string, for tokens that decode to nothing by themselves."""
 
 
 @dataclass(frozen=True)
@@ -442,7 +442,8 @@ class Stopper:
 
         All new tokens are decoded at once; only where that finds a stop string are they decoded one by one, to find
         the token that completes it."""
-        tail = max(len(text) for text in sampling.stop) + _STOP_TAIL
+        # Bytes, not characters: byte-level tokenizers may use a token for each byte of a character.
+        tail = max(len(text.encode()) for text in sampling.stop) + _STOP_TAIL
 
         def contains(first: int, count: int) -> bool:
             ids = list(token_ids[max(prompt_length, first) : count])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.errors import RolloutError, TrainingHalted
+from verl.errors import ConfigError, RolloutError, TrainingHalted
 from verl.models.weight_source import NamedTensors
 from verl.rollout.external_engine import engine_kwargs
 from verl.rollout.external_sample import Sample
@@ -39,6 +39,13 @@ _OURS = ("model_path", "load_format", "skip_tokenizer_init", "host", "port", "ap
 
 def server_arguments(config: RolloutConfig, info: ModelInfo, folder: Path) -> dict[str, Any]:
     """Our config keys as SGLang's server arguments; `engine_kwargs.sglang` overrides all but `_OURS`."""
+    if config.repetition_penalty != 1:
+        # It applies the penalty to the logits before it computes log-probs of either kind.
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=sglang cannot give log-probs before "
+            f"repetition_penalty={config.repetition_penalty:g}: SGLang has them with the penalty applied. Set "
+            "actor_rollout_ref.rollout.repetition_penalty=1, or use actor_rollout_ref.rollout.name=native"
+        )
     fp8 = config.dtype == "fp8"
     dtype = info.dtype if config.dtype in ("auto", "fp8") else config.dtype
     cuda = info.device == "cuda"
@@ -83,7 +90,6 @@ def generate_body(sample: Sample, eos_ids: frozenset[int], version: int) -> dict
             "top_p": sampling.top_p,
             "top_k": sampling.top_k if sampling.top_k > 0 else -1,
             "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
             "stop_token_ids": sorted(stops),
             "ignore_eos": True,  # the server has no tokenizer: end tokens are among the stop tokens
             "sampling_seed": sample.seed,

@@ -112,8 +112,10 @@ def correct_rollout(batch: DataProto, cfg: AlgorithmConfig) -> tuple[torch.Tenso
 
 
 def drop_overlong(batch: DataProto, mask: torch.Tensor) -> torch.Tensor:
-    """Mask responses that were cut at the maximum length."""
-    return mask_overlong(mask, [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    """Mask responses that were cut at the maximum length; a conversation with all its turns."""
+    sessions = sessions_of(batch)
+    cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    return mask_overlong(mask, (sessions.sum(cut.long()) > 0)[sessions.ids])
 
 
 def resample(batch: DataProto, cfg: AlgorithmConfig, generator: torch.Generator) -> DataProto:

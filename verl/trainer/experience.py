@@ -180,12 +180,20 @@ def submit_reward(
         prompts,
         row,
         text=tokenizer.decode(ids, skip_special_tokens=True),
-        length=len(result.token_ids),
+        length=limited_length(result),
         truncated=result.finish_reason == "length",
         conversation=conversation,
     )
     rewards.submit(replace(sample, index=index))
     return None
+
+
+def limited_length(result: Response | Conversation) -> int:
+    """The tokens that data.max_response_length bounds: all of them, or with history=split those of the longest turn."""
+    turns = result.model_turns if isinstance(result, Conversation) else []
+    if any(turn.prompt_ids is not None for turn in turns):
+        return max(turn.end - turn.start for turn in turns)
+    return len(result.token_ids)
 
 
 class DynamicSampling:

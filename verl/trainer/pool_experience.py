@@ -121,6 +121,7 @@ class PoolExperience(StreamingExperience):
         # What ended the thread is raised by the next `collect`: the complete step must be saved first.
         if self.whole_batches:
             self.thread.wait_until_idle(or_failed=True)
+        self.collect_scores()  # before: generation goes on meanwhile
         return self.thread.between_polls(super().state_dict)
 
     def close(self) -> None:

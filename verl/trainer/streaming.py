@@ -11,14 +11,14 @@ import copy
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agents.conversation import Conversation
 from verl.data.proto import DataProto
-from verl.errors import RolloutError
+from verl.errors import CheckpointError, RewardError, RolloutError
 from verl.observe.live import live
 from verl.observe.metrics import Timer
 from verl.reward.base import RewardResult
@@ -52,8 +52,8 @@ class Group:
     """In the order of starting, over the whole run."""
     samples: list[Any]
     """Responses or conversations; None: not finished."""
-    failures: dict[int, RewardResult] = field(default_factory=dict)
-    """Of samples that can have no score, by sample."""
+    results: dict[int, RewardResult] = field(default_factory=dict)
+    """What is known already, by sample: of those that can have no score, and of those that were in a checkpoint."""
     again: bool = False
     """Its environment failed once for all samples, and its prompt was drawn again."""
 
@@ -98,6 +98,9 @@ class StreamingExperience(Experience):
         """Groups, over the whole run."""
         self.restored: dict[str, int] = {}
         """The numbers of a checkpoint's groups, which have to be started again."""
+        self.scores: dict[tuple[str, int], RewardResult] = {}
+        """Of a checkpoint's finished samples, by group and sample, until these come out of the stream."""
+        self._reward_failure: RewardError | None = None
         self.call_metrics()  # those made before training
         self._calls = 0.0
         """Of reward functions for training samples, counted before a validation."""
@@ -162,15 +165,17 @@ class StreamingExperience(Experience):
         """A training sample ended: its reward is computed while others are generated."""
         group, sample = self.groups[finished.group], finished.sample
         index = group.number * self.n + sample
-        failure = submit_reward(self.rewards, self.decoder, group.prompt, 0, index, finished.result)
-        if failure is not None:
-            group.failures[sample] = failure
+        known = self.scores.pop((finished.group, sample), None)
+        if known is None:
+            known = submit_reward(self.rewards, self.decoder, group.prompt, 0, index, finished.result)
+        if known is not None:
+            group.results[sample] = known
         group.samples[sample] = finished.result
         if not group.complete:
             return
         if group.lost and not group.again:
             logger.warning("prompt %s is drawn again: %s", finished.group, group.samples[0].error)
-            group.again, group.samples, group.failures = True, [None] * self.n, {}
+            group.again, group.samples, group.results = True, [None] * self.n, {}
             self.admission.fail(finished.group)
             self.submit([group])
             return
@@ -178,17 +183,19 @@ class StreamingExperience(Experience):
 
     def batch_of(self, names: Iterable[str], timer: Timer) -> tuple[DataProto, dict[str, float]]:
         """These groups as a scored batch."""
+        if self._reward_failure is not None:
+            raise self._reward_failure
         self.taken = groups = [self.groups.pop(name) for name in names]
         prompts = DataProto.concat([group.prompt for group in groups])
         samples = [sample for group in groups for sample in group.samples]
         batch = rollouts_of(prompts, samples, self.n, self.workers.pad_token_id)
-        failures = {
-            group.number * self.n + sample: failure
+        known = {
+            group.number * self.n + sample: result
             for group in groups
-            for sample, failure in group.failures.items()
+            for sample, result in group.results.items()
         }
         indices = [group.number * self.n + sample for group in groups for sample in range(self.n)]
-        batch = self.scored(batch, indices, failures, timer)
+        batch = self.scored(batch, indices, known, timer)
         calls = self.call_metrics()
         if calls:
             calls["reward/calls"] += self._calls
@@ -228,10 +235,10 @@ class StreamingExperience(Experience):
         return self.scored(batch, indices, failures, timer)
 
     def scored(
-        self, batch: DataProto, indices: list[int], failures: dict[int, RewardResult], timer: Timer
+        self, batch: DataProto, indices: list[int], known: dict[int, RewardResult], timer: Timer
     ) -> DataProto:
         with timer("reward"):
-            results = self.rewards.collect([index for index in indices if index not in failures]) | failures
+            results = self.rewards.collect([index for index in indices if index not in known]) | known
         return self.attach_results(batch, [results[index] for index in indices])
 
     # ---- steps, weights and checkpoints
@@ -251,6 +258,27 @@ class StreamingExperience(Experience):
         if self.sent == self.workers.policy_version:  # also where the step trained the critic alone
             self.synced = step
 
+    def collect_scores(self) -> None:
+        """Take the scores of finished samples, so that a run resumed from a checkpoint need not ask for them again:
+        with a judge they cost money. Not those that depend on what is scored together."""
+        if self.taken or not self.rewards.scores_singly():
+            return
+        wanted = {
+            group.number * self.n + sample: (group, sample)
+            for group in list(self.groups.values())
+            for sample, result in enumerate(group.samples)
+            if result is not None and sample not in group.results
+        }
+        try:
+            results = self.rewards.collect(wanted) if wanted else {}
+        except RewardError as error:
+            self._reward_failure = error  # raised by the next batch: the complete step must be saved first
+            return
+        for index, result in results.items():
+            group, sample = wanted[index]
+            group.results[sample] = result
+        self._calls += self.call_metrics().get("reward/calls", 0.0)
+
     def state_dict(self) -> dict[str, Any]:
         state = self.queue.state_dict()
         if not self.groups or self.taken:
@@ -266,6 +294,12 @@ class StreamingExperience(Experience):
             "numbers": {name: group.number for name, group in self.groups.items()},
             "started": self.started,
             "samples": self.stream.pack(finished),
+            "scores": [
+                [name, sample, result.score, result.extra, result.error]
+                for name, group in self.groups.items()
+                for sample, result in group.results.items()
+            ],
+            "calls": self._calls,
         }
         return {**state, "ahead": ahead}
 
@@ -273,7 +307,7 @@ class StreamingExperience(Experience):
         self.clock = self.synced = whole_number(state, "step")
         self.sent = whole_number(state, "policy_version")
         self.queue.load_state_dict({name: state[name] for name in ("loader", "trained") if name in state})
-        self.groups, self.taken, self.restored = {}, [], {}
+        self.groups, self.taken, self.restored, self.scores, self._calls = {}, [], {}, {}, 0.0
         ahead = state.get("ahead")
         if ahead is None:
             self.admission.load_state_dict({"clock": self.clock, "groups": []})
@@ -283,7 +317,10 @@ class StreamingExperience(Experience):
         for name in self.admission.groups():
             self.admission.fail(name)  # until its samples come out of the checkpoint
         self.started, self.restored = whole_number(ahead, "started"), dict(ahead["numbers"])
-        self.stream.unpack(ahead["samples"], self.admission.groups())
+        groups = self.admission.groups()
+        self.stream.unpack(ahead["samples"], groups)
+        self.scores = saved_scores(ahead.get("scores", []), groups)
+        self._calls = float(ahead.get("calls", 0.0))
 
     @property
     @abstractmethod
@@ -298,6 +335,10 @@ class CarryOverExperience(StreamingExperience):
     def __init__(self, *parts: Any, total_steps: int) -> None:
         super().__init__(*parts, total_steps=total_steps)
         self._stream: SampleStream | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        self.collect_scores()
+        return super().state_dict()
 
     def new_admission(self, limit: int | None = None) -> Admission:
         share = self.cfg.trainer.async_training.over_sampling
@@ -359,6 +400,23 @@ class CarryOverExperience(StreamingExperience):
     def close(self) -> None:
         if self._stream is not None:
             self._stream.abort()
+
+
+def saved_scores(rows: Any, groups: Collection[str]) -> dict[tuple[str, int], RewardResult]:
+    """Of these groups, from a checkpoint."""
+    try:
+        found = {(name, sample): RewardResult(*rest) for name, sample, *rest in rows if name in groups}
+        valid = all(
+            type(sample) is int
+            and isinstance(result.extra, dict)
+            and (type(result.score) in (int, float) or (result.score is None and type(result.error) is str))
+            for (_, sample), result in found.items()
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError("The saved scores of finished samples are damaged.") from error
+    if not valid:
+        raise CheckpointError("The saved scores of finished samples are damaged.")
+    return found
 
 
 def _uid(prompt: DataProto) -> str:

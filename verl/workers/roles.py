@@ -269,8 +269,8 @@ def greedy_settings(cfg: RolloutConfig, max_tokens: int) -> GenerationSettings:
 def validation_settings(cfg: RolloutConfig, max_tokens: int) -> GenerationSettings:
     val = cfg.val_kwargs
     temperature = (val.temperature or 1.0) if val.do_sample else 0.0
-    params = _sampling(cfg, max_tokens, temperature=temperature, top_p=val.top_p, top_k=val.top_k)
-    return GenerationSettings(params, val.n, cfg.seed)
+    changes = {"temperature": temperature, "top_p": val.top_p, "top_k": val.top_k, "min_p": val.min_p}
+    return GenerationSettings(_sampling(cfg, max_tokens, **changes), val.n, cfg.seed)
 
 
 def _sampling(cfg: RolloutConfig, max_tokens: int, **changes: Any) -> SamplingParams:

@@ -28,6 +28,14 @@ class ValKwargsConfig:
     temperature: float = key(0.0, "sampling temperature; 0: greedy", ge=0, used_if=".do_sample")
     top_p: float = key(1.0, "nucleus sampling", gt=0, le=1, used_if=".do_sample")
     top_k: int = key(-1, "draw from the k likeliest tokens; -1: all", ge=-1, used_if=".do_sample")
+    min_p: float = key(
+        0.0,
+        "drop tokens below this share of the likeliest",
+        ge=0,
+        le=1,
+        follows="actor_rollout_ref.rollout.min_p",
+        used_if=".do_sample",
+    )
     n: int = key(1, "responses per prompt", ge=1)
 
 

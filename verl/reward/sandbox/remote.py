@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 
 from verl.config.sections.reward import SandboxConfig
+from verl.json_input import parse_json
+from verl.reward.http import TooLarge, UnusableAnswer, post
 from verl.reward.sandbox.program import End, Outcome, Program
 
 _ATTEMPTS = 3
@@ -33,19 +35,20 @@ def run(program: Program, limits: SandboxConfig, url: str) -> Outcome:
         if attempt:
             time.sleep(BACKOFF_S * 2 ** (attempt - 1))
         try:
-            answer = httpx.post(
-                address(url),
-                json=request,
-                timeout=limits.timeout_s + 30.0,
-                follow_redirects=True,
-            )
-            answer.raise_for_status()
-            return _outcome(answer, began)
+            with httpx.Client(follow_redirects=True) as client:
+                response, body = post(client, address(url), request, timeout_s=limits.timeout_s + 30.0)
+            response.raise_for_status()
+            return _outcome(body, began)
         except httpx.HTTPStatusError as error:
             problem = f"HTTP {error.response.status_code} {error.response.reason_phrase}"
             if error.response.status_code < 500 and error.response.status_code != 429:
                 break
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        except TooLarge as error:  # what the program printed is most of an answer
+            return Outcome("output", stderr=str(error), seconds=time.monotonic() - began)
+        except UnusableAnswer as error:
+            problem = str(error)
+            break
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
     text = f"the sandbox service at {url} (reward.sandbox_fusion.url) failed: {problem}"
     return Outcome("sandbox", stderr=text, seconds=time.monotonic() - began)
@@ -56,9 +59,9 @@ def address(url: str) -> str:
     return url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
 
 
-def _outcome(response: httpx.Response, began: float) -> Outcome:
+def _outcome(body: bytes, began: float) -> Outcome:
     seconds = time.monotonic() - began
-    answer: Any = response.json()
+    answer: Any = parse_json(body)
     try:
         if answer.get("status") == "SandboxError":
             return Outcome("sandbox", stderr=f"the sandbox service: {answer.get('message')}", seconds=seconds)

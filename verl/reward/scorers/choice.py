@@ -15,7 +15,8 @@ from verl.reward.scorers.latex import last_boxed, normalise
 
 _LETTERS = "ABCDEFGHIJ"
 _STATED = re.compile(
-    r"(?i:answer|choice|option)\s*(?i:is|=|would be|should be)?\s*:?\s*\**\s*"
+    # Possessive: runs of white space would otherwise be divided among the five in every possible way.
+    r"(?i:answer|choice|option)\s*+(?i:is|=|would be|should be)?+\s*+:?+\s*+\**+\s*+"
     # A small letter must be marked or end its line: "the answer is a bit hard" chooses nothing.
     r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([A-J])\b(?!['’])|([a-j])(?=\W*$))",
     re.MULTILINE,

@@ -16,11 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 from verl.errors import RewardError
+from verl.json_input import parse_json
 from verl.reward import sandbox
 from verl.reward.sandbox import Outcome, Program
+from verl.reward.scorers.blocks import blocks
 from verl.reward.scorers.code_tests import CallTest, StdinTest, call_passes, parse, same_output
 
-_FENCE = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE, _END_FENCE = re.compile(r"```[ \t]*+([\w+-]*+)[ \t]*+\n"), re.compile("```")
 _BUDGET = 0.8
 """Share of reward.timeout_s for all tests of one response: a slow program then fails its tests instead of leaving the
 response without a score."""
@@ -93,13 +95,13 @@ def compute_score(
 
 def extract_code(text: str) -> str | None:
     """The last fenced block that is Python or unnamed; a response without any fence is code as a whole."""
-    blocks = _FENCE.findall(text)
-    named = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
-    unnamed = [code for language, code in blocks if not language]
+    found = [(opening.group(1), code) for opening, code in blocks(text, _FENCE, _END_FENCE)]
+    named = [code for language, code in found if language.lower() in ("python", "py", "python3")]
+    unnamed = [code for language, code in found if not language]
     chosen = named or unnamed
     if chosen:
         return chosen[-1]
-    return text if not blocks and "```" not in text and text.strip() else None
+    return text if not found and "```" not in text and text.strip() else None
 
 
 def call_function(
@@ -114,8 +116,8 @@ def call_function(
     for line in outcome.stdout.splitlines():
         if line.startswith(mark):
             try:
-                number, kind, value = json.loads(line.removeprefix(mark))
-            except (ValueError, TypeError, RecursionError):
+                number, kind, value = parse_json(line.removeprefix(mark))
+            except (ValueError, TypeError):
                 continue
             if kind == "value" and isinstance(number, int) and 0 <= number < len(calls):
                 values[number] = value

@@ -261,8 +261,12 @@ def same_value(left: Any, right: Any) -> bool:
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(map(same_value, left, right))
     if isinstance(left, float) or isinstance(right, float):
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        return numbers and (left == right or math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE))
+        if not isinstance(left, int | float) or not isinstance(right, int | float):
+            return False
+        try:
+            return left == right or math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        except OverflowError:  # an integer beyond the range of floats
+            return False
     return type(left) is type(right) and bool(left == right)
 
 

@@ -19,8 +19,10 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import specification_with
 
 from verl.errors import RewardError
+from verl.json_input import check_nesting
+from verl.reward.scorers.blocks import blocks
 
-_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE, _END_FENCE = re.compile(r"```(?:json)?\s*\n", re.IGNORECASE), re.compile("```")
 _OPENING = re.compile(r"[{\[]")
 _MAX_ATTEMPTS = 500  # opening brackets tried; without a bound "[[[[..." would take quadratic time
 # Keywords that jsonschema handles with another one or that only annotate.
@@ -38,6 +40,7 @@ def compute_score(
     validator = _validator(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth))
     try:
         value = extract_json(solution_str)
+        check_nesting(value)
     except ValueError as error:
         return {"score": 0.0, "acc": 0.0, "json_error": str(error)[:200]}
     try:
@@ -54,7 +57,7 @@ def compute_score(
 def extract_json(text: str) -> Any:
     """The response itself, its last fenced block, or the last object or array in it. ValueError where none parses."""
     decoder = json.JSONDecoder(parse_constant=_refuse)
-    fenced = _FENCE.findall(text)
+    fenced = [inside for _, inside in blocks(text, _FENCE, _END_FENCE)]
     for candidate in [text.strip(), *([fenced[-1].strip()] if fenced else [])]:
         try:
             return decoder.decode(candidate)
@@ -92,6 +95,21 @@ def _multiple_of(validator: Validator, step: Any, value: Any, schema: Any) -> It
             yield ValidationError(f"{value} is not a multiple of {step}")
 
 
+def _unique_items(validator: Validator, unique: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    """In linear time: jsonschema compares each with each where it cannot sort them."""
+    if unique and validator.is_type(value, "array") and len(set(map(_key, value))) < len(value):
+        yield ValidationError("the items are not all different")
+
+
+def _key(value: Any) -> Any:
+    """Hashable, and equal for values that are equal as JSON: 1 is 1.0 but not true."""
+    if isinstance(value, list):
+        return ("array", *map(_key, value))
+    if isinstance(value, dict):
+        return ("object", frozenset((name, _key(item)) for name, item in value.items()))
+    return (type(value) if isinstance(value, bool) else None, value)
+
+
 @lru_cache(maxsize=1024)
 def _validator(text: str) -> Validator:
     try:
@@ -108,7 +126,9 @@ def _validator(text: str) -> Validator:
             f"The JSON schema uses {', '.join(map(repr, sorted(unknown)))}, which this scorer does not know; "
             f"known: {', '.join(sorted(draft.VALIDATORS))}."
         )
-    return validators.extend(draft, {"multipleOf": _multiple_of})(schema, registry=Registry())
+    return validators.extend(draft, {"multipleOf": _multiple_of, "uniqueItems": _unique_items})(
+        schema, registry=Registry()
+    )
 
 
 def _keywords(schema: Any, specification: Any) -> set[str]:

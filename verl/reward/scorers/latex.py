@@ -92,7 +92,7 @@ def normalise(answer: str) -> str:
     text = _DROPPED.sub("", text).replace("\\$", "").replace("\n", " ")
     for name, replacement in _SYNONYMS.items():
         text = text.replace(name, replacement)
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree(?![a-z])", "", text)
+    text = re.sub(r"\^\s*+\{?+\s*+\\circ\s*\}?|°|\\degree(?![a-z])", "", text)
     text = _unwrap(text)
     text = text.strip().rstrip(".").strip()
     text = _TRAILING_UNIT.sub("", text)

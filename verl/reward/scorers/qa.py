@@ -12,13 +12,15 @@ import re
 import string
 import unicodedata
 from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 from verl.errors import RewardError
+from verl.reward.scorers.blocks import blocks
 
 METRICS = ("em", "f1", "contains")
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_STATED = re.compile(r"(?:final\s+)?answer\s*(?:is)?\s*:\s*(.+)", re.IGNORECASE)
+_TAG, _END_TAG = re.compile("<answer>", re.IGNORECASE), re.compile("</answer>", re.IGNORECASE)
+_STATED = re.compile(r"(?:final\s+)?answer\s*+(?:is)?+\s*+:\s*(.+)", re.IGNORECASE)
 _PUNCTUATION = set(string.punctuation) | set("‘’“”–—…«»、。，！？；：（）")
 
 
@@ -45,7 +47,7 @@ def compute_score(solution_str: str, ground_truth: Any, metric: str = "em") -> d
 
 
 def extract_answer(text: str) -> str:
-    tagged = _TAGGED.findall(text)
+    tagged = [inside for _, inside in blocks(text, _TAG, _END_TAG)]
     if tagged:
         return tagged[-1].strip()
     stated = _STATED.findall(text)
@@ -66,16 +68,24 @@ def accepted(ground_truth: Any) -> list[str]:
     return truths
 
 
+@lru_cache(maxsize=4)  # an answer is compared with each of the accepted ones
 def normalise(text: str) -> str:
-    text = unicodedata.normalize("NFKD", text.lower())
-    text = "".join(c for c in text if not unicodedata.combining(c))
+    # Accents that stand alone go first: ordering a long run of them takes quadratic time.
+    text = _without_accents(unicodedata.normalize("NFKD", _without_accents(text.lower())))
     text = "".join(" " if c in _PUNCTUATION else c for c in text)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def tokens(text: str) -> list[str]:
+def _without_accents(text: str) -> str:
+    return "".join(c for c in text if not unicodedata.combining(c))
+
+
+@lru_cache(maxsize=4)
+def tokens(text: str) -> tuple[str, ...]:
     """Words; in scripts written without spaces, characters."""
-    return re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+", normalise(text))
+    return tuple(
+        re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+", normalise(text))
+    )
 
 
 def token_f1(answer: str, truth: str) -> float:
