@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from verl.errors import ConfigError, MissingPackage
+from verl.runtime import STOPPED
 
 pytestmark = [pytest.mark.components, pytest.mark.slow(seconds=12), pytest.mark.timeout(900)]
 PATIENCE_S = 300.0
@@ -132,7 +133,7 @@ def test_a_run_on_one_node_listens_on_loopback_only_and_leaves_nothing_after_a_s
     arguments = overrides("trainer.n_gpus_per_node=2", "trainer.total_training_steps=100000")
     _, killed = signalled(signal.SIGKILL, arguments, tmp_path)
     code, asked = signalled(signal.SIGTERM, arguments, tmp_path)
-    assert code == 0, (tmp_path / f"log{signal.SIGTERM:d}.txt").read_text()[-3000:]
+    assert code == STOPPED, (tmp_path / f"log{signal.SIGTERM:d}.txt").read_text()[-3000:]
     run = tmp_path / f"run{signal.SIGTERM:d}"
     saved = int((run / "latest_checkpointed_iteration.txt").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

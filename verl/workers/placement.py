@@ -21,6 +21,7 @@ from verl.checkpoint.steps import TRACKER
 from verl.config.parallelism import rollout_pool, world_size
 from verl.errors import CheckpointError, EngineLost, WorkersLost, missing_package
 from verl.observe.run_folder import default_run_path
+from verl.runtime import StopRequest
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
@@ -145,13 +146,16 @@ class RayCheckpoints:
         return found  # type: ignore[no-any-return]
 
 
-def with_restarts(cfg: PPOConfig | OfflineConfig, body: Callable[[], Result]) -> Result:
-    """Run `body` (a whole run as `cfg` says), again where processes were lost. `cfg` is changed to what is left."""
+def with_restarts(cfg: PPOConfig | OfflineConfig, body: Callable[[], Result], stop: StopRequest) -> Result:
+    """Run `body` (a whole run as `cfg` says), again where processes were lost, unless it was asked to stop. `cfg` is
+    changed to what is left."""
     started = time.time()
     for restart in range(1, cfg.trainer.max_restarts + 1):
         try:
             return body()
         except (WorkersLost, EngineLost) as error:
+            if stop.asked:
+                raise
             logger.error("%s", error)
             if world_size(cfg) > 1:
                 _fit(cfg)
