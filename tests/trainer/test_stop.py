@@ -14,9 +14,10 @@ import pytest
 from tests.tiny_run import tiny_run
 from verl import runtime
 from verl.config.schema import PPOConfig
-from verl.errors import EngineLost, VerlError, WorkersLost
+from verl.errors import EngineLost, RayStartError, TrainingHalted, VerlError, WorkersLost
 from verl.runtime import STOPPED, StopRequest, run_command, stop_on_signal
 from verl.trainer.main_ppo import RunResult, exit_code, main
+from verl.workers import placement
 from verl.workers.placement import with_restarts
 
 STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -117,6 +118,60 @@ def test_without_a_stop_a_loss_is_followed_by_a_restart() -> None:
         return 7
 
     assert with_restarts(cfg, body, StopRequest()) == 7 and len(starts) == 3
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
+    """The config of a run whose restarts find the cluster as it was."""
+    monkeypatch.setattr(placement, "_fit", lambda cfg: None)
+    cfg = PPOConfig()
+    cfg.trainer.max_restarts, cfg.trainer.n_gpus_per_node = 2, 2
+    return cfg
+
+
+def test_a_restart_in_which_ray_does_not_start_counts_as_one(
+    two_ranks: PPOConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes: list[Any] = [WorkersLost("rank 1 died"), RayStartError("Ray could not be started"), 7]
+
+    def body() -> int:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return int(outcome)
+
+    assert with_restarts(two_ranks, body, StopRequest()) == 7
+    assert "restart 1 failed: Ray could not be started" in caplog.text
+    outcomes[:] = [WorkersLost("rank 1 died"), RayStartError("no 1"), RayStartError("no 2"), 7]
+    with pytest.raises(WorkersLost, match=r"rank 1 died\nrestart 1 failed: no 1\nrestart 2 failed: no 2$"):
+        with_restarts(two_ranks, body, StopRequest())
+    assert outcomes == [7]
+
+
+def test_ray_that_does_not_start_at_first_is_an_error_at_once(two_ranks: PPOConfig) -> None:
+    starts = []
+
+    def body() -> None:
+        starts.append(0)
+        raise RayStartError("the Ray cluster at RAY_ADDRESS=nowhere could not be joined")
+
+    with pytest.raises(RayStartError):
+        with_restarts(two_ranks, body, StopRequest())
+    assert len(starts) == 1
+
+
+def test_a_run_that_fits_no_node_that_is_left_ends_with_the_loss(
+    two_ranks: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(cfg: PPOConfig) -> None:
+        raise VerlError("the cluster is too small for the run")
+
+    def body() -> None:
+        raise WorkersLost("rank 1 died")
+
+    monkeypatch.setattr(placement, "_fit", no_room)
+    with pytest.raises(TrainingHalted, match="rank 1 died\nThe run cannot be restarted: the cluster is too"):
+        with_restarts(two_ranks, body, StopRequest())
 
 
 def test_a_stopped_run_has_an_exit_code_of_its_own(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
