@@ -60,6 +60,10 @@ class TrainingHalted(VerlError):
     exit_code = 3
 
 
+class RayStartError(VerlError):
+    """Ray could not be started or joined."""
+
+
 class WorkersLost(TrainingHalted):
     """Ranks died or hang: with `trainer.max_restarts` the run starts again from the last checkpoint."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 from verl.errors import CommandAnswered, VerlError
 
@@ -108,33 +110,117 @@ def short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+STOPPED = 75
+"""Exit code of a run that a signal ended before its last step, with a checkpoint: "temporary failure" in sysexits.h."""
+SAME_REQUEST_S = 1.0
+"""Signals that soon after another are the same request: `timeout` sends one to the command and one to its group."""
+
+
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: what is open is closed on the way out, as after Ctrl-C."""
+    """SIGTERM or SIGHUP came: what is open is closed on the way out, as after Ctrl-C."""
 
 
 @contextmanager
-def closed_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises `Terminated` in the main thread; elsewhere nothing changes."""
+def _handled(
+    numbers: Iterable[signal.Signals], handle: Callable[[int, Any], None]
+) -> Iterator[dict[int, Any]]:
+    """Signals call `handle` in the main thread, once for one request; yields the handlers before. Elsewhere nothing
+    changes, nor for a SIGHUP that is ignored (`nohup`)."""
+    before: dict[int, Any] = {}
+    last = -math.inf
+
+    def handle_request(number: int, frame: Any) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SAME_REQUEST_S:
+            last = time.monotonic()
+            handle(number, frame)
+
+    try:
+        for number in numbers:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            try:
+                before[number] = signal.signal(number, handle_request)
+            except ValueError:  # only the main thread may set handlers
+                break
+        yield before
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def closed_on_signal() -> Iterator[list[int]]:
+    """SIGTERM and SIGHUP raise `Terminated` in the main thread. Yields a list of those that came: Ray turns what is
+    raised in its calls into a plain KeyboardInterrupt."""
+    received: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
+        received.append(number)
         raise Terminated
 
-    try:
-        before = signal.signal(signal.SIGTERM, handle)
-    except ValueError:  # only the main thread may set handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with _handled((signal.SIGTERM, signal.SIGHUP), handle):
+        yield received
+
+
+class Stoppable(Protocol):
+    """A loop that can end early."""
+
+    def request_stop(self) -> None: ...
+
+
+class StopRequest:
+    """Whether a signal asked a run to stop. It outlives the run's loop: a restart builds another."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.loop: Stoppable | None = None
+
+    @contextmanager
+    def stops(self, loop: Stoppable) -> Iterator[None]:
+        """A signal meanwhile ends `loop` after its step."""
+        self.loop = loop
+        try:
+            yield
+        finally:
+            self.loop = None
+
+    def take(self, number: int) -> bool:
+        """Note a signal; False where the run is to end at once."""
+        if self.asked or self.loop is None:
+            return False
+        self.asked = True
+        logger.warning(
+            "%s: stopping after this step, with a checkpoint; send it again to stop at once",
+            signal.Signals(number).name,
+        )
+        self.loop.request_stop()
+        return True
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[StopRequest]:
+    """The first SIGTERM, Ctrl-C or SIGHUP stops after the current step, with a checkpoint; the second at once, and so
+    does the first where no loop runs."""
+    request = StopRequest()
+
+    def handle(number: int, frame: Any) -> None:
+        if request.take(number):
+            return
+        if callable(before.get(number)):
+            before[number](number, frame)
+        raise Terminated
+
+    with _handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), handle) as before:
+        yield request
 
 
 def run_command(body: Callable[[], int | None]) -> int:
     """Run a command's body and turn what it raises into one message and an exit code.
 
-    0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 130: interrupted;
-    141: the reader of the output left; 143: terminated. Anything else is a defect of ours and keeps its traceback."""
+    0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 75: a signal ended
+    the run after a checkpoint, the same command resumes; 129, 130, 143: SIGHUP, Ctrl-C or SIGTERM ended it at once;
+    141: the reader of the output left. Anything else is a defect of ours and keeps its traceback."""
     from verl.observe.background import leave_given_up
     from verl.observe.terminal import protect_terminal, while_read
 
@@ -146,8 +232,9 @@ def run_command(body: Callable[[], int | None]) -> int:
 
 def _exit_code(body: Callable[[], int | None]) -> int:
     setup_logging()
+    received: list[int] = []
     try:
-        with closed_on_sigterm(), exits_as_errors():
+        with closed_on_signal() as received, exits_as_errors():
             return body() or 0
     except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -159,12 +246,10 @@ def _exit_code(body: Callable[[], int | None]) -> int:
 
         sys.stderr.write(f"error: {error}. {likely_fix(error)}\n")
         return VerlError.exit_code
-    except Terminated:
-        sys.stderr.write("terminated\n")
-        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+        with suppress(OSError):  # the terminal may be closed
+            sys.stderr.write("terminated\n" if received else "interrupted\n")
+        return 128 + (received[-1] if received else signal.SIGINT)
 
 
 @contextmanager

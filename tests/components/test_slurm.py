@@ -219,3 +219,4 @@ def test_a_job_near_its_time_limit_saves_and_ends(
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], env=slurm, check=True, timeout=PATIENCE_S)
     wait_for(ended, 400)
     assert list((tmp_path / "run").glob("global_step_*")), job_output()
+    assert "Exit code 75" in job_output()

@@ -137,7 +137,7 @@ def faulty(
         (
             "weight sync",
             signal.SIGSTOP,
-            r"no progress for 2 s .* in /collective_rpc: .*EngineCore\) stopped",
+            r"made no progress for 2 s .* in /collective_rpc: .*EngineCore\) stopped",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_the_servers_engine_is_lost(phase: str, number: signal.Signals, words: s
             "generate",
             "Worker",
             signal.SIGSTOP,
-            r"no progress for 2 s .* in generate: .*Worker\S*\) stopped",
+            r"made no progress for 2 s .* in generate: .*Worker\S*\) stopped",
         ),
         ("weight sync", "Worker", signal.SIGKILL, r"vLLM's engine died"),
         pytest.param(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -215,22 +213,3 @@ def test_threads_get_the_interpreter_soon_while_a_run_lasts(watch):
     before, during = sys.getswitchinterval(), []
     watch("trainer.total_training_steps=1", within=lambda loop: during.append(sys.getswitchinterval()))
     assert during == [pytest.approx(0.0005)] and sys.getswitchinterval() == before
-
-
-def test_the_first_signal_asks_the_second_insists():
-    from verl.trainer.main_ppo import stop_on_signal
-
-    class Loop:
-        asked = 0
-
-        def request_stop(self) -> None:
-            self.asked += 1
-
-    loop: Any = Loop()
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), stop_on_signal(loop):
-        signal.raise_signal(signal.SIGTERM)
-        assert loop.asked == 1
-        signal.raise_signal(signal.SIGINT)
-    assert loop.asked == 1
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

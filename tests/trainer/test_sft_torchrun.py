@@ -267,6 +267,7 @@ def test_sigterm_saves_and_leaves_nobody(alone, model, data, tmp_path):
     finally:
         finish(process, log)
     saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
+    assert f"stopped after step {saved}, not the last one: the same command resumes" in log.read_text()
     rows = metrics(tmp_path / "run")
     assert rows[1]["train/loss"] == pytest.approx(metrics(alone)[4]["train/loss"], rel=1e-4)
     assert rows[-1]["step"] == saved

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -201,17 +203,17 @@ def test_interrupted_run_goes_on_as_if_never_interrupted(run, model, data, tmp_p
     assert (out / last).read_bytes() == (run.folder / last).read_bytes()
 
 
-def test_stop_request_ends_after_the_step_with_a_checkpoint(model, data, tmp_path, monkeypatch):
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(model, data, tmp_path, monkeypatch):
     whole_step = offline_loop.OfflineLoop.step
 
     def stops(loop, batch):
         if loop.step_number == 3:
-            loop.request_stop()
+            os.kill(os.getpid(), signal.SIGTERM)
         return whole_step(loop, batch)
 
     monkeypatch.setattr(offline_loop.OfflineLoop, "step", stops)
     result = train(model, data, tmp_path / "stopped")
-    assert result.steps == 3
+    assert result.steps == 3 and result.stopped
     assert (result.folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     assert "val/loss" in result.metrics
 

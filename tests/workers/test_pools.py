@@ -221,7 +221,7 @@ def test_a_trainer_rank_that_dies_while_others_generate_is_noticed_at_once(train
     assert nobody_left()
 
 
-def test_a_restart_leaves_room_for_those_who_generate(overrides, joined, monkeypatch):
+def test_a_restart_leaves_room_for_those_who_generate(overrides, joined):
     """Four places are there: with two for rollout, two of three ranks are left."""
     from verl.config.load import load_ppo_config
     from verl.workers.ray_cluster import Cluster, ClusterError
@@ -230,13 +230,12 @@ def test_a_restart_leaves_room_for_those_who_generate(overrides, joined, monkeyp
         cluster = Cluster(load_ppo_config(overrides(*placed(trainer, rollout))))
         cluster.connect()
         try:
-            return cluster.capacity()
+            return cluster.capacity(0.0, 1.0, lambda *_: True)
         finally:
             cluster.close()
 
     assert room(2, 2) == (1, 2)
     assert room(3, 2) == (1, 2)
-    monkeypatch.setattr("verl.workers.ray_cluster.CAPACITY_S", 1.0)
     with pytest.raises(ClusterError, match=r"actor_rollout_ref\.rollout\.nnodes=1 nodes with 9 CPU each"):
         room(1, 9)
 

@@ -65,7 +65,7 @@ def test_a_lost_node_ends_the_run_and_the_rest_goes_on(train, node_dies, session
     with pytest.raises(WorkersLost) as caught:
         train(*PPO, "trainer.total_training_steps=3", *TWO_NODES, node_dies("train_actor", after=saved))
     message = str(caught.value)
-    assert message.startswith("rank ") and "in train_actor" in message, message
+    assert message.startswith("rank ") and "died in train_actor: its node was lost." in message, message
     assert "trainer.resume_mode=auto" in message, message
     assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
     assert saved.read_text().strip() == "1"
@@ -81,7 +81,7 @@ def test_a_node_that_dies_in_a_call_is_missed(phase, train, node_dies, session_f
     with pytest.raises(WorkersLost) as caught:
         train(*PPO, "trainer.total_training_steps=1", *TWO_NODES, node_dies(phase))
     message = str(caught.value)
-    assert message.startswith("rank ") and f"in {phase}" in message, message
+    assert message.startswith("rank ") and f"died in {phase}: its node was lost." in message, message
     assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
 
 
@@ -103,12 +103,15 @@ def test_a_node_that_dies_while_the_controller_works_is_missed(
     ):
         train(*PPO, "trainer.total_training_steps=1", *TWO_NODES, *more)
     message = str(caught.value)
-    assert message.startswith("rank ") and f"in {MISSED_IN[phase]}" in message, message
+    assert message.startswith("rank ") and f"died in {MISSED_IN[phase]}: its node was lost." in message, (
+        message
+    )
     assert faults.wait_for(lambda: not faults.rank_processes(session_folder), 240)
 
 
 def test_a_restart_takes_the_nodes_that_are_left(train, node_dies, caplog, tmp_path):
     steps, saved = "trainer.total_training_steps=4", tmp_path / "run" / "latest_checkpointed_iteration.txt"
-    rows, _ = train(steps, *TWO_NODES, "trainer.max_restarts=1", node_dies("generate", after=saved))
+    restarts = ["trainer.max_restarts=1", "trainer.restart_wait_s=1"]
+    rows, _ = train(steps, *TWO_NODES, *restarts, node_dies("generate", after=saved))
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4]
     assert "restart 1 of 1 (trainer.max_restarts) on 1 x 1 processes" in caplog.text

@@ -59,6 +59,14 @@ def check(config: AnyConfig) -> list[str]:
     return unused_keys(config)
 
 
+def rank_errors(config: PPOConfig | OfflineConfig) -> list[str]:
+    """What does not fit the number of ranks: sizes that do not divide it."""
+    lines = layout_errors(config)
+    for role in model_roles(config):
+        lines += _shard_errors(role.key, role.section, world_size(config))
+    return lines + (sharing_errors(config) if isinstance(config, PPOConfig) else [])
+
+
 def unavailable(config: AnyConfig) -> list[str]:
     """Settings that are known but that this version cannot run: a run refuses them before it starts."""
     if not isinstance(config, PPOConfig):

@@ -52,15 +52,10 @@ def _fork(args: argparse.Namespace) -> int:
         sys.stdout.write(f"start or resume it with: {command}\n")
         return 0
     sys.stdout.flush()
-    if isinstance(cfg, PPOConfig):
-        from verl.trainer.main_ppo import run as train
+    from verl.trainer import main_ppo, offline_trainer
 
-        train(cfg)
-    else:
-        from verl.trainer.offline_trainer import run as train_offline
-
-        train_offline(cfg)
-    return 0
+    result = main_ppo.run(cfg) if isinstance(cfg, PPOConfig) else offline_trainer.run(cfg)
+    return main_ppo.exit_code(result, f"resume it with: {command}")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -7,15 +7,21 @@ folder.
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from verl.runtime import exits_as_errors, run_command, short_switch_interval
+from verl.errors import RESUME
+from verl.runtime import (
+    STOPPED,
+    StopRequest,
+    exits_as_errors,
+    run_command,
+    short_switch_interval,
+    stop_on_signal,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +41,16 @@ class RunResult:
     """Of the last step, e.g. `reward/mean`; empty where no step was left to do."""
     steps: int
     """Steps done, those before a resume included."""
+    stopped: bool = False
+    """Whether a signal (SIGTERM, Ctrl-C, SIGHUP) ended the run before its last step, with a checkpoint."""
+
+
+def exit_code(result: RunResult, resume: str = RESUME) -> int:
+    """Of a command whose run ended without an error; `resume` says how to continue one that was stopped."""
+    if not result.stopped:
+        return 0
+    logger.warning("stopped after step %d, not the last one: %s. Exit code %d", result.steps, resume, STOPPED)
+    return STOPPED
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,8 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         from verl.config.load import load_ppo_config
 
-        run(load_ppo_config(arguments))
-        return 0
+        return exit_code(run(load_ppo_config(arguments)))
 
     return run_command(body)
 
@@ -70,7 +85,7 @@ def run(
         live: Show the live display, where output is a terminal.
 
     Returns:
-        The run folder, the metrics of the last step and the number of steps.
+        The run folder, the metrics of the last step, the number of steps, and whether a signal ended it early.
     """
     from verl.trainer.preflight import preflight
 
@@ -78,64 +93,37 @@ def run(
     from verl.workers.placement import with_restarts
 
     given = {"tokenizer": tokenizer, "reward_function": reward_function, "train_loader": train_loader}
-    with exits_as_errors():
-        return with_restarts(cfg, lambda: run_once(cfg, given, model=model, live=live))
+    with exits_as_errors(), stop_on_signal() as stop:
+        return with_restarts(cfg, lambda: run_once(cfg, given, model=model, live=live, stop=stop), stop)
 
 
-def run_once(cfg: PPOConfig, given: dict[str, Any], *, model: nn.Module | None, live: bool) -> RunResult:
+def run_once(
+    cfg: PPOConfig,
+    given: dict[str, Any],
+    *,
+    model: nn.Module | None,
+    live: bool,
+    stop: StopRequest | None = None,
+) -> RunResult:
     """One attempt: from the last checkpoint (or the start) to the end."""
     from verl.trainer.assembly import build_loop, open_run
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import require_saved
 
+    stop = stop or StopRequest()
     with open_run(cfg, **given) as parts:
         require_disk(cfg, parts.folder.path, parts.total_steps, model)
         loop = build_loop(cfg, parts, model=model, live=live)
         try:
-            with stop_on_signal(loop), short_switch_interval():
+            with stop.stops(loop), short_switch_interval():
                 metrics = loop.fit()
             if metrics and not cfg.trainer.val_only:
                 require_saved(parts.folder, loop.step_number, loop.saved_step, loop.checkpoints.failure)
         finally:
             loop.tracker.close()
             loop.workers.close()
-        return RunResult(parts.folder.path, metrics, loop.step_number)
-
-
-class Stoppable(Protocol):
-    """A loop that can end early."""
-
-    def request_stop(self) -> None: ...
-
-
-@contextmanager
-def stop_on_signal(loop: Stoppable) -> Iterator[None]:
-    """The first SIGTERM or Ctrl-C stops after the current step, with a checkpoint; the second at once."""
-    asked = False
-
-    def handle(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-        logger.warning(
-            "%s: stopping after this step, with a checkpoint; send it again to stop at once",
-            signal.Signals(number).name,
-        )
-        loop.request_stop()
-
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGINT):
-        try:
-            before[number] = signal.signal(number, handle)
-        except ValueError:
-            # Only the main thread may set handlers; a loop run from another thread is stopped by its owner.
-            break
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        early = loop.step_number < parts.total_steps and not cfg.trainer.val_only
+        return RunResult(parts.folder.path, metrics, loop.step_number, stopped=stop.asked and early)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from verl.errors import ConfigError
-from verl.runtime import exits_as_errors, run_command
+from verl.errors import RESUME, ConfigError
+from verl.runtime import StopRequest, exits_as_errors, run_command, stop_on_signal
 
 if TYPE_CHECKING:
     from verl.config.schema import OfflineConfig
@@ -44,9 +44,9 @@ def command(kind: type[OfflineConfig], argv: list[str] | None = None) -> int:
 
     def body() -> int:
         from verl.config.load import load_config
+        from verl.trainer.main_ppo import exit_code
 
-        run(load_config(kind, arguments))
-        return 0
+        return exit_code(run(load_config(kind, arguments)))
 
     return run_command(body)
 
@@ -70,12 +70,18 @@ def _torchrun_main(kind: type[OfflineConfig], arguments: list[str], job: Job) ->
                 time.sleep(_REPORT_S)  # torchrun ends this process when rank 0 has failed too
             raise
         try:
-            with joined(job, cfg.trainer.device, cfg.trainer.watchdog_s) as monitor, exits_as_errors():
+            with (
+                joined(job, cfg.trainer.device, cfg.trainer.watchdog_s) as monitor,
+                exits_as_errors(),
+                stop_on_signal() as stop,
+            ):
                 preflight(cfg)
-                run_once(cfg, live=False, monitor=monitor)
+                result = run_once(cfg, stop, live=False, monitor=monitor)
         except Reported:
             return 1
-        return 0
+        if result is not None and result.stopped:
+            logger.warning("stopped after step %d, not the last one: %s", result.steps, RESUME)
+        return 0  # also then: torchrun takes anything else for a crash, and may start the ranks again
 
     code = run_command(body)
     if code:
@@ -126,17 +132,19 @@ def run(cfg: OfflineConfig, *, live: bool = True) -> RunResult:
     from verl.workers.placement import with_restarts
 
     preflight(cfg)
-    with exits_as_errors():
-        result = with_restarts(cfg, lambda: run_once(cfg, live=live))
+    with exits_as_errors(), stop_on_signal() as stop:
+        result = with_restarts(cfg, lambda: run_once(cfg, stop, live=live), stop)
     assert result is not None
     return result
 
 
-def run_once(cfg: OfflineConfig, *, live: bool, monitor: RankMonitor | None = None) -> RunResult | None:
+def run_once(
+    cfg: OfflineConfig, stop: StopRequest, *, live: bool, monitor: RankMonitor | None = None
+) -> RunResult | None:
     """One start of a run, from its last checkpoint (or afresh) to its end; None on ranks above 0 of torchrun."""
     from verl.config.batch_math import batch_plan, render
     from verl.config.parallelism import world_size
-    from verl.trainer.main_ppo import RunResult, stop_on_signal
+    from verl.trainer.main_ppo import RunResult
     from verl.trainer.offline_loop import RayLoop, build_loop, load_data
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import (
@@ -157,7 +165,7 @@ def run_once(cfg: OfflineConfig, *, live: bool, monitor: RankMonitor | None = No
         record_rank_phases(run_path(trainer), monitor.job.rank)
         with (
             closing(build_loop(cfg, data, run_path(trainer), monitor.watchdog)) as follower,
-            stop_on_signal(follower),
+            stop.stops(follower),
         ):
             for _ in follower.run():
                 pass
@@ -185,7 +193,7 @@ def run_once(cfg: OfflineConfig, *, live: bool, monitor: RankMonitor | None = No
                     loop = build_loop(
                         cfg, data, folder.path, monitor.watchdog if monitor is not None else None
                     )
-                with closing(loop), stop_on_signal(loop):
+                with closing(loop), stop.stops(loop):
                     last = record(loop.run(), folder, tracker, data.total_steps)
                 if "val/accuracy" in last.metrics:
                     assert data.val is not None
@@ -203,7 +211,8 @@ def run_once(cfg: OfflineConfig, *, live: bool, monitor: RankMonitor | None = No
             raise error
         finally:
             try_write_report(folder)
-        return RunResult(folder.path, last.metrics, last.step)
+        early = last.step < data.total_steps and not last.notice
+        return RunResult(folder.path, last.metrics, last.step, stopped=stop.asked and early)
 
 
 def record(updates: Iterable[Update], folder: RunFolder, tracker: FanOut, total_steps: int) -> Update:

@@ -6,6 +6,7 @@ from the last checkpoint on what is left (`trainer.max_restarts`).
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 import os
@@ -18,9 +19,19 @@ from verl.checkpoint import CheckpointManager
 from verl.checkpoint.resume import Found, resume_newest
 from verl.checkpoint.state import capture_rng, check_rng, restore_rng
 from verl.checkpoint.steps import TRACKER
+from verl.config.checks import rank_errors
 from verl.config.parallelism import rollout_pool, world_size
-from verl.errors import CheckpointError, EngineLost, WorkersLost, missing_package
+from verl.errors import (
+    CheckpointError,
+    EngineLost,
+    RayStartError,
+    TrainingHalted,
+    VerlError,
+    WorkersLost,
+    missing_package,
+)
 from verl.observe.run_folder import default_run_path
+from verl.runtime import StopRequest
 from verl.workers.local import LocalGroup
 
 if TYPE_CHECKING:
@@ -72,10 +83,11 @@ def build_reward_model(cfg: PPOConfig) -> Backend:
 
 
 def require_ray(cfg: PPOConfig | OfflineConfig | GenerationConfig) -> None:
-    """Before Ray is imported: it is installed, and does not print its own reports of dead ranks."""
+    """Before Ray is imported: it is installed, and leaves the reports of dead ranks, nodes and heads to us."""
     if importlib.util.find_spec("ray") is None:
         raise missing_package("ray", "ray", _several(cfg))
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|has been marked dead")
+    reports = "A worker died or was killed|has been marked dead|Raylet is terminated"
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", reports)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
@@ -155,35 +167,63 @@ class RayCheckpoints:
         return found  # type: ignore[no-any-return]
 
 
-def with_restarts(cfg: PPOConfig | OfflineConfig, body: Callable[[], Result]) -> Result:
-    """Run `body` (a whole run as `cfg` says), again where processes were lost. `cfg` is changed to what is left."""
-    started = time.time()
-    for restart in range(1, cfg.trainer.max_restarts + 1):
+def with_restarts(cfg: PPOConfig | OfflineConfig, body: Callable[[], Result], stop: StopRequest) -> Result:
+    """Run `body` (a whole run as `cfg` says), again where processes were lost, unless it was asked to stop. `cfg` is
+    changed to what is left."""
+    started, restarts = time.time(), 0
+    loss: WorkersLost | EngineLost | None = None
+    while True:
         try:
+            if loss is not None:
+                _prepare_restart(cfg, started, loss)
+                logger.warning(
+                    "restart %d of %d (trainer.max_restarts) on %d x %d processes",
+                    restarts,
+                    cfg.trainer.max_restarts,
+                    cfg.trainer.nnodes,
+                    cfg.trainer.n_gpus_per_node,
+                )
             return body()
         except (WorkersLost, EngineLost) as error:
-            logger.error("%s", error)
-            if world_size(cfg) > 1:
-                _fit(cfg)
-            _resume_own_checkpoint(cfg, started)
-            logger.warning(
-                "restart %d of %d (trainer.max_restarts) on %d x %d processes",
-                restart,
-                cfg.trainer.max_restarts,
-                cfg.trainer.nnodes,
-                cfg.trainer.n_gpus_per_node,
-            )
-    return body()
+            loss, problem = error, str(error)
+        except RayStartError as error:
+            if loss is None:
+                raise
+            problem = f"restart {restarts} failed: {error}"
+            loss = type(loss)(f"{loss}\n{problem}")
+        if stop.asked or restarts >= cfg.trainer.max_restarts:
+            raise loss
+        restarts += 1
+        logger.error("%s", problem)
+
+
+def _prepare_restart(cfg: PPOConfig | OfflineConfig, started: float, loss: VerlError) -> None:
+    """`loss` is raised where the cluster has no place for the run any more."""
+    if world_size(cfg) > 1:
+        try:
+            _fit(cfg)
+        except RayStartError:
+            raise
+        except VerlError as error:
+            raise TrainingHalted(f"{loss}\nThe run cannot be restarted: {error}") from error
+    _resume_own_checkpoint(cfg, started)
 
 
 def _fit(cfg: PPOConfig | OfflineConfig) -> None:
-    """Fewer nodes, or fewer ranks on the last one, where a node is gone for good."""
+    """Fewer nodes, or fewer ranks on the last one, where a node does not come back."""
     from verl.workers.ray_cluster import Cluster
+    from verl.workers.ray_group import START_S
+
+    def fits(nodes: int, per_node: int) -> bool:
+        smaller = copy.deepcopy(cfg)
+        smaller.trainer.nnodes, smaller.trainer.n_gpus_per_node = nodes, per_node
+        return not rank_errors(smaller)
 
     cluster = Cluster(cfg)
     cluster.connect()
     try:
-        cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node = cluster.capacity()
+        found = cluster.capacity(cfg.trainer.restart_wait_s, START_S, fits)
+        cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node = found
     finally:
         cluster.close()
 

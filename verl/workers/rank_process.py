@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from verl.observe.live import live
+from verl.workers.ray_daemons import outlive_signals, unblock_signals
 from verl.workers.rpc_server import Outcome
 
 PARENT_S = 1.0
@@ -34,12 +35,18 @@ class RankProcess:
         if threads is not None:
             # Ray gives a worker one thread. OpenMP reads this when torch is imported, which `server` does.
             os.environ["OMP_NUM_THREADS"] = str(threads)
+        outlive_signals()
         threading.Thread(target=_end_with, args=(os.getppid(),), name="verl-parent", daemon=True).start()
         module, _, name = server.partition(":")
         self._server = getattr(importlib.import_module(module), name)(rank, world_size)
 
-    def serve(self, step: int, call: str, *args: Any, **kwargs: Any) -> Outcome:
+    @staticmethod
+    def _begin(step: int) -> None:
+        unblock_signals()
         live.begin_step(step)
+
+    def serve(self, step: int, call: str, *args: Any, **kwargs: Any) -> Outcome:
+        self._begin(step)
         if call == "handshake":
             kwargs["address"] = ray.util.get_node_ip_address()
             kwargs["log"] = os.path.realpath("/proc/self/fd/2")
@@ -47,12 +54,12 @@ class RankProcess:
         return outcome
 
     def stream(self, step: int, call: str, *args: Any) -> Iterator[Outcome]:
-        live.begin_step(step)
+        self._begin(step)
         yield from self._server.stream(call, *args)
 
     @ray.method(concurrency_group="between_polls")
     def serve_between_polls(self, step: int, call: str, *args: Any) -> Outcome:
-        live.begin_step(step)
+        self._begin(step)
         outcome: Outcome = self._server.serve_between_polls(call, *args)
         return outcome
 

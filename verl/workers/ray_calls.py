@@ -9,23 +9,31 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from verl.errors import RESUME, TrainingHalted, VerlError, WorkersLost
 from verl.observe.live import live
 from verl.watchdog import RankStatus, format_hang_report, short_name
+from verl.workers.ray_daemons import ClusterHealth
 from verl.workers.rpc_server import Failure, Outcome
 
 POLL_S = 1.0
 STATUS_S = 5.0
 """How long a healthy rank takes at most to answer a control call."""
 LOG_TAIL_LINES = 12
+UNKNOWN_S = 30.0
+"""Until Ray knows what became of a process that it cannot reach; twice its time for a silent node."""
+NODE_LOST = "its node was lost"
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_STACK = re.compile(r"\s*(\*\*\*|PC:\s*@|@\s+0x)|\[[^\]]*\] \(\w+\) |.*::.*\(.*\) \[0x|/\S+\.so\S*\(")
+"""Stacks and reports of Ray's C++ code, which say nothing of what the rank did."""
 
 Problem: TypeAlias = "RayError | Failure"
 
@@ -57,7 +65,8 @@ class RankCalls:
         self._wait = _Wait()
         self._status_lock = threading.Lock()
         self._status_refs: dict[Any, int] = {}
-        self._checked_peers = 0.0
+        self._checked = 0.0
+        self._health = ClusterHealth()
 
     @classmethod
     def together(cls, *parts: RankCalls) -> RankCalls:
@@ -182,7 +191,7 @@ class RankCalls:
             self._wait.no_status.clear()
         pause = min(POLL_S, self.watchdog_s / 4)
         while True:
-            self._check_peers(call)
+            self._check_others(call)
             left = pause if timeout_s is None else min(pause, max(started + timeout_s - time.monotonic(), 0))
             done, _ = ray.wait(list(pending), num_returns=1, timeout=left, fetch_local=False)
             if done:
@@ -192,13 +201,21 @@ class RankCalls:
             if timeout_s is not None and time.monotonic() - started >= timeout_s:
                 return []
 
-    def _check_peers(self, call: str) -> None:
-        """A process that is asked for nothing can die too; its next call may be far off."""
-        if self.peers and time.monotonic() - self._checked_peers > POLL_S:
-            self._checked_peers = time.monotonic()
+    def _check_others(self, call: str) -> None:
+        """A process that is asked for nothing can die too, Ray's own or one of another role; its next call may be far
+        off."""
+        if time.monotonic() - self._checked > POLL_S:
+            self._checked = time.monotonic()
+            self._check_ray(call)
             first, last = short_name(self.names[0]), short_name(self.names[-1])
             for peer in self.peers:
                 peer.check_alive(f"{call} of {first}" + (f" to {last}" if last != first else ""))
+
+    def _check_ray(self, call: str) -> None:
+        problem = self._health.problem()
+        if problem:
+            self.broken = True
+            raise WorkersLost(f"{problem}, in {call}: the run's cluster is lost. To continue: {RESUME}.")
 
     def check_alive(self, call: str) -> None:
         """Raise when one of these is known to be dead, while others serve `call`; does not wait."""
@@ -253,8 +270,10 @@ class RankCalls:
     # -- failing ------------------------------------------------------------------------------------------------
 
     def fail(self, call: str, rank: int, problem: Problem, pending: Mapping[Any, int]) -> NoReturn:
-        """Raise the cause of `problem`, which may be another rank's death or exception."""
+        """Raise the cause of `problem`, which may be another rank's death or exception, or the end of Ray itself."""
         self.broken = True
+        if not isinstance(problem, Failure):
+            self._check_ray(call)
         problems = {rank: problem}
         if isinstance(problem, Failure):
             problems |= self._other_problems(rank, problem, pending)
@@ -307,17 +326,32 @@ class RankCalls:
             return TrainingHalted(f"{self.names[rank]}, in {call}: {problem}")
         short = ", ".join(short_name(self.names[other]) for other in others)
         stopped = f" Because of it also stopped: {short}." if others else ""
+        cause = _death_cause(self._known(rank, problem))
         return WorkersLost(
-            f"{self.names[rank]} died in {call}: {_death_cause(problem)}.{stopped} {RESUME[0].upper()}{RESUME[1:]}."
-            f"{self._log_tail(rank)}"
+            f"{self.names[rank]} died in {call}: {cause}.{stopped} {RESUME[0].upper()}{RESUME[1:]}."
+            f"{self._log_tail(rank) if cause != NODE_LOST else ''}"
         )
+
+    def _known(self, rank: int, problem: RayError) -> RayError:
+        """The death of a process whose connection is broken, once Ray knows of it: a silent node is lost after some
+        seconds."""
+        deadline = time.monotonic() + UNKNOWN_S
+        while isinstance(problem, ActorUnavailableError) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            try:
+                ray.get(self.actors[rank].control.remote("status"), timeout=STATUS_S)
+            except RayError as error:
+                if not isinstance(error, GetTimeoutError):
+                    problem = error
+        return problem
 
     def _log_tail(self, rank: int) -> str:
         """The end of what the dead process wrote, where its log is on this machine."""
         if not os.path.isfile(self.logs[rank]):
             return ""
         with open(self.logs[rank], encoding="utf-8", errors="replace") as file:
-            lines = [line.rstrip() for line in file if line.strip() and not line.startswith(":")]
+            plain = (_ESCAPE.sub("", line).rstrip() for line in file)
+            lines = [line for line in plain if line and not line.startswith(":") and not _STACK.match(line)]
         return "\nIts last lines:\n" + "\n".join(lines[-LOG_TAIL_LINES:]) if lines else ""
 
     def shutdown(self, seconds: float) -> None:
@@ -345,7 +379,7 @@ def _death_cause(error: RayError) -> str:
         return "its process was killed or crashed (if the kernel did it for want of memory, `dmesg` there says so)"
     dead_node = "dead" in lowered or "died" in lowered or "unreachable" in lowered
     if dead_node and ("its node" in lowered or "node died" in lowered or "node was" in lowered):
-        return "its node was lost"
+        return NODE_LOST
     for mark in ("Worker exit detail: ", "The actor is dead because ", "cause: "):
         if mark in text:
             return text.split(mark, 1)[1].split(". ")[0].strip().rstrip(".")[:300]

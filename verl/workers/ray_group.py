@@ -106,14 +106,11 @@ class RayGroup(WorkerGroup):
         self.pad_token_id = pad_id(tokenizer)
 
     def _start_actors(self) -> None:
-        """The ranks and the processes that only generate: those that need more on one node first."""
-        cfg, pool = self.cfg, self.pool
-        wider = pool is not None and pool.cluster.pool.per_node > self.cluster.pool.per_node
-        if pool is not None and wider:
-            pool.start_actors(START_S)
-        self.calls = RankCalls(self.cluster.start_actors(START_S, TRAIN_RANK), cfg.trainer.watchdog_s)
-        if pool is not None and not wider:
-            pool.start_actors(START_S)
+        """The ranks and the processes that only generate."""
+        actors = self.cluster.start_actors(START_S, TRAIN_RANK)
+        self.calls = RankCalls(actors, self.cfg.trainer.watchdog_s)
+        if self.pool is not None:
+            self.pool.start_actors(START_S)
 
     def _rollout_engine(self) -> RayRollout:
         calls = self.calls if self.pool is None else self.pool.calls

@@ -30,6 +30,7 @@ from verl.reward.pending import PendingCalls
 from verl.workers.rank_process import remote_rank_process
 from verl.workers.ray_calls import RankCalls
 from verl.workers.ray_cluster import Cluster
+from verl.workers.ray_daemons import ray_lost
 from verl.workers.rpc_server import RPCServer
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class ModelPool:
         self.cluster.actors, self._kept_free = [], []
 
     def close(self) -> None:
-        if ray.is_initialized():
+        if ray.is_initialized() and not ray_lost():
             self.end()
         self.cluster.close()
 

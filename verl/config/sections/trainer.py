@@ -82,6 +82,12 @@ class BaseTrainerConfig(PlacementConfig):
     health: HealthConfig = section(HealthConfig, "bounds of the health rules")
     profile: ProfileConfig = section(ProfileConfig, "traces of torch's profiler")
     max_restarts: int = key(0, "restarts after a worker died", ge=0, used_if="@workers")
+    restart_wait_s: float = key(
+        120.0,
+        "seconds a restart waits for a lost node before it takes fewer",
+        ge=0,
+        used_if=".max_restarts",
+    )
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""
