@@ -340,7 +340,7 @@ class OneRank:
     def all(self, call: str, *arguments: Any) -> list[Any]:
         if call == "save":
             step, state, metrics = arguments
-            return [self._manager.save(step, self._parts, state, metrics=metrics)]
+            return [(self._manager.save(step, self._parts, state, metrics=metrics), self._manager.failure)]
         if call == "find_checkpoint":
             return [self._manager.find(self._parts, *arguments)]
         return [self._manager.load_found(self._parts)]

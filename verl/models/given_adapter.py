@@ -81,7 +81,8 @@ def adapter_keys(model: Any) -> dict[str, Any]:
     if config is None:
         return {}
     names = sorted({name.rpartition(".")[2] for name, _ in adapted_layers(model)})
-    return {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "target_modules": names}
+    alpha = {"lora_alpha": config.lora_alpha} if isinstance(config.lora_alpha, int) else {}
+    return {"lora_rank": config.r, "target_modules": names, **alpha}
 
 
 def without_adapters(model: Any) -> Any:

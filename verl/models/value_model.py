@@ -3,8 +3,8 @@ last token of a conversation).
 
 Parameter names and the saved config are those of Hugging Face's `...ForTokenClassification` or, without bias,
 `...ForSequenceClassification` with one label, so that transformers opens the folder where it has that class. It has no
-such class for a critic of some architectures (Gemma 3, Cohere 2, OPT, GPT-J): their folders have the same form, and
-`load_value_model` opens them. A new head is zero: an untrained critic predicts 0.
+such class for a critic of many architectures (Gemma 3, Cohere, OLMo, OPT, GPT-J, ...): their folders have the same
+form, and `load_value_model` opens them. A new head is zero: an untrained critic predicts 0.
 """
 
 from __future__ import annotations
