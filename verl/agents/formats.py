@@ -189,7 +189,8 @@ class _Blocks(ToolFormat):
 
     def parse(self, text: str) -> ParsedTurn:
         position = _spoken(text, self.opening, lambda at: self._block(text, at + len(self.opening))[1])
-        content, calls, problems = [text[:position]], [], []
+        content, calls = [text[:position]], []
+        problems: list[str] = []
         while len(problems) <= _MAX_PROBLEMS and (start := text.find(self.opening, position)) >= 0:
             content.append(text[position:start])
             position = start + len(self.opening)

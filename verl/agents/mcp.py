@@ -335,7 +335,9 @@ def _require_package() -> None:
 
 
 def _over_http(address: str) -> contextlib.AbstractAsyncContextManager[tuple[Any, ...]]:
-    from mcp.client import streamable_http
+    from mcp.client import streamable_http as package
+
+    streamable_http: Any = package  # its names depend on its version
 
     def client(headers: dict[str, str] | None = None, timeout: Any = None, auth: Any = None) -> Any:
         made = streamable_http.create_mcp_http_client({**(headers or {}), **IDENTITY}, timeout, auth)
