@@ -19,7 +19,7 @@ import threading
 import time
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.1
@@ -142,9 +142,9 @@ def _cut_off(connection: socket.socket) -> None:
 
 class Handler(BaseHTTPRequestHandler):
     server: Any  # a Server; subclasses say which
-    timeout: float = 30.0
+    timeout: ClassVar[float] = 30.0
     """Seconds for a request, and for sending its answer."""
-    idle_s: float = 30.0
+    idle_s: ClassVar[float] = 30.0
     """Seconds until the first byte of a request."""
     server_version, sys_version = "verl", ""
     disable_nagle_algorithm = True  # headers and body are sent one after the other

@@ -78,6 +78,16 @@ def test_links_out_of_the_run_folder_are_refused(tmp_path: Path, name: str) -> N
     assert asker(link)("run/0/index/rollouts.json")["step"] == [1, 2]
 
 
+def test_a_link_that_appears_while_a_run_is_served_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0)]})
+    ask = asker(run)
+    (tmp_path / "private.jsonl").write_text(json.dumps({**sample(5, 0), "response": "SECRET"}) + "\n")
+    (run / "rollouts" / "5.jsonl").symlink_to(tmp_path / "private.jsonl")
+    for path in ("run/0/index/rollouts.json", "run/0/group/rollouts/5/0.json", "run/0/search/rollouts"):
+        with pytest.raises(DataError, match=r"5\.jsonl leads out of the run folder"):
+            ask(path)
+
+
 @pytest.mark.parametrize("folder", ["~nosuchuser/x", "a\0b", "\ud800"])
 def test_a_folder_of_samples_that_cannot_exist_has_none(tmp_path: Path, folder: str) -> None:
     run = write_run(tmp_path / "p" / "run", {1: [sample(1, 0)]})

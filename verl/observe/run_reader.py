@@ -223,8 +223,8 @@ def open_run(path: Path, *, outside: bool = True) -> Run:
     if not is_run(path):
         kind = "is not a run folder" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         raise DataError(f"{path} {kind}; give a run folder (checkpoints/PROJECT/EXPERIMENT)")
-    if not outside and (link := _link_out_of(path)) is not None:
-        raise DataError(f"{link} leads out of the run folder; --outside reads it all the same")
+    if not outside:
+        refuse_links_out(path)
     config, problem = _config(path / "config.yaml")
     run = Run(path, config, problem, MetricsLog(path / "metrics.jsonl"), outside=outside)
     run.log.poll()
@@ -236,13 +236,15 @@ def _leads_into(run: Path, path: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run))
 
 
-def _link_out_of(run: Path) -> Path | None:
-    """A file, or a folder of files, that would be read and is not in the run folder."""
-    found = [run / name for name in (*RUN_FILES, *_FURTHER_FILES, *_FOLDERS)]
+def refuse_links_out(run: Path) -> None:
+    """DataError where a file, or a folder of files, that would be read is not in the run folder."""
+    links = [run / name for name in (*RUN_FILES, *_FURTHER_FILES, *_FOLDERS) if (run / name).is_symlink()]
     for name in _FOLDERS:
-        with contextlib.suppress(OSError):
-            found += (run / name).iterdir()
-    return next((path for path in found if path.is_symlink() and not _leads_into(run, path)), None)
+        with contextlib.suppress(OSError), os.scandir(run / name) as entries:
+            links += [run / name / entry.name for entry in entries if entry.is_symlink()]
+    for link in links:
+        if not _leads_into(run, link):
+            raise DataError(f"{link} leads out of the run folder; --outside reads it all the same")
 
 
 def is_run(path: Path) -> bool:

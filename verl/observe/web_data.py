@@ -23,7 +23,7 @@ from verl.observe.run_facts import (
     parent_folder,
 )
 from verl.observe.run_folder import expanded
-from verl.observe.run_reader import Notice, Run, notices, open_run, read_crash, state_of
+from verl.observe.run_reader import Notice, Run, notices, open_run, read_crash, refuse_links_out, state_of
 from verl.observe.sample_index import SampleIndex, StepColumns, number_or_nan
 from verl.observe.web_tokens import StepTokens
 
@@ -195,6 +195,8 @@ class WebData:
         found = {each.id: each for each in self.runs}[identity]
         if start != "run":
             raise KeyError(path)
+        if not self._outside:
+            refuse_links_out(found.run.path)  # others may write to a folder while it is served
         answers: dict[str, Callable[[], dict[str, Any]]] = {
             "summary.json": found.summary,
             "metrics.json": found.metrics,
