@@ -1,8 +1,8 @@
 """A thousand steps: memory, descriptors, threads, processes and files of a run do not grow with their number. By design
 the files in rollouts/ and validation/ and the lines of metrics.jsonl do.
 
-Measures resident memory on purpose, with a bound far above what it was when this was written: 4 to 5 MB from step 100 to
-1,000, most of it before step 500. Not part of CI."""
+Measures resident memory on purpose, with a bound far above what it was when this was written: 4 to 5 MB from step 100
+to 1,000, most of it before step 500. Not part of CI."""
 
 from __future__ import annotations
 
