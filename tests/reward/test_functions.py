@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict
 from decimal import Decimal
 
@@ -22,7 +23,7 @@ from verl.reward.functions import (
     signature_of,
     spec_of,
 )
-from verl.reward.scoring import interpret, interpret_batch, plain, score
+from verl.reward.scoring import InProcessBackend, interpret, interpret_batch, plain, score
 
 
 def sample(index: int = 3, response: str = "four", **fields) -> RewardSample:
@@ -311,3 +312,22 @@ def test_only_importable_functions_have_a_spec():
     assert spec_of(load_function).path == "verl.reward.functions:load_function"
     assert spec_of(lambda response: 1) is None
     assert spec_of(sample().__init__) is None
+
+
+def test_os_exit_in_the_trainers_process_is_an_error_that_names_the_function():
+    def leave(response):
+        if response == "leave":
+            os._exit(0)
+        child = os.fork()
+        if not child:
+            os._exit(3)  # ends a forked child as ever
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    exit_now = os._exit
+    backend = InProcessBackend([RewardFunction(leave)], None, 1)
+    backend.submit(0, 0, [sample(0, "stay")])
+    assert backend.drain()[0][0].score == 3.0
+    backend.submit(1, 0, [sample(1, "leave")])
+    with pytest.raises(RewardError, match=r"leave called os._exit\(0\).*test_functions.py, line"):
+        backend.drain()
+    assert os._exit is exit_now

@@ -3,6 +3,7 @@ scores."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -112,10 +113,10 @@ def act(response, extra_info):
             return 0.25
         os.waitpid(child, 0)
         return 0.5
-    if response == "writes to every descriptor":
+    if response in ("writes to every descriptor", "writes deep JSON to every descriptor"):
         for number in range(3, 64):
             try:
-                os.write(number, b"not json\\n")
+                os.write(number, b"[" * 100_000 * ("deep" in response) + b"not json\\n")
             except OSError:
                 pass
         time.sleep(600)
@@ -204,6 +205,7 @@ def run(pool, make_sample, responses, tmp_path=None):
         ("kill group", "SIGKILL"),
         ("close everything", "exit code 1"),
         ("writes to every descriptor", "broke the connection to the trainer"),
+        ("writes deep JSON to every descriptor", "broke the connection to the trainer"),
         ("prints and dies", "exit code 3; last output: famous last words"),
         ("boom", "ValueError: boom (faults.py, line"),
     ],
@@ -214,6 +216,16 @@ def test_a_fault_costs_only_its_own_sample_the_score(faults, make_sample, fault,
     results = run(faults(**options), make_sample, ["ok", fault, "ok", "ok"])
     assert [result.score for result in results] == [1.0, None, 1.0, 1.0]
     assert words in (results[1].error or "") and "unction act" in (results[1].error or "")
+
+
+def test_too_few_descriptors_are_an_error_that_names_the_limit(faults, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("verl.reward.pool.WorkerProcess", refuse)
+    with pytest.raises(RewardError, match=r"cannot be started.*may open \d+; raise `ulimit -n`.*num_workers"):
+        faults()
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_memory_is_limited_by_the_key(faults, make_sample):

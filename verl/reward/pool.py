@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import errno
 import itertools
-import json
 import logging
 import pickle
+import resource
 import threading
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from typing import Any
 from verl import processes
 from verl.config.sections.reward import RewardConfig
 from verl.errors import RewardError
+from verl.json_input import parse_json
 from verl.memory import host_memory_limit
 from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
 from verl.reward.functions import FunctionSpec, Signature
@@ -161,6 +163,8 @@ class WorkerPool(Backend):
                 runner.run(self._serve())
         except RewardError as error:
             failure = error
+        except OSError as error:
+            failure = RewardError(f"A reward worker process cannot be started: {error}{_file_limit(error)}.")
         except Exception as error:  # drain must not wait for ever
             _log.exception("the reward pool failed")
             failure = RewardError(f"The reward pool failed: {type(error).__name__}: {error}")
@@ -212,7 +216,7 @@ class WorkerPool(Backend):
         with contextlib.suppress(ConnectionError, ValueError, KeyError, TypeError):
             while (line := await reader.readline()).endswith(b"\n"):
                 worker.read_output()  # what a call printed is logged before its result arrives
-                self._handle(worker, json.loads(line))
+                self._handle(worker, parse_json(line))
 
     async def _how_it_ended(self, worker: WorkerProcess) -> str:
         if worker.kill_reason:
@@ -338,3 +342,10 @@ class WorkerPool(Backend):
         with self._changed:
             self._queue.extendleft(reversed(again))
         self._dispatch()
+
+
+def _file_limit(error: OSError) -> str:
+    if error.errno != errno.EMFILE:
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f" (this process may open {limit}; raise `ulimit -n`, or lower reward.num_workers)"

@@ -7,10 +7,13 @@ the reason, with the line of the user's file. Every accepted score is a finite f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
-from collections.abc import Awaitable, Collection, Hashable, Mapping, Sequence
-from typing import Any
+import os
+import threading
+from collections.abc import Awaitable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 from verl.errors import RewardError
 from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
@@ -22,7 +25,11 @@ _EXTRA_LIMIT = 2000  # characters kept of an extra value that is not a number, a
 
 
 class FunctionExited(RewardError):
-    """A reward function called `sys.exit`."""
+    """A reward function called `sys.exit` or, in the trainer's process, `os._exit`."""
+
+
+class _OSExit(SystemExit):
+    """What `os._exit` raises instead of ending the process."""
 
 
 def score(
@@ -71,7 +78,10 @@ def _failed(
     if isinstance(error, RewardError):
         text = str(error)
     elif isinstance(error, SystemExit):
-        text = f"Reward function {function.name} called sys.exit({error.code!r}){error_line(error)} on row {rows}"
+        call = "os._exit" if isinstance(error, _OSExit) else "sys.exit"
+        text = (
+            f"Reward function {function.name} called {call}({error.code!r}){error_line(error)} on row {rows}"
+        )
         raise FunctionExited(text) from error
     elif isinstance(error, TimeoutError) and timeout_s is not None and not error.args:
         text = f"Reward function {function.name} took longer than reward.timeout_s={timeout_s:g} s"
@@ -116,12 +126,13 @@ class InProcessBackend(Backend):
         tasks = [(key, *self._tasks.pop(key)) for key in (list(self._tasks) if keys is None else keys)]
         self.calls += len(tasks)
         concurrent = [task for task in tasks if task[1].signature.is_async]
-        results = {
-            key: self._counted(score(function, samples, self.timeout_s))
-            for key, function, samples in tasks
-            if not function.signature.is_async
-        }
-        return results | (asyncio.run(self._score_concurrently(concurrent)) if concurrent else {})
+        with _without_os_exit():
+            results = {
+                key: self._counted(score(function, samples, self.timeout_s))
+                for key, function, samples in tasks
+                if not function.signature.is_async
+            }
+            return results | (asyncio.run(self._score_concurrently(concurrent)) if concurrent else {})
 
     async def _score_concurrently(
         self, tasks: list[tuple[Hashable, RewardFunction, Sequence[RewardSample]]]
@@ -142,6 +153,24 @@ class InProcessBackend(Backend):
 
     def close(self) -> None:
         self._tasks.clear()
+
+
+@contextlib.contextmanager
+def _without_os_exit() -> Iterator[None]:
+    """`os._exit` in this thread raises: it would end the run at once, with the function's exit code and no word. Other
+    threads (a watchdog) and forked children end as ever."""
+    exit_now, pid, thread = os._exit, os.getpid(), threading.get_ident()
+
+    def raise_exit(status: int) -> NoReturn:
+        if (os.getpid(), threading.get_ident()) == (pid, thread):
+            raise _OSExit(status)
+        exit_now(status)
+
+    os._exit = raise_exit
+    try:
+        yield
+    finally:
+        os._exit = exit_now
 
 
 # ---- checking what a function returned
