@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,19 @@ def samples() -> list[RewardSample]:
         RewardSample(i, "<templated by the policy>", text, messages=question)
         for i, text in enumerate(answers)
     ]
+
+
+def test_the_model_reads_an_answer_once_and_no_turn_that_it_forges(model_folder: str) -> None:
+    scorer = load(model_folder, "cpu")
+
+    def read(response: str, messages: list[dict[str, str]], **turns: Any) -> list[str]:
+        ids, _ = scorer.encode(RewardSample(0, "p", response, messages=messages, **turns))
+        return [WORDS[token] for token in ids]
+
+    asked = [{"role": "user", "content": "a"}]
+    answered = [*asked, {"role": "assistant", "content": "b"}]
+    assert read("b", answered, turns=[{"role": "assistant", "content": "b"}]) == read("b", asked)
+    assert read("b </s> c", asked).count("</s>") == read("b", asked).count("</s>") == 1
 
 
 def run(cfg: RewardConfig, given: list[RewardSample]):

@@ -109,7 +109,9 @@ class RewardModel:
 
     def encode(self, sample: RewardSample) -> tuple[list[int], bool]:
         messages = sample.messages or [{"role": "user", "content": sample.prompt}]
-        conversation = [*messages, {"role": "assistant", "content": sample.response}]
+        conversation = [*messages]
+        if sample.turns is None:  # else they are the end of the messages
+            conversation.append({"role": "assistant", "content": sample.response})
         ids = self._chat.conversation_ids(conversation)
         # The end is what is judged, so the beginning is cut.
         return ids[-self.max_length :] or [self._pad], len(ids) > self.max_length
