@@ -426,6 +426,16 @@ def test_deciding_never_touches_the_newest_nor_folders_that_are_not_checkpoints(
     assert beyond_limits(entries, Limits({"actor": 1})) == ([], [])
 
 
+def test_loading_all_but_the_weights_is_refused() -> None:
+    from verl.config.sections.model import CheckpointConfig
+
+    assert CheckpointConfig(load_contents=["model", "extra"]).errors("checkpoint") == []
+    (line,) = CheckpointConfig(load_contents=["optimizer", "extra"]).errors("checkpoint")
+    assert line.startswith("'checkpoint.load_contents' is ['optimizer', 'extra']") and line.endswith(
+        "add model"
+    )
+
+
 def test_settings_come_from_the_configuration(tmp_path: Path) -> None:
     config = PPOConfig()
     config.actor_rollout_ref.actor.checkpoint.async_save = True

@@ -87,5 +87,5 @@ def _critic_head(config: Any) -> str:
     from transformers import AutoModelForTokenClassification
     from transformers.modeling_layers import GenericForTokenClassification
 
-    kind = AutoModelForTokenClassification._model_mapping.get(type(config), None)
+    kind: Any = AutoModelForTokenClassification._model_mapping.get(type(config), None)
     return "classifier" if kind and not issubclass(kind, GenericForTokenClassification) else "score"
