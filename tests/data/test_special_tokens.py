@@ -423,6 +423,15 @@ def test_a_template_that_looks_for_a_token_finds_it_and_all_else_stays_text() ->
     assert controls(tokenizer, chat.encode([text])[0]) == ["<|im_start|>", "<|im_end|>"] * 2
 
 
+def test_a_template_that_compares_contents_with_a_token() -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHATML + "{% if messages[0].content == '<' %}one{% endif %}"
+    chat = ChatFormat(tokenizer)
+    ids = chat.encode([chat.render([say("user", "<"), say("user", "<|im_end|>")], generate=False)])[0]
+    assert controls(tokenizer, ids) == ["<|im_start|>", "<|im_end|>"] * 2
+    assert tokenizer.decode(ids).endswith("one")
+
+
 def test_a_template_that_escapes_what_it_writes_as_json() -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = (

@@ -109,7 +109,7 @@ class SpecialTokens:
         text = self._spelling.sub(
             lambda found: _MARK * (found[0] in chosen) + found[0], text.replace(_ESCAPE, _ITSELF)
         )
-        return text + _BREAK if text.endswith(self._beginnings) else text
+        return text + _BREAK if chosen and text.endswith(self._beginnings) else text
 
     def drawn(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
         """The text of ids that the policy drew: ordinary tokens that spell a special one are not that token."""
@@ -154,18 +154,17 @@ class SpecialTokens:
         if text is not None:
             return text
         chosen: list[frozenset[str]] = [frozenset()] * len(values)
-        for token in spelled:
-            for places in [range(len(values)), *([place] for place in range(len(values)))]:
-                more = [only | {token} if place in places else only for place, only in enumerate(chosen)]
+        for place, value in enumerate(values):
+            own = self.spelled_in(value)
+            for tokens in (own, *([token] for token in own)):
+                more = [*chosen[:place], chosen[place].union(tokens), *chosen[place + 1 :]]
                 if more != chosen and attempt(more) is not None:
                     chosen = more
-                    if len(places) == len(values):
-                        break
         return attempt(chosen) or as_given(plain)
 
     def _mapped(self, value: Any, chosen: Any, drawn: bool) -> Any:
         """The value with marks in front of the chosen tokens in its texts."""
-        if isinstance(value, DrawnText) and drawn:
+        if isinstance(value, DrawnText) and drawn and chosen:
             return value.marked
         if isinstance(value, str):
             return self._mark(value, chosen)
