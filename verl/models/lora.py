@@ -57,6 +57,25 @@ def _linear_names(model: Any) -> list[str]:
     return sorted(names)
 
 
+def _taken_for_experts(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Which of the names peft takes for the experts of a mixture, which are parameters in transformers 5, though linear
+    layers of the model have them too."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a peft that does not
+        return []
+
+    def taken(name: str) -> bool:
+        config = _peft().LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model=model, conversions=None)
+        except ValueError:  # it would be a part of a parameter
+            return True
+        return name not in config.target_modules
+
+    return [name for name in names if taken(name)]
+
+
 def _name_others(model: nn.Module, adapted: Sequence[str]) -> None:
     """Say which weights `all-linear` leaves out: the experts of a mixture are one parameter for all, for example."""
     others = {
@@ -97,6 +116,8 @@ def add_lora(
     wanted = list(target_modules)
     if "all-linear" in wanted:
         wanted = _linear_names(model)
+        experts = _taken_for_experts(model, wanted)
+        wanted = [name for name in wanted if name not in experts]
         _name_others(model, wanted)
     present = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)}
     unknown = [name for name in wanted if name.rpartition(".")[2] not in present]
@@ -104,6 +125,12 @@ def add_lora(
         raise ConfigError(
             f"model.target_modules has {', '.join(unknown) or 'no entry'}, which is no linear layer of "
             f"{type(model).__name__}; its linear layers are: {', '.join(_linear_names(model))} (or 'all-linear')"
+        )
+    experts = _taken_for_experts(model, wanted)
+    if experts:
+        raise ConfigError(
+            f"model.target_modules has {', '.join(experts)}, which peft takes for the experts of "
+            f"{type(model).__name__}; adapters of experts cannot be merged here: leave these names out"
         )
     config = peft.LoraConfig(
         r=rank,
