@@ -93,7 +93,10 @@ def _name_others(model: nn.Module, adapted: Sequence[str]) -> None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    """Llama-4's router, for example, is derived from a linear layer and computes something else."""
+    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_transposed(
+        module
+    )
 
 
 def is_transposed(module: nn.Module) -> bool:
