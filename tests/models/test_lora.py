@@ -90,6 +90,21 @@ def test_what_all_linear_leaves_out_is_named(tiny, caplog):
     assert "all-linear" not in caplog.text
 
 
+def test_names_that_peft_takes_for_experts_are_left_out_or_refused(tiny):
+    """The dense layers and shared experts of GLM-4.5 have linear layers of these names."""
+
+    def mixture():
+        return tiny("glm4_moe", head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+                    n_group=1, topk_group=1, first_k_dense_replace=1, moe_intermediate_size=8)  # fmt: skip
+
+    model, plain = adapted(mixture), mixture()
+    assert sorted(model.verl_lora_config.target_modules) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    plain.load_state_dict(dict(merged_weights(model)))
+    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match="gate_proj, which peft takes for the experts"):
+        add_lora(mixture(), rank=2, alpha=2, target_modules=("q_proj", "gate_proj"))
+
+
 @pytest.mark.parametrize("target", ["query", "embed_tokens", "mlp"])
 def test_what_is_no_linear_layer_lists_those_that_are(tiny, target):
     with pytest.raises(ConfigError, match=rf"{target}.*down_proj.*q_proj"):

@@ -50,6 +50,25 @@ def _linear_names(model: Any) -> list[str]:
     return sorted(names)
 
 
+def _taken_for_experts(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Which of the names peft takes for the experts of a mixture, which are parameters in transformers 5, though linear
+    layers of the model have them too."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a peft that does not
+        return []
+
+    def taken(name: str) -> bool:
+        config = _peft().LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model=model, conversions=None)
+        except ValueError:  # it would be a part of a parameter
+            return True
+        return name not in config.target_modules
+
+    return [name for name in names if taken(name)]
+
+
 def _name_others(model: nn.Module, adapted: Sequence[str]) -> None:
     """Say which weights `all-linear` leaves out: the experts of a mixture are one parameter for all, for example."""
     others = {
@@ -67,7 +86,10 @@ def _name_others(model: nn.Module, adapted: Sequence[str]) -> None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    """Llama-4's router, for example, is derived from a linear layer and computes something else."""
+    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_transposed(
+        module
+    )
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -108,6 +130,8 @@ def _new_adapters(model: Any, rank: int, alpha: int, target_modules: Sequence[st
     wanted = list(target_modules)
     if "all-linear" in wanted:
         wanted = _linear_names(model)
+        experts = _taken_for_experts(model, wanted)
+        wanted = [name for name in wanted if name not in experts]
         _name_others(model, wanted)
     present = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)}
     unknown = [name for name in wanted if name.rpartition(".")[2] not in present]
@@ -115,6 +139,12 @@ def _new_adapters(model: Any, rank: int, alpha: int, target_modules: Sequence[st
         raise ConfigError(
             f"model.target_modules has {', '.join(unknown) or 'no entry'}, which is no linear layer of "
             f"{type(model).__name__}; its linear layers are: {', '.join(_linear_names(model))} (or 'all-linear')"
+        )
+    experts = _taken_for_experts(model, wanted)
+    if experts:
+        raise ConfigError(
+            f"model.target_modules has {', '.join(experts)}, which peft takes for the experts of "
+            f"{type(model).__name__}; adapters of experts cannot be merged here: leave these names out"
         )
     config = peft.LoraConfig(
         r=rank,

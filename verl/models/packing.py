@@ -167,11 +167,11 @@ def pack(
     position = attended.cumsum(axis=1) - 1
     index = attended.cumsum().reshape(rows, length) - 1
     slot = order[:, None] * width + np.arange(width)[None, :]
-    lengths = attended.sum(axis=1).tolist()
+    lengths = attended.sum(axis=1)
     return Pack(
         input_ids=_send(ids[attended][None], device),
         position_ids=_send(position[attended][None], device),
-        attention=PackedAttention.from_lengths([n for n in lengths if n > 0], device, backend),
+        attention=PackedAttention.from_lengths(lengths[lengths > 0].tolist(), device, backend),
         source=_send(index[:, first:][wanted] - 1, device),
         target=_send(ids[:, first:][wanted], device),
         slot=_send(slot[wanted], device),
