@@ -145,8 +145,8 @@ def _handled(
                 break
         yield before
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextmanager
