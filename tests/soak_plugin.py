@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -36,7 +35,7 @@ def held(run: Path) -> dict[str, int]:
     return counted
 
 
-def step(loop: Any) -> dict[str, float]:
+def step(loop: RLLoop) -> dict[str, float]:
     metrics = _step(loop)
     run = Path(loop.cfg.trainer.default_local_dir)
     with open(os.environ["SOAK_LOG"], "a") as file:
@@ -44,4 +43,4 @@ def step(loop: Any) -> dict[str, float]:
     return metrics
 
 
-RLLoop.step = step  # type: ignore[method-assign]
+setattr(RLLoop, "step", step)  # noqa: B010 - mypy takes no assignment to a method
