@@ -37,7 +37,7 @@ def held(run: Path) -> dict[str, int]:
 
 def step(loop: RLLoop) -> dict[str, float]:
     metrics = _step(loop)
-    run = Path(loop.cfg.trainer.default_local_dir)
+    run = Path(str(loop.cfg.trainer.default_local_dir))
     with open(os.environ["SOAK_LOG"], "a") as file:
         file.write(json.dumps(held(run)) + "\n")
     return metrics
