@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -36,12 +35,12 @@ def held(run: Path) -> dict[str, int]:
     return counted
 
 
-def step(loop: Any) -> dict[str, float]:
+def step(loop: RLLoop) -> dict[str, float]:
     metrics = _step(loop)
-    run = Path(loop.cfg.trainer.default_local_dir)
+    run = Path(str(loop.cfg.trainer.default_local_dir))
     with open(os.environ["SOAK_LOG"], "a") as file:
         file.write(json.dumps(held(run)) + "\n")
     return metrics
 
 
-RLLoop.step = step  # type: ignore[method-assign]
+setattr(RLLoop, "step", step)  # noqa: B010 - mypy takes no assignment to a method

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ def turn_rows(seed: int = 0, prompts: int = 4, n: int = 3) -> TurnRows:
     conversation has no score: its mask is empty and its group its own."""
     draw, rows = random.Random(seed), prompts * n
     talks = [_conversation(draw, f"p{row // n}", row % n) for row in range(rows)]
-    columns = {
+    columns: dict[str, list[Any]] = {
         "uid": [f"p{row // n}" if row != 1 else "p0#1" for row in range(rows)],
         "prompt_ids": [talk.prompt_ids for talk in talks],
         "conversation": talks,
