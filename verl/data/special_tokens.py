@@ -228,7 +228,8 @@ class SpecialTokens:
     def _letters(self, token: int) -> list[int]:
         """The ids of a special token's characters."""
         twin, _, _ = self._twin
-        vocabulary, ids = twin.get_vocab(), []
+        vocabulary = twin.get_vocab()
+        ids: list[int] = []
         for character in next(text for text, number in self._ids.items() if number == token):
             known = vocabulary.get(character)
             ids += [known] if known is not None else twin(character, add_special_tokens=False)["input_ids"]

@@ -150,10 +150,11 @@ class FailureAccount:
             )
             if self.scored == 0:
                 raise RewardError(
-                    f"{text} Try the function alone with `verl reward test --fn FILE --data FILE`."
+                    f"{text} `verl reward test --fn FILE --data FILE` tries a reward function alone."
                 )
             raise TrainingHalted(
-                f"{text} Fix the reward function, or raise reward.max_failure_ratio or reward.timeout_s, and resume."
+                f"{text} Correct what fails (the reward function, an environment or a simulated user), or raise "
+                "reward.max_failure_ratio or reward.timeout_s, and resume."
             )
         return {"reward/failed": float(len(errors)), "reward/failed_ratio": ratio}
 

@@ -34,10 +34,11 @@ _TYPES = {
     "set": "array",
     "dict": "object",
 }
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
-_SHOWN = re.compile(r"<tools>\s*(.*?)\s*</tools>", re.DOTALL)
-_SPEAKER = re.compile(r"(?:\A|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
+# Each takes time linear in the text: no white space that two parts of a pattern could share.
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_RESPONSE = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
+_SHOWN = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
+_SPEAKER = re.compile(r"^[^\S\n]*+(USER|ASSISTANT|FUNCTION RESPONSE):", re.MULTILINE)
 _QUOTED = re.compile(r"""("arguments"\s*:\s*)'(.*)'\s*}\s*\Z""", re.DOTALL)
 _ROUTING = ("tools_kwargs", "interaction_kwargs", "agent_name", "environment")
 """Columns that `rollout.multi_turn` reads; kept where the source has them."""
@@ -92,7 +93,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         calls += [call for written in _CALL.findall(text) for call in calls_of(written)]
         text = _CALL.sub("", text).strip()
     elif role == "tool":
-        text = "\n".join(_RESPONSE.findall(text)) or text
+        text = "\n".join(map(str.strip, _RESPONSE.findall(text))) or text
     return {"role": role, "content": text, **kept, **({"tool_calls": calls} if calls else {})}
 
 
