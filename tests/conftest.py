@@ -126,6 +126,17 @@ def same_draws_in_any_order() -> None:
             getattr(sys.modules[module], seed)(0)
 
 
+@pytest.fixture
+def heard_signals() -> Iterator[None]:
+    """SIGINT and SIGHUP are heard here and in what is started, also where the tests run in the background or under
+    `nohup`, which ignore them."""
+    default = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in default.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 class Forked:
     """A process of the fork server, with the methods of `subprocess.Popen` that tests use."""
 

@@ -29,6 +29,7 @@ class StubServer(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self._open: set[socket.socket] = set()
+        self._serving = False
         self.server_bind()  # without listening: connections are refused, and nobody else gets the port
         if listening:
             self.listen()
@@ -38,6 +39,7 @@ class StubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def listen(self) -> None:
+        self._serving = True
         self.server_activate()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -47,7 +49,8 @@ class StubServer(ThreadingHTTPServer):
 
     def stop(self) -> None:
         """As if the process had been killed."""
-        self.shutdown()
+        if self._serving:  # or it would wait for a loop that never ran
+            self.shutdown()
         self.server_close()
         for connection in self._open:
             with contextlib.suppress(OSError):

@@ -220,7 +220,6 @@ def test_no_server_at_the_start_is_an_error_with_address_and_reason(serve, monke
     server = serve(tools_and(echo), listening=False)
     with pytest.raises(ConfigError, match=rf"tool_server={server.address}.*ConnectError.*Start it first"):
         asyncio.run(connect_tool_server(server.address, LONG_S))
-    server.listen()
 
 
 def test_a_server_that_is_away_is_named_while_it_is_waited_for(monkeypatch, caplog):
@@ -247,6 +246,7 @@ def test_a_server_that_is_away_is_named_while_it_is_waited_for(monkeypatch, capl
         assert part in line
 
 
+@pytest.mark.usefixtures("heard_signals")
 def test_an_interruption_while_a_server_is_waited_for_leaves_no_task(serve, monkeypatch, caplog):
     server = serve(tools_and(echo), listening=False)
     pause = remote.Outage.pause
@@ -260,8 +260,9 @@ def test_an_interruption_while_a_server_is_waited_for_leaves_no_task(serve, monk
     with pytest.raises(KeyboardInterrupt):
         Agents(MultiTurnConfig(enable=True, tool_server=server.address), get_format("hermes"))
     gc.collect()
-    assert caplog.messages == []  # "Task was destroyed but it is pending!"
-    server.listen()
+    assert not [
+        text for text in caplog.messages if "destroyed" in text
+    ]  # asyncio: "Task was destroyed but ..."
 
 
 # ---- a call

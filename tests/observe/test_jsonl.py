@@ -133,7 +133,7 @@ def test_what_is_no_file_is_named_by_verl_view_and_put_aside_by_a_run(
     assert "metrics.jsonl is not a regular file" in capsys.readouterr().out
     assert cli.main(["view", str(tmp_path.parent)]) == 0
     (tmp_path / "metrics.jsonl").rename(tmp_path / "away")
-    write_report(tmp_path)
+    write_report(tmp_path, outside=True)  # as a run does
     (tmp_path / "away").rename(tmp_path / "metrics.jsonl")
     with RunFolder(tmp_path) as run:
         assert run.previous_config() is None

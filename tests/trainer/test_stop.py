@@ -20,6 +20,7 @@ from verl.trainer.main_ppo import RunResult, exit_code, main
 from verl.workers import placement
 from verl.workers.placement import with_restarts
 
+pytestmark = pytest.mark.usefixtures("heard_signals")
 STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 

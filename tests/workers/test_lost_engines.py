@@ -11,6 +11,7 @@ import pytest
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
 from verl.errors import EngineLost, RolloutError
+from verl.runtime import StopRequest
 from verl.watchdog import StackWatchdog, beat
 from verl.workers.placement import with_restarts
 from verl.workers.rpc_server import Failure
@@ -57,5 +58,5 @@ def test_only_a_loss_is_answered_with_a_restart(error: RolloutError, starts: int
         raise error
 
     with pytest.raises(RolloutError) as caught:
-        with_restarts(cfg, body)
+        with_restarts(cfg, body, StopRequest())
     assert caught.value is error and len(happened) == starts

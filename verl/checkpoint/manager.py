@@ -365,8 +365,7 @@ class CheckpointManager:
             if why.startswith(type(error).__name__):  # no error of the system, whose text says all
                 why += self._write_traceback(error)
             logger.warning(
-                "the checkpoint of step %d could not be saved: %s. Training continues; the last complete checkpoint "
-                "stays valid",
+                "the checkpoint of step %d could not be saved: %s. The last complete checkpoint stays valid",
                 op.step,
                 why,
             )
