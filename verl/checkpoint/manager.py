@@ -364,10 +364,12 @@ class CheckpointManager:
             why = cause_of(error, self._ranks.world_size > 1)
             if why.startswith(type(error).__name__):  # no error of the system, whose text says all
                 why += self._write_traceback(error)
+            ends = self._failed and not self._continue_without  # the save before this one failed too
             logger.warning(
-                "the checkpoint of step %d could not be saved: %s. The last complete checkpoint stays valid",
+                "the checkpoint of step %d could not be saved: %s. %sThe last complete checkpoint stays valid",
                 op.step,
                 why,
+                "" if ends else "Training continues. ",
             )
             return why
         return None
