@@ -123,12 +123,25 @@ from verl.workers.ray_cluster import Cluster
 def slow(*_, **__):
     raise Exception("The current node timed out during startup.")
 
-services.get_node = slow
+real, services.get_node = services.get_node, slow
+cfg = load_ppo_config(sys.argv[1:])
 with pytest.raises(RayStartError, match="Ray could not be started: The current node timed out") as caught:
-    Cluster(load_ppo_config(sys.argv[1:])).connect()
+    Cluster(cfg).connect()
 assert "ray_kwargs.ray_init.num_cpus=" in str(caught.value) and not ray.is_initialized()
 left = [process.name() for process in descendants(os.getpid())]
 assert not {"gcs_server", "raylet"} & set(left), left
+
+services.get_node = real  # a restart starts another one
+cluster = Cluster(cfg)
+cluster.connect()
+
+@ray.remote
+class Rank:
+    def answer(self):
+        return 7
+
+assert ray.get(Rank.remote().answer.remote()) == 7
+cluster.close()
 """
 
 
