@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -226,4 +226,6 @@ def _plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    parser = argparse.ArgumentParser(description="Write the reference of the config keys as a markdown page.")
+    parser.add_argument("path", type=Path)
+    parser.parse_args().path.write_text(page(), encoding="utf-8")

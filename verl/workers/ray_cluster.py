@@ -174,7 +174,9 @@ class Cluster:
         """The places of this pool; the first pool that starts reserves for all of the run."""
         reservation = _RESERVATIONS.get(id(self.cfg))
         if reservation is None:
-            reservation = Reservation(self._placed(), gpus=self.on_gpus())
+            # One rank that is asked for here is placed here, also where a run would be this very process.
+            wanted = {pool.key: pool for pool in (*self._placed(), self.pool)}
+            reservation = Reservation(list(wanted.values()), gpus=self.on_gpus())
             reservation.wait(timeout_s)
             _RESERVATIONS[id(self.cfg)] = reservation
             self._opened = True
