@@ -9,13 +9,20 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_DEPTH = 100
 """Levels of nesting; code that walks what was read recursively relies on it."""
 MAX_BYTES = 64 << 20
+IDENTITY = {"Accept-Encoding": "identity"}
+"""Sent with every request to a server: a few compressed bytes can become gigabytes before anybody counts them."""
+
+
+def is_encoded(headers: Mapping[str, str]) -> bool:
+    """Whether a server's answer is compressed although `IDENTITY` was sent: nothing of it may be read."""
+    return headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity")
 
 
 def parse_json(text: str | bytes, parse_int: Callable[[str], Any] | None = None) -> Any:

@@ -45,6 +45,19 @@ class Children:
         """Its exit status, which is negative after a signal."""
         return int(self._processes[pid].wait(timeout))
 
+    def start_ranks(self, call: str, work: Path, world_size: int, **arguments: Any) -> list[tuple[int, Path]]:
+        """The process id and the output of each rank of a world."""
+        store = str(work / f"store_{world_size}")
+        outputs = [work / f"output_{world_size}_{rank}" for rank in range(world_size)]
+        common = {"world_size": world_size, "store": store, **arguments}
+        return [(self.start(call, each, rank=rank, **common), each) for rank, each in enumerate(outputs)]
+
+    def texts_of(self, ranks: list[tuple[int, Path]]) -> list[str]:
+        """What the ranks wrote, once all have succeeded."""
+        for pid, output in ranks:
+            assert self.wait(pid) == 0, output.read_text()
+        return [output.read_text() for _, output in ranks]
+
     def has_ended(self, pid: int) -> bool:
         return self._processes[pid].poll() is not None
 

@@ -24,33 +24,17 @@ def test_every_world_loads_every_other_exactly(
 ) -> None:
     folders = {str(world): str(tmp_path / f"world_{world}") for world in WORLDS}
     started = {
-        (world, rank): children.start(
-            "rank",
-            tmp_path / f"output_{world}_{rank}",
-            rank=rank,
-            world_size=world,
-            store=str(tmp_path / f"store_{world}"),
-            folders=folders,
-            **options,
-        )
-        for world in WORLDS
-        for rank in range(world)
+        world: children.start_ranks("rank", tmp_path, world, folders=folders, **options) for world in WORLDS
     }
-    for (world, rank), pid in started.items():
-        status = children.wait(pid)
-        assert status == 0, (tmp_path / f"output_{world}_{rank}").read_text()
-
     said: dict[str, dict[str, float]] = {}
-    for world, rank in started:
-        lines = (tmp_path / f"output_{world}_{rank}").read_text().splitlines()
-        equal = [line.split() for line in lines if line.startswith("equal ")]
-        assert [name for _, name, _ in equal] == [f"world_{w}" for w in WORLDS]
-        for _, name, norm in equal:
-            said.setdefault(name, {})[f"{world}/{rank}"] = float(norm)
-    for (
-        name,
-        norms,
-    ) in said.items():  # and training goes on alike (the batch is per rank, so compare within worlds)
+    for world, ranks in started.items():
+        for rank, text in enumerate(children.texts_of(ranks)):
+            equal = [line.split() for line in text.splitlines() if line.startswith("equal ")]
+            assert [name for _, name, _ in equal] == [f"world_{w}" for w in WORLDS]
+            for _, name, norm in equal:
+                said.setdefault(name, {})[f"{world}/{rank}"] = float(norm)
+    # And training goes on alike (the batch is per rank, so compare within worlds).
+    for name, norms in said.items():
         for world in WORLDS:
             same = {norms[f"{world}/{rank}"] for rank in range(world)}
             assert len(same) == 1, (name, norms)
@@ -70,19 +54,8 @@ def test_every_world_loads_every_other_exactly(
 def test_shards_of_several_processes_merge_to_the_same_folder_the_run_saved(
     children: Any, tmp_path: Path
 ) -> None:
-    pids = [
-        children.start(
-            "rank",
-            tmp_path / f"output_{rank}",
-            rank=rank,
-            world_size=2,
-            store=str(tmp_path / "store"),
-            folders={"2": str(tmp_path / "run")},
-        )
-        for rank in range(2)
-    ]
-    for rank, pid in enumerate(pids):
-        assert children.wait(pid) == 0, (tmp_path / f"output_{rank}").read_text()
+    ranks = children.start_ranks("rank", tmp_path, 2, folders={"2": str(tmp_path / "run")})
+    children.texts_of(ranks)
     part = tmp_path / "run/global_step_3/actor"
     target = merge(MergeOptions(part, tmp_path / "merged"))
     live = load_file(tmp_path / "run/live/model.safetensors")  # gathered and written by the engine itself
@@ -96,21 +69,9 @@ def test_shards_of_several_processes_merge_to_the_same_folder_the_run_saved(
 @pytest.mark.timeout(600)
 def test_a_problem_of_one_rank_alone_is_answered_by_all(children: Any, tmp_path: Path) -> None:
     """A save that fails on rank 0 between two gathers, a checkpoint whose random states of rank 1 cannot be used."""
-    pids = [
-        children.start(
-            "fall_back",
-            tmp_path / f"output_{rank}",
-            rank=rank,
-            world_size=2,
-            store=str(tmp_path / "store"),
-            folder=str(tmp_path / "run"),
-        )
-        for rank in range(2)
-    ]
-    for rank, pid in enumerate(pids):
-        output = tmp_path / f"output_{rank}"
-        assert children.wait(pid) == 0, output.read_text()
-        lines = output.read_text().splitlines()
+    ranks = children.start_ranks("fall_back", tmp_path, 2, folder=str(tmp_path / "run"))
+    for rank, text in enumerate(children.texts_of(ranks)):
+        lines = text.splitlines()
         assert [line for line in lines if line.startswith("saved")] == [
             "saved True",
             "saved True",
@@ -132,23 +93,11 @@ def test_a_folder_that_ranks_do_not_share_is_named_at_start_and_stalls_no_save(
     children: Any, tmp_path: Path
 ) -> None:
     folders = [str(tmp_path / "run"), str(tmp_path / "elsewhere" / "run")]
-    pids = [
-        children.start(
-            "apart",
-            tmp_path / f"output_{rank}",
-            rank=rank,
-            world_size=2,
-            store=str(tmp_path / "store"),
-            folders=folders,
-        )
-        for rank in range(2)
-    ]
-    for rank, pid in enumerate(pids):
-        output = tmp_path / f"output_{rank}"
-        assert children.wait(pid) == 0, output.read_text()
+    ranks = children.start_ranks("apart", tmp_path, 2, folders=folders)
+    for rank, text in enumerate(children.texts_of(ranks)):
         start, first, second, saved = [
             line
-            for line in output.read_text().splitlines()
+            for line in text.splitlines()
             if line.startswith(("result", "ConfigError", "CheckpointError", "saved"))
         ]
         assert f"ConfigError trainer.default_local_dir={folders[rank]}" in start

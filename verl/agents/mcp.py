@@ -21,16 +21,15 @@ from verl.agents import remote
 from verl.agents.base import Schema, ToolCall, ToolFailed, ToolProvider, ToolsLost
 from verl.agents.remote import (
     CONCURRENCY,
-    IDENTITY,
     MAX_SENDS,
     Contact,
     Outage,
     describe,
-    is_encoded,
     plain_text,
 )
 from verl.agents.schemas import read_schema
 from verl.errors import ConfigError, missing_package
+from verl.json_input import IDENTITY, is_encoded
 from verl.processes import supervised_command
 
 HANDSHAKE_S = 120.0

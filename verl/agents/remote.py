@@ -20,7 +20,7 @@ import httpx
 from verl.agents.base import ToolFailed, ToolsLost
 from verl.config.sections.rollout import MultiTurnConfig
 from verl.errors import RESUME
-from verl.json_input import parse_json
+from verl.json_input import IDENTITY, is_encoded, parse_json
 
 LOST_AFTER_S = 60.0
 """How long a server may leave every request without an answer."""
@@ -31,8 +31,6 @@ MAX_SENDS = 3
 CONCURRENCY = MultiTurnConfig().max_concurrent_requests
 """Where the key is not given."""
 MAX_ANSWER_BYTES = 4 << 20
-IDENTITY = {"Accept-Encoding": "identity"}
-"""A few compressed bytes can become gigabytes before anybody counts them."""
 FIRST_PAUSE_S = 0.2
 TOLD_AFTER_S = 2.0
 """How long nothing is said about a server that is away: many are only starting."""
@@ -227,11 +225,6 @@ class RemoteServer:
         except (httpx.HTTPError, OSError):
             return False
         return answer.status not in (503, *_GATEWAY)
-
-
-def is_encoded(headers: Mapping[str, str]) -> bool:
-    """Whether an answer is compressed although `IDENTITY` was sent: nothing of it may be read."""
-    return headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity")
 
 
 def describe(error: BaseException) -> str:

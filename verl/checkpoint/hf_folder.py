@@ -386,9 +386,8 @@ def check_names(reader: CheckpointReader, model: Any) -> list[str]:
     both = {name for name, twin in ties.items() if name in saved and twin in saved}
     for name in both:
         value, twin = reader.get(name), reader.get(ties[name])
-        if not value.is_meta and not torch.equal(
-            value, twin
-        ):  # on the meta device only the names are checked
+        # On the meta device only the names are checked.
+        if not value.is_meta and not torch.equal(value, twin):
             raise CheckpointError(
                 f"{name!r} differs from {ties[name]!r}, to which config.json ties it: set tie_word_embeddings to false"
             )

@@ -124,10 +124,7 @@ def check_part(
     """Raise unless `load_part` would do. Reads no values of tensors and changes nothing."""
     state = engine.state()
     for section in wanted_sections(manifest, part, contents):
-        target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
-        tensors = _tensors_by_name(target)
-        if section == "model" and "model" not in manifest.parts.get(part, []):
-            shards, tensors = _instead_of_shards(folder, manifest, part, engine, tensors)
+        target, shards, tensors, plain = _section(folder, manifest, part, section, state, engine)
         if tensors or shards:
             check_fit(shards, tensors, f"{folder.name}/{part}/{section}")
         _check_plain(target, plain, f"{folder.name}/{part}/{section}")
@@ -164,10 +161,7 @@ def load_part(
             )
     state: Any = engine.state()
     for section in sections:
-        target, shards, plain = _section(folder, manifest, part, section, state, engine.info.rank)
-        tensors = _tensors_by_name(target)
-        if section == "model" and "model" not in manifest.parts.get(part, []):
-            shards, tensors = _instead_of_shards(folder, manifest, part, engine, tensors)
+        target, shards, tensors, plain = _section(folder, manifest, part, section, state, engine)
         if tensors or shards:
             read_into(shards, tensors, f"{folder.name}/{part}/{section}")
         merged = _with_plain(target, plain)
@@ -213,13 +207,17 @@ def _instead_of_shards(
 
 
 def _section(
-    folder: Path, manifest: Manifest, part: str, section: str, state: Mapping[str, Any], rank: int
-) -> tuple[Any, list[Path], Any]:
-    """The engine's own tree of a section, the files with its tensors, and the saved plain values."""
-    tree = {entry: state.get(entry, {}) for entry in SECTIONS[section]}
+    folder: Path, manifest: Manifest, part: str, section: str, state: Mapping[str, Any], engine: TrainEngine
+) -> tuple[Any, list[Path], dict[str, torch.Tensor], Any]:
+    """The engine's own tree of a section, the files with its tensors, these by their names there, and the saved plain
+    values."""
+    tree: Any = {entry: state.get(entry, {}) for entry in SECTIONS[section]}
+    tree = tree if section == "extra" else tree[section]
     files = manifest.files_of(folder, f"{part}/{section}/")
-    shards = [file for file in files if file.suffix == ".safetensors"]
-    return tree if section == "extra" else tree[section], shards, _plain_values(files, rank)
+    shards, tensors = [file for file in files if file.suffix == ".safetensors"], _tensors_by_name(tree)
+    if section == "model" and "model" not in manifest.parts.get(part, []):
+        shards, tensors = _instead_of_shards(folder, manifest, part, engine, tensors)
+    return tree, shards, tensors, _plain_values(files, engine.info.rank)
 
 
 def _plain_values(files: Sequence[Path], rank: int) -> Any:

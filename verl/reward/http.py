@@ -1,6 +1,6 @@
 """One JSON request to a server that need not be well-behaved: the whole answer has a deadline and a limit of size.
 
-An answer is asked for and taken uncompressed only: a kilobyte can unpack to gigabytes before its size is seen.
+An answer is asked for and taken uncompressed only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 import httpx
+
+from verl.json_input import IDENTITY, is_encoded
 
 MAX_ANSWER_BYTES = 16 << 20
 
@@ -26,13 +28,11 @@ def post(
 ) -> tuple[httpx.Response, bytes]:
     """The answer and its body. Raises httpx.HTTPError, TimeoutError, UnusableAnswer."""
     deadline = time.monotonic() + timeout_s
-    headers = {**(headers or {}), "Accept-Encoding": "identity"}
+    headers = {**(headers or {}), **IDENTITY}
     with client.stream("POST", url, json=body, headers=headers, timeout=timeout_s) as response:
-        encoding = response.headers.get("Content-Encoding", "identity")
-        if encoding.strip().lower() not in ("", "identity"):
-            raise UnusableAnswer(
-                f"its answer has Content-Encoding {encoding[:40]!r}, which was not asked for"
-            )
+        if is_encoded(response.headers):
+            encoding = response.headers["Content-Encoding"][:40]
+            raise UnusableAnswer(f"its answer has Content-Encoding {encoding!r}, which was not asked for")
         content = bytearray()
         for chunk in response.iter_raw():
             content += chunk

@@ -326,10 +326,8 @@ def check_requests(
         problem = next(_problems(request, vocab_size, tokenizer, max_length), None)
         if problem is not None:
             raise RolloutError(f"request {request.request_id!r}: {problem}")
-        length, (most, kind) = (
-            len(request.prompt_ids) + request.sampling.max_tokens,
-            position_limit or (math.inf, ""),
-        )
+        length = len(request.prompt_ids) + request.sampling.max_tokens
+        most, kind = position_limit or (math.inf, "")
         if length > most:
             raise RolloutError(
                 f"a request may reach {length} tokens; beyond {most} the rotary embedding ({kind}) changes for cached "
