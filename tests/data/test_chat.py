@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.data.chat import ChatFormat, as_messages, load_tokenizer, plain_text, truncate, warn_of_vocabulary
+from verl.data.chat import ChatFormat, load_tokenizer, truncate, warn_of_vocabulary
+from verl.data.messages import read_messages
 from verl.errors import ConfigError, DataError, ModelError
 
 USER = [{"role": "user", "content": "hi"}]
@@ -202,19 +203,16 @@ def test_a_template_that_refuses_names_the_row(new_tokenizer: Callable) -> None:
     "prompt", [None, 3, [], {}, ["hi"], [{"content": "x"}], [{"role": "user"}], [{"role": 1}]]
 )
 def test_prompts_of_no_known_kind_are_refused(tokenizer: Any, prompt: Any) -> None:
-    with pytest.raises(DataError, match="the prompt of row 1|The prompt of row 1"):
+    with pytest.raises(DataError, match="he prompt of row 1|message 0 of row 1"):
         ChatFormat(tokenizer).prompt_text(prompt, "row 1")
 
 
 def test_fields_that_tables_fill_with_none_are_left_out() -> None:
     call = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}]
-    assert as_messages(call) == [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
-    assert as_messages(np.array(USER, dtype=object)) == USER
-
-
-def test_plain_text_of_content_parts() -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}, *USER]
-    assert plain_text(parts) == "a\nhi"
+    read = read_messages(call, "a row")
+    function = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert read == [{"role": "assistant", "content": "", "tool_calls": [function]}]
+    assert read_messages(np.array(USER, dtype=object), "a row") == USER
 
 
 @pytest.mark.parametrize(
@@ -284,7 +282,7 @@ def test_a_tokenizer_larger_than_its_model_is_noticed(
 
 
 def test_a_conversation_in_another_form_is_recognised(tiny_tokenizer) -> None:
-    with pytest.raises(DataError, match=r"ShareGPT conversation: write 'role' for 'from'"):
-        ChatFormat(tiny_tokenizer).prompt_text([{"from": "human", "value": "hi"}])
+    given, _ = ChatFormat(tiny_tokenizer).prompt_text([{"from": "human", "value": "hi"}])
+    assert given == [{"role": "user", "content": "hi"}]
     with pytest.raises(DataError, match=r"right column \(data.prompt_key\)"):
         ChatFormat(tiny_tokenizer).prompt_text(5)

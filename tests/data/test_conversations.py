@@ -290,7 +290,7 @@ def test_a_system_message_that_moves_is_seen_where_the_model_sees_it() -> None:
 
 def test_content_beside_calls_that_the_template_leaves_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
     build("llama3", {"messages": [QUESTION, assistant("Let me see.", "x")]})
-    assert "leaves out the content of messages with tool_calls" in caplog.text
+    assert "leaves out 'content' of answers" in caplog.text
 
 
 # -- refusals
@@ -310,10 +310,14 @@ def bad_call(**changes: Any) -> list[Message]:
         (
             "qwen2_5",
             {"messages": bad_call(arguments="{word")},
-            "'arguments' .*'lookup' in message 1 of row 0",
+            "'arguments' .*'lookup' in message 1 of 'messages' of row 0",
         ),
         ("qwen2_5", {"messages": bad_call(arguments=[1])}, "must be a mapping or JSON text"),
-        ("qwen2_5", {"messages": bad_call(name=None)}, "message 1 of row 0 .*no function with a name"),
+        (
+            "qwen2_5",
+            {"messages": bad_call(name=None)},
+            "message 1 of 'messages' of row 0 .*no function with a name",
+        ),
         (
             "qwen2_5",
             {"messages": [QUESTION, assistant(tool_calls="call it")]},
@@ -322,7 +326,7 @@ def bad_call(**changes: Any) -> list[Message]:
         (
             "qwen2_5",
             {"messages": [{**assistant("", "x"), "role": "user"}, assistant("a")]},
-            "message 0 of row 0 .*role is 'user'",
+            "message 0 of 'messages' of row 0 .*role is 'user'",
         ),
         ("qwen2_5", {"messages": [QUESTION, assistant("a")], "tools": "lookup"}, "tools of .*row 0"),
         ("qwen2_5", {"messages": [QUESTION, assistant("a")], "tools": [{"type": "x"}]}, "tools of .*row 0"),

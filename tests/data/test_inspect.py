@@ -93,7 +93,7 @@ def test_refused_rows_are_listed_and_counted(
     status, text = run(write_jsonl(tmp_path / "t.jsonl", rows), "--model", model)
     assert status == 1 and "refused: 3 of 4 rows" in text
     assert "row 1 of" in text and "row 2 of" in text and "is empty" in text
-    assert "prompt  str | list, 1 missing" in text
+    assert "prompt  str | messages, 1 missing" in text
 
 
 def test_a_file_without_a_prompt_column(run: Callable, tmp_path: Path, write_jsonl: Callable) -> None:

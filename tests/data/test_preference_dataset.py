@@ -121,8 +121,8 @@ def test_pairs_that_are_equal_once_they_are_cut(
     ("row", "message"),
     [
         ({"prompt": "p", "chosen": "c"}, "no column 'rejected'"),
-        ({"prompt": "p", "chosen": 3, "rejected": "r"}, "'chosen' of row 0 .* neither a string nor messages"),
-        ({"chosen": "c", "rejected": "r"}, "no 'prompt'"),
+        ({"prompt": "p", "chosen": 3, "rejected": "r"}, "'chosen' of row 0 .* must be a text or messages"),
+        ({"chosen": "c", "rejected": "r"}, "has no prompt"),
         (
             {"chosen": [user("a"), answer("x")], "rejected": [user("b"), answer("y")]},
             "do not start with the same",

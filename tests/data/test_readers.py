@@ -124,11 +124,12 @@ def test_json_nested_too_deeply_or_with_too_many_digits_is_refused_by_file_and_l
         read_rows(tmp_path / name)
 
 
-def test_json_text_in_a_column_that_is_nested_too_deeply_is_taken_as_plain_text() -> None:
-    from verl.data.chat import as_messages
+def test_json_text_in_a_column_that_is_nested_too_deeply_is_no_value() -> None:
+    from verl.data.messages import read_messages
     from verl.data.rl_dataset import truth_of
 
-    assert as_messages(f'[{{"role": "user", "content": {DEEP}}}]') is None
+    with pytest.raises(DataError, match="row 3 looks like messages, but .*nested deeper"):
+        read_messages(f'[{{"role": "user", "content": {DEEP}}}]', "row 3")
     assert truth_of({"reward_model": f'{{"ground_truth": {DEEP}}}', "answer": "1"}) == "1"
 
 

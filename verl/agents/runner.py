@@ -108,9 +108,10 @@ class ConversationRunner:
             row = {name: column[number] for name, column in zip(names, columns, strict=True)}
             where = dataset.rows.origin(number)
             self.agents.check_row(row, where)
-            messages = self.turns.chat.messages_of(prompts[number])
+            schemas = self.agents.schemas(row)
+            messages = self.turns.chat.messages_of(prompts[number], where, schemas)
             if messages is not None:
-                self.turns.check_prompt(messages, self.agents.schemas(row), where)
+                self.turns.check_prompt(messages, schemas, where)
             elif self.cfg.history == "split":
                 raise DataError(
                     f"{dataset.files_key}: the prompt of {where} is a string, which {KEY}.history=split cannot use: "

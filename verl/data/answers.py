@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.data.chat import ChatFormat
 from verl.data.columns import require_column
+from verl.data.conversations import answer_ids
 from verl.data.files import Rows
-from verl.data.segments import single_answer
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,20 +24,20 @@ class AnswerColumn:
 
     def ids(self, numbers: Sequence[int]) -> list[list[int]]:
         """Of these rows."""
-        texts = [self._text(number) for number in numbers]
-        eos: Any = self._chat.tokenizer.eos_token_id
-        return [ids if eos is None or ids[-1:] == [eos] else [*ids, eos] for ids in self._chat.encode(texts)]
-
-    def _text(self, number: int) -> str:
-        key = self._config.response_key
-        value = self._rows[number].get(key)
-        text = single_answer(value)
-        if not isinstance(text, str) or not text:
-            raise DataError(
-                f"{self._files_key}: '{key}' (data.response_key) of {self._rows.origin(number)} must be a text, got "
-                f"{str(value)[:80]!r}."
-            )
-        return self._chat.answer(text, self._rows.origin(number))
+        rows = [self._rows[number] for number in numbers]
+        prompts, answers = (
+            [row.get(key) for row in rows] for key in (self._config.prompt_key, self._config.response_key)
+        )
+        for number, answer in zip(numbers, answers, strict=True):
+            if answer is None or answer == "":
+                raise DataError(
+                    f"{self._files_key}: '{self._config.response_key}' (data.response_key) of "
+                    f"{self._rows.origin(number)} must be a text, got {str(answer)[:80]!r}."
+                )
+        try:
+            return answer_ids(self._chat, prompts, answers, [self._rows.origin(number) for number in numbers])
+        except DataError as error:
+            raise DataError(f"{self._files_key}: {error}") from error
 
     def check(self, numbers: Sequence[int]) -> None:
         """Refuse answers of these rows that are longer than a response may be."""

@@ -9,7 +9,6 @@ missing beginning-of-sequence token is added where the tokenizer itself adds one
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,12 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
+from verl.data.messages import no_prompt, plain_text, read_messages
 from verl.data.special_tokens import SpecialTokens, as_given, is_marked, require_characters, unmarked
-from verl.data.tool_messages import PROBE_TOOL, Messages, Tools, probe_call, tools_text
+from verl.data.tool_messages import (
+    PROBE_TOOL,
+    Messages,
+    Tools,
+    calls_as_text,
+    probe_call,
+    tools_text,
+    with_short_ids,
+)
 from verl.errors import ConfigError, DataError, ModelError
-from verl.json_input import parse_json, read_json
+from verl.json_input import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,10 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenizer_config.json")
-_JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content)"')
 _QUESTION = {"role": "user", "content": "a"}
 _SAID: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """What `warn_once` has said."""
+_ANCHORS = ("\n", ".", "a")
+"""Texts to encode others after; none joins with whatever follows."""
 _OURS = frozenset({"tokenize", "add_generation_prompt", "continue_final_message", "tools", "chat_template"})
 _OPTIONS = (
     "Options: data.chat_template=FILE (a Jinja template), a prompt column of already templated strings, "
@@ -131,55 +138,6 @@ def read_template(path: str | Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.chat_template={path} cannot be read as a template file: {error}") from error
-
-
-def as_messages(value: Any) -> Messages | None:
-    """The messages a value holds, or None when it is not a list of messages.
-
-    Fields that table formats fill with None where a message has none (tool_calls, name, ...) are left out again,
-    and messages written as JSON text, as csv files have them, are read."""
-    if isinstance(value, str) and _JSON_MESSAGES.match(value):
-        try:
-            value = parse_json(value)
-        except ValueError:
-            return None
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, list | tuple) or not value:
-        return None
-    messages: Messages = []
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return None
-        kept = {name: part for name, part in message.items() if part is not None}
-        if "content" not in kept and "tool_calls" not in kept:
-            return None
-        kept.setdefault("content", "")
-        messages.append(kept)
-    return messages
-
-
-def _other_conversation(prompt: Any) -> str:
-    """What to do about conversations in another form."""
-    first = prompt[0] if isinstance(prompt, list | tuple | np.ndarray) and len(prompt) else None
-    if isinstance(first, Mapping) and {"from", "value"} <= set(first):
-        return (
-            " It looks like a ShareGPT conversation: write 'role' for 'from' and 'content' for 'value', "
-            "or let `verl prepare sft_chat` do it for fine-tuning."
-        )
-    return " Is it the right column (data.prompt_key)?"
-
-
-def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages' text contents, joined by newlines, without any template."""
-    texts = []
-    for message in messages:
-        content = message.get("content") or ""
-        if isinstance(content, str):
-            texts.append(content)
-        else:
-            texts.append("".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping)))
-    return "\n".join(texts)
 
 
 @dataclass
@@ -378,9 +336,41 @@ class ChatFormat:
         self._say_spelled(text, where)
         return as_given(text) if self.parse_special_tokens else self._special.mark(text)
 
-    def answer(self, text: str, where: str) -> str:
-        """The text of an answer, with marks, without the end-of-sequence token that it may end with."""
-        return self.content(text.removesuffix(str(self.tokenizer.eos_token or "")), where)
+    def without_end(self, text: str) -> str:
+        """An answer without the token that ends it, which files may spell."""
+        for end in filter(None, (str(self.tokenizer.eos_token or ""), unmarked(self.turn_end or "").strip())):
+            if text.rstrip().endswith(end):
+                return text.rstrip().removesuffix(end)
+        return text
+
+    @cached_property
+    def turn_end(self) -> str | None:
+        """What the template writes after the text of an answer, with marks; None where it writes no answers."""
+        try:
+            text = self._apply([_QUESTION, {"role": "assistant", "content": "answered"}], False, None)
+        except Exception:  # the template's own refusal, or there is none
+            return None
+        return as_given(text.rpartition("answered")[2]) if "answered" in text else None
+
+    def written_alone(self, message: Mapping[str, Any], where: str, tools: Tools | None) -> str:
+        """What the template writes for an answer after the header of its turn, whatever comes before; empty where it
+        does not begin with that header."""
+        before = self.render([_QUESTION], generate=True, where=where, tools=tools)
+        whole = self.render([_QUESTION, message], generate=False, where=where, tools=tools)
+        return whole.removeprefix(before) if whole.startswith(before) else ""
+
+    @cached_property
+    def _ends_turns(self) -> bool:
+        """Whether the template ends answers with a special token, if it writes any."""
+        return self.turn_end is None or self._special_tokens(self.turn_end) > 0
+
+    def warn_of_no_end(self, where: str) -> None:
+        if not self._ends_turns:
+            self.warn_once(
+                "end",
+                f"the chat template ends answers with {unmarked(str(self.turn_end))!r}, which is no special token: the "
+                f"end-of-sequence token is learned after the last answer of a row only, for example of {where}",
+            )
 
     def drawn_text(self, ids: Sequence[int]) -> str:
         """The text of what the policy drew, with all special tokens."""
@@ -409,18 +399,44 @@ class ChatFormat:
         )
         return str(text)
 
-    def messages_of(self, prompt: Any) -> Messages | None:
-        """The messages of a prompt; None for a string that is used as it is, and for what is no prompt."""
-        messages = as_messages(prompt)
+    def messages_of(self, prompt: Any, where: str, tools: Tools | None = None) -> Messages | None:
+        """The messages of a prompt, as the template takes them; None for a string that is used as it is, and for what
+        is no prompt."""
+        messages = self.read_prompt(prompt, where)
+        return messages and self.taken(messages, where, tools)
+
+    def read_prompt(self, prompt: Any, where: str) -> Messages | None:
+        """As `messages_of`, with calls and answers of tools as they are given."""
+        messages = read_messages(prompt, where)
         if messages is None and isinstance(prompt, str) and self.apply_chat_template == "always":
-            return [{"role": "user", "content": prompt}]
+            messages = [{"role": "user", "content": prompt}]
         return messages
+
+    def taken(self, messages: Messages, where: str, tools: Tools | None = None) -> Messages:
+        """Calls and answers of tools in messages as the template takes them."""
+        if all("tool_calls" not in message and message["role"] != "tool" for message in messages):
+            return messages
+        if not self.tokenizer.chat_template or self.apply_chat_template == "never":
+            return calls_as_text(messages, tool_role=False)
+        if not self.writes_calls:
+            return calls_as_text(messages, tool_role=self.takes_tool_role)
+        changed = with_short_ids(messages)
+        if changed == messages or self._takes(messages, tools) or not self._takes(changed, tools):
+            return messages
+        return changed
+
+    def _takes(self, messages: Messages, tools: Tools | None) -> bool:
+        try:
+            self.render(messages, generate=False, tools=tools)
+        except DataError:
+            return False
+        return True
 
     def prompt_text(
         self, prompt: Any, where: str = "a row", tools: Tools | None = None
     ) -> tuple[str | Messages, str]:
-        """A prompt as it is used (string, or messages with empty fields left out) and as text with marks."""
-        messages = self.messages_of(prompt)
+        """A prompt as it is used (string, or messages as the template takes them) and as text with marks."""
+        messages = self.messages_of(prompt, where, tools)
         if messages is None and isinstance(prompt, str):
             if self.apply_chat_template == "auto" and self.tokenizer.chat_template:
                 self._say_untemplated(prompt, where)
@@ -438,10 +454,7 @@ class ChatFormat:
             require_characters(prompt, where)
             return prompt, as_given(prompt)
         if messages is None:
-            raise DataError(
-                f"The prompt of {where} is neither a string nor a list of messages with 'role' and 'content': "
-                f"{str(prompt)[:200]!r}.{_other_conversation(prompt)}"
-            )
+            raise no_prompt(prompt, where)
         if messages[-1]["role"] == "assistant":
             self.warn_once(
                 "prefill",
@@ -476,9 +489,40 @@ class ChatFormat:
         )
         return [self._special.encode(text) if is_marked(text) else next(encoded) for text in texts]
 
-    def with_bos(self, ids: list[int]) -> list[int]:
-        """A string's ids, with the beginning token in front where the tokenizer puts one and it is not there."""
-        return ids if ids[:1] == self._leading_bos else self._leading_bos + ids
+    def encode_following(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts with marks as what follows other text: without the space that some tokenizers put in front of
+        every text, and without tokens that reach into what comes before."""
+        if not self._adds_space:
+            return self.encode(texts)
+        found: dict[int, list[int]] = {}
+        for anchor, (start, *_) in zip(_ANCHORS, self._anchors, strict=True):
+            left = [number for number in range(len(texts)) if number not in found]
+            for number, ids in zip(
+                left, self.encode([anchor + texts[number] for number in left]), strict=True
+            ):
+                if ids[: len(start)] == start:
+                    found[number] = ids[len(start) :]
+        return [
+            found[number] if number in found else self.encode([text])[0] for number, text in enumerate(texts)
+        ]
+
+    @cached_property
+    def _anchors(self) -> list[tuple[list[int], list[int]]]:
+        """For each text to put in front: its ids, and those of it with a letter behind."""
+        return [(self.encode([anchor])[0], self.encode([anchor + "a"])[0]) for anchor in _ANCHORS]
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        (letter,) = self.encode(["a"])
+        return all(both != start + letter for start, both in self._anchors)
+
+    def prompt_ids(self, texts: Sequence[str], takes_bos: Sequence[bool]) -> list[list[int]]:
+        """Ids of prompts, texts with marks. The beginning token goes in front of those that no template has written,
+        where the tokenizer puts one and it is not there."""
+        return [
+            self._leading_bos + ids if bos and ids[:1] != self._leading_bos else ids
+            for ids, bos in zip(self.encode(texts), takes_bos, strict=True)
+        ]
 
     def encode_prompts(
         self, prompts: Sequence[Any], where: Sequence[str], tools: Sequence[Tools] | None = None
@@ -486,17 +530,16 @@ class ChatFormat:
         """Each prompt as it was given, its text and its ids; `tools`: those of each prompt."""
         shown = tools if tools is not None else [None] * len(prompts)
         rendered = [self.prompt_text(*row) for row in zip(prompts, where, shown, strict=True)]
-        encoded = self.encode([text for _, text in rendered])
-        return [
-            (raw, unmarked(text), self.with_bos(ids) if self.takes_bos(raw) else ids)
-            for (raw, text), ids in zip(rendered, encoded, strict=True)
-        ]
+        texts = [text for _, text in rendered]
+        encoded = self.prompt_ids(texts, [self.takes_bos(raw) for raw, _ in rendered])
+        return [(raw, unmarked(text), ids) for (raw, text), ids in zip(rendered, encoded, strict=True)]
 
     def conversation_ids(
         self, messages: Sequence[Mapping[str, Any]], where: str = "a conversation"
     ) -> list[int]:
         """A finished conversation as a reward model reads it, in training and when it scores."""
         require_characters(messages, where)
+        messages = self.taken([dict(message) for message in messages], where)
         if self.tokenizer.chat_template:
             return self.encode([self._marked_text(messages, False, where=where)])[0]
         text = "\n\n".join(str(message["content"]) for message in messages)

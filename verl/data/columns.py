@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.data.chat import as_messages
 from verl.data.files import Rows
+from verl.data.messages import is_conversation
 from verl.errors import DataError
 
 _USUAL = {
@@ -34,7 +34,7 @@ STRINGS = (
 
 def is_text(value: Any) -> bool:
     """Whether a prompt is a string, not messages."""
-    return isinstance(value, str) and as_messages(value) is None
+    return isinstance(value, str) and not is_conversation(value)
 
 
 def likely_column(wanted: str, role: str, columns: Sequence[str], sample: Mapping[str, Any]) -> str | None:
@@ -50,7 +50,7 @@ def likely_column(wanted: str, role: str, columns: Sequence[str], sample: Mappin
     texts = {
         name: value
         for name, value in sample.items()
-        if name.lower() not in others and (isinstance(value, str) or as_messages(value))
+        if name.lower() not in others and (isinstance(value, str) or is_conversation(value))
     }
     return max(texts, key=lambda name: len(str(texts[name])), default=None)
 

@@ -12,19 +12,11 @@ from typing import Any
 import numpy as np
 
 from verl.config.known import CHAT_TEMPLATE_USES
-from verl.data.chat import ChatFormat, as_messages, load_tokenizer, plain_text
+from verl.data.chat import ChatFormat, load_tokenizer
 from verl.data.columns import STRINGS, is_text, likely_column
+from verl.data.conversations import Row, encode_answers, pair_rows, sft_answers
 from verl.data.files import Rows, read_rows
-from verl.data.segments import (
-    Segment,
-    conversation_rows,
-    conversation_segments,
-    encode_segments,
-    pair_segments,
-    single_answer,
-)
-from verl.data.special_tokens import unmarked
-from verl.data.tool_messages import as_tools
+from verl.data.messages import is_conversation, plain_text, read_messages
 from verl.errors import DataError, VerlError
 
 _KINDS = {
@@ -104,12 +96,20 @@ def _column_lines(rows: Rows) -> Iterator[str]:
     for name in rows.column_names:
         values = list(rows.column(name))
         present = [value for value in values if value is not None]
-        types = Counter("messages" if as_messages(value) else type(value).__name__ for value in present)
+        types = Counter("messages" if is_conversation(value) else type(value).__name__ for value in present)
         seen = " | ".join(kind for kind, _ in types.most_common(3)) or "empty"
         missing = f", {len(values) - len(present)} missing" if len(present) < len(values) else ""
         example = present[0] if present else ""
-        text = " ".join((plain_text(as_messages(example) or []) or str(example)).split())
+        text = " ".join(_shown(example).split())
         yield f"  {name:<{width}}  {seen}{missing}   e.g. {text[:60]}"
+
+
+def _shown(example: Any) -> str:
+    try:
+        messages = read_messages(example, "it")
+    except DataError:  # refused where rows are measured
+        messages = None
+    return plain_text(messages) if messages else str(example)
 
 
 def _measure(
@@ -123,23 +123,21 @@ def _measure(
     answers: list[str] = []
     split: list[int] = []
     for number, row in enumerate(rows):
-        where = rows.origin(number)
         try:
-            cut = _rows_of(row, chat, kind, keys, where)
-            if kind == "rl":
-                prompt = cut[0][0]
-                ids = chat.encode([prompt.text])[0]
-                total.append(len(chat.with_bos(ids) if prompt.takes_bos else ids))
-            else:
-                encoded = encode_segments(chat, cut, [where] * len(cut))
-                total += [len(ids) for ids, _ in encoded]
-                learned += [sum(mask) for _, mask in encoded]
-                answers = answers or _learned_texts(chat, *encoded[0])
+            made = _encoded(row, chat, kind, keys, rows.origin(number))
         except VerlError as error:
             errors.append(str(error))
             continue
-        split += [len(cut)] if len(cut) > 1 else []
-        first = first or _as_seen(chat, cut[0])
+        if kind == "preference":
+            total.append(max(len(ids) for ids, _ in made))
+        else:
+            total += [len(ids) for ids, _ in made]
+        if kind != "rl":
+            learned += [sum(mask) for _, mask in made]
+            answers = answers or _learned_texts(chat, *made[0])
+        if kind == "chat" and len(made) > 1:
+            split.append(len(made))
+        first = first or str(chat.tokenizer.decode(made[0][0]))
     lines = [f"refused: {len(errors)} of {len(rows)} rows, for example:"] if errors else []
     lines += [f"  {reason}" for reason in errors[:3]]
     if split:
@@ -162,15 +160,6 @@ def _measure(
     return lines, not errors
 
 
-def _as_seen(chat: ChatFormat, segments: Sequence[Segment]) -> str:
-    """The text of a row, with the beginning token that is put in front of it."""
-    ids = chat.encode([segments[0].text])[0]
-    added = segments[0].takes_bos and chat.with_bos(ids) != ids
-    return (str(chat.tokenizer.bos_token) if added else "") + unmarked(
-        "".join(each.text for each in segments)
-    )
-
-
 def _numbered(text: str) -> Iterator[tuple[int, str]]:
     return enumerate(text[:1500].splitlines())
 
@@ -181,26 +170,18 @@ def _learned_texts(chat: ChatFormat, ids: Sequence[int], mask: Sequence[int]) ->
     return [str(chat.tokenizer.decode([token for token, _ in run])) for marked, run in runs if marked]
 
 
-def _rows_of(
+def _encoded(
     row: Mapping[str, Any], chat: ChatFormat, kind: str, keys: Mapping[str, str], where: str
-) -> list[list[Segment]]:
-    tools = as_tools(row.get(keys["tools"]), where) if kind in ("chat", "pair") else []
-    prompt = row.get(keys["prompt"])
-    if kind == "chat" or (kind == "preference" and prompt is None):
-        column = keys["messages"] if kind == "chat" else "chosen"
-        messages = as_messages(row.get(column))
-        if messages is None:
-            raise DataError(f"'{column}' of {where} is not a list of messages.")
-        if kind == "chat":
-            return conversation_rows(messages, chat, where, tools=tools)
-        return [conversation_segments(messages, chat, where)]
+) -> list[Row]:
+    """The rows that the trainer makes of a row; both of a pair."""
+    if kind == "preference":
+        pair = {name: row.get(name) for name in ("chosen", "rejected")}
+        return pair_rows(chat, row.get(keys["prompt"]), pair, where, reward=False)
     if kind == "rl":
-        raw, text = chat.prompt_text(prompt, where)
-        if not text:
+        _, _, ids = chat.encode_prompts([row.get(keys["prompt"])], [where])[0]
+        if not ids:
             raise DataError(f"The prompt of {where} is empty.")
-        return [[Segment(text, learned=False, takes_bos=chat.takes_bos(raw))]]
-    answer_key = keys["response"] if kind == "pair" else "chosen"
-    answer = single_answer(row.get(answer_key))
-    if not isinstance(answer, str):
-        raise DataError(f"'{answer_key}' of {where} must be text, got {type(answer).__name__}.")
-    return [pair_segments(chat, prompt, answer, where, tools)]
+        return [(ids, [0] * len(ids))]
+    messages_key = keys["messages"] if kind == "chat" else None
+    answers = sft_answers(chat, row, where, messages_key, keys["prompt"], keys["response"], keys["tools"])
+    return encode_answers(chat, [answers], [where])[0]

@@ -8,7 +8,7 @@ start, so that one that cannot be used is found before a model is loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from verl.config.sections.preference import PreferenceAlgorithmConfig
-from verl.data.chat import ChatFormat, Messages, as_messages, read_template
+from verl.data.chat import ChatFormat, read_template
 from verl.data.columns import require_column
+from verl.data.conversations import Row, pair_rows
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import choose_rows
-from verl.data.segments import Segment, conversation_segments, encode_segments, pair_segments, single_answer
 from verl.data.sft_dataset import Encoded, fit_encoded, pad_encoded
 from verl.errors import DataError
 
@@ -91,9 +91,7 @@ class PreferenceDataset:
         same = cut = lost = alike = longest = 0
         for start in range(0, total, 512):
             numbers = [int(number) for number in chosen_rows[start : start + 512]]
-            names = [self.rows.origin(number) for number in numbers]
-            pairs = [self._pair(self.rows[number], name) for number, name in zip(numbers, names, strict=True)]
-            encoded = self._encode([side for pair in pairs for side in pair], names)
+            encoded = [side for number in numbers for side in self._pair(number)]
             for number, chosen, rejected in zip(numbers, encoded[::2], encoded[1::2], strict=True):
                 if chosen == rejected:
                     same += 1
@@ -116,16 +114,6 @@ class PreferenceDataset:
                 items.append(PreferenceItem(sides, number, self._margin(number)))
         self._report(total, len(items), same, cut, lost, alike, longest)
         return items
-
-    def _encode(self, sides: list[Any], names: list[str]) -> list[tuple[list[int], list[int]]]:
-        if self.use != "reward":
-            return encode_segments(self._chat, sides, [name for name in names for _ in range(2)])
-        # A value is computed before each token that is learned from: one more token asks for that of the last one.
-        chat = ChatFormat(self.tokenizer)
-        where = [name for name in names for _ in range(2)]
-        rows = [chat.conversation_ids(*side) for side in zip(sides, where, strict=True)]
-        end: Any = self.tokenizer.pad_token_id
-        return [([*ids, end], [0] * len(ids) + [int(bool(ids))]) for ids in rows]
 
     def _margin(self, number: int) -> float:
         name = getattr(self.config, "margin_key", None)
@@ -178,35 +166,14 @@ class PreferenceDataset:
         if not kept:
             raise DataError(f"{self.files_key}: no usable pair in {total} rows.")
 
-    def _pair(self, row: Mapping[str, Any], where: str) -> tuple[Any, Any]:
-        prompt_key, chosen_key, rejected_key = self._keys
-        prompt = row.get(prompt_key)
-        answers = [row.get(chosen_key), row.get(rejected_key)]
-        if prompt is None:
-            prompt, answers = _shared_beginning(answers, where, prompt_key)
-        sides = [
-            self._side(prompt, answer, key, where)
-            for answer, key in zip(answers, self._keys[1:], strict=True)
-        ]
-        return sides[0], sides[1]
-
-    def _side(self, prompt: Any, answer: Any, key: str, where: str) -> list[Segment] | Messages:
-        """Its segments; for a reward model its messages."""
-        answer = single_answer(answer)
-        if isinstance(answer, str) and self.use == "reward":
-            answer, prompt = [{"role": "assistant", "content": answer}], _as_user(prompt)
-        if isinstance(answer, str):
-            return pair_segments(self._chat, prompt, answer, where)
-        following, before = as_messages(answer), self._chat.messages_of(prompt)
-        if following is None:
-            raise DataError(f"{self.files_key}: '{key}' of {where} is neither a string nor messages.")
-        if before is None:
-            raise DataError(
-                f"{self.files_key}: '{key}' of {where} is several messages, so '{self._keys[0]}' must be messages too."
-            )
-        if self.use == "reward":
-            return [*before, *following]
-        return conversation_segments([*before, *following], self._chat, where, learn_from=len(before))
+    def _pair(self, number: int) -> list[Row]:
+        row, (prompt_key, *answer_keys) = self.rows[number], self._keys
+        answers = {key: row.get(key) for key in answer_keys}
+        where, reward = self.rows.origin(number), self.use == "reward"
+        try:
+            return pair_rows(self._chat, row.get(prompt_key), answers, where, reward)
+        except DataError as error:
+            raise DataError(f"{self.files_key}: {error}") from error
 
     def __len__(self) -> int:
         return len(self.items)
@@ -258,29 +225,9 @@ def preference_loader(
     return Loader(dataset, config.train_batch_size, order=order, drop_last=training, num_workers=workers)
 
 
-def _as_user(prompt: Any) -> Any:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
 def _answered_by(mine: Encoded, other: Encoded, limit: int) -> Encoded:
     """The prompt of one row with the answer of another, cut at `limit` from the right."""
     start, answer = int(mine[1].argmax()), int(other[1].argmax())
     ids = np.concatenate([mine[0][:start], other[0][answer:]])[:limit]
     mask = np.concatenate([np.zeros(start, mine[1].dtype), other[1][answer:]])[:limit]
     return ids, mask
-
-
-def _shared_beginning(answers: Sequence[Any], where: str, prompt_key: str) -> tuple[Messages, list[Any]]:
-    """The messages two conversations both start with, and those that follow in each."""
-    chosen, rejected = (as_messages(answer) for answer in answers)
-    if chosen is None or rejected is None:
-        raise DataError(
-            f"{where} has no '{prompt_key}' (data.prompt_key), and its answers are not conversations either."
-        )
-    shared = 0
-    # At least the last message of each is the answer itself, also when the answers are equal.
-    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
-        shared += 1
-    if not shared:
-        raise DataError(f"The two conversations of {where} do not start with the same message.")
-    return chosen[:shared], [chosen[shared:], rejected[shared:]]

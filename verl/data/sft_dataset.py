@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from verl.data.assemble import pad_right
-from verl.data.chat import ChatFormat, as_messages, read_template, truncate
+from verl.data.chat import ChatFormat, read_template, truncate
 from verl.data.columns import require_column
+from verl.data.conversations import Answer, encode_answers, sft_answers
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import choose_rows
-from verl.data.segments import Segment, conversation_rows, encode_segments, pair_segments, single_answer
-from verl.data.tool_messages import as_tools
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -118,12 +117,14 @@ class SFTDataset:
         nothing_left = 0
         for start in range(0, len(chosen), 512):
             numbers = [int(number) for number in chosen[start : start + 512]]
-            cut = [(n, self._rows_of(self.rows[n], self.rows.origin(n))) for n in numbers]
-            split += [len(rows) for _, rows in cut if len(rows) > 1]
-            sources = [number for number, rows in cut for _ in rows]
-            names = [self.rows.origin(number) for number in sources]
-            encoded_rows = encode_segments(self._chat, [row for _, rows in cut for row in rows], names)
-            for number, (ids, mask) in zip(sources, encoded_rows, strict=True):
+            names = [self.rows.origin(number) for number in numbers]
+            answers = [self._answers(self.rows[n], name) for n, name in zip(numbers, names, strict=True)]
+            encoded_rows = encode_answers(self._chat, answers, names)
+            split += [len(rows) for rows in encoded_rows if len(rows) > 1]
+            flat = [
+                (number, *row) for number, rows in zip(numbers, encoded_rows, strict=True) for row in rows
+            ]
+            for number, ids, mask in flat:
                 if len(ids) > self.config.max_length:
                     too_long.append((len(ids), number))
                     if self.config.truncation == "error":
@@ -141,8 +142,9 @@ class SFTDataset:
         """`split`: the rows that each conversation with more than one became."""
         if split:
             logger.info(
-                "%s: %d of %d conversations are %d rows: the chat template writes earlier messages differently once "
-                "later ones follow (Qwen 3 drops their thinking), so each answer whose context changes has its own row",
+                "%s: %d of %d conversations are %d rows: the chat template or the tokenizer writes earlier messages "
+                "differently once later ones follow (Qwen 3 drops their thinking), so each answer whose context "
+                "changes has its own row",
                 self.files_key,
                 len(split),
                 total,
@@ -167,23 +169,15 @@ class SFTDataset:
         if nothing_left:
             logger.warning("%d rows are dropped: nothing of their response remained", nothing_left)
 
-    def _rows_of(self, row: Mapping[str, Any], where: str) -> list[list[Segment]]:
-        tools = as_tools(row.get(self.config.tools_key), f"{self.files_key}: {where}")
-        if self._conversations:
-            messages = as_messages(row.get(self.config.messages_key))
-            if messages is None:
-                raise DataError(
-                    f"{self.files_key}: '{self.config.messages_key}' of {where} is not a list of messages with "
-                    f"'role' and 'content': {str(row.get(self.config.messages_key))[:200]!r}."
-                )
-            return conversation_rows(messages, self._chat, where, tools=tools)
-        response = single_answer(row.get(self.config.response_key))
-        if not isinstance(response, str):
-            raise DataError(
-                f"{self.files_key}: '{self.config.response_key}' of {where} must be a string, "
-                f"got {type(response).__name__}."
+    def _answers(self, row: Mapping[str, Any], where: str) -> list[Answer]:
+        config = self.config
+        key = config.messages_key if self._conversations else None
+        try:
+            return sft_answers(
+                self._chat, row, where, key, config.prompt_key, config.response_key, config.tools_key
             )
-        return [pair_segments(self._chat, row.get(self.config.prompt_key), response, where, tools)]
+        except DataError as error:
+            raise DataError(f"{self.files_key}: {error}") from error
 
     def __len__(self) -> int:
         return len(self.items)

@@ -98,24 +98,15 @@ def as_tools(value: Any, where: str, key: str = "data.tools_key") -> list[dict[s
     return schemas
 
 
-def read_calls(messages: Sequence[Mapping[str, Any]], where: str) -> Messages:
-    """The messages with each call as `{"function": {"name", "arguments"}}` and arguments as a mapping: templates turn
-    them into text themselves. Empty lists of calls are left out."""
-    return [_with_calls(message, f"message {number} of {where}") for number, message in enumerate(messages)]
-
-
-def _with_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    calls = _parsed(message.get("tool_calls"))
+def as_call_list(value: Any, role: str, where: str) -> list[dict[str, Any]]:
+    """The calls of a message, each as `{"function": {"name", "arguments"}}` with arguments as a mapping: templates turn
+    them into text themselves."""
+    calls = _parsed(value)
     if calls is not None and not isinstance(calls, list):
         raise DataError(f"'tool_calls' of {where} must be a list, got {str(calls)[:200]!r}.")
-    if not calls:
-        return kept
-    if message["role"] != "assistant":
-        raise DataError(
-            f"{where} has 'tool_calls', but its role is {message['role']!r}: only 'assistant' may."
-        )
-    return {**kept, "tool_calls": [_call(_parsed(call), where) for call in calls]}
+    if calls and role != "assistant":
+        raise DataError(f"{where} has 'tool_calls', but its role is {role!r}: only 'assistant' may.")
+    return [_call(_parsed(call), where) for call in calls or ()]
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:
@@ -169,6 +160,21 @@ def _wrapped(function: Mapping[str, Any]) -> dict[str, Any]:
     inner = {name: value for name, value in _filled(function).items() if name not in ("id", "type")}
     outer = {"id": function["id"]} if function.get("id") else {}
     return {"type": "function", **outer, "function": inner}
+
+
+def stored_calls(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """With arguments as text: a table would give every call the fields of all others."""
+    return [
+        {**message, "tool_calls": [_stored(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _stored(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
 
 
 # -- for templates that take less

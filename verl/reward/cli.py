@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.config.schema import RewardConfig, RewardFunctionConfig
-from verl.data.chat import as_messages, plain_text
 from verl.data.files import read_rows
+from verl.data.messages import plain_text, read_messages
 from verl.errors import ConfigError, DataError, RewardError
 from verl.reward.base import RewardSample
 from verl.reward.managers import FunctionRewardManager, build_reward_manager
@@ -111,7 +111,7 @@ def _sample(
     number: int, row: Mapping[str, Any], response: str, prompt_key: str | None, source: str
 ) -> RewardSample:
     prompt = row.get(prompt_key) if prompt_key else None
-    messages = as_messages(prompt)
+    messages = read_messages(prompt, f"row {number}")
     return RewardSample(
         index=number,
         prompt=plain_text(messages) if messages else str(prompt or ""),

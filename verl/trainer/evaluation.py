@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.validation import validation_metrics
-from verl.data.chat import as_messages, plain_text
 from verl.data.columns import require_column
 from verl.data.files import Rows, read_rows
+from verl.data.messages import plain_text, read_messages
 from verl.data.rl_dataset import as_mapping, truth_of
 from verl.errors import DataError, RewardError
 from verl.observe.console import counting, shared_console
@@ -181,7 +181,7 @@ def _samples(
     """One for each response of a row, numbered from `first`."""
     responses = _responses(row.get(data.response_key), origin, data.response_key)
     prompt = row.get(data.prompt_key)
-    messages = as_messages(prompt)
+    messages = read_messages(prompt, origin)
     named = (data.prompt_key, data.data_source_key, *_SAMPLE_FIELDS)
     columns = {name: row[name] for name in _data_columns(list(row), data) if name not in named}
     lengths = _per_response(row.get(f"{data.response_key}_length"), len(responses), 0)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from verl.data.chat import as_messages
 from verl.data.files import Rows
+from verl.data.messages import is_conversation
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import RLDataset
 from verl.errors import DataError
@@ -201,7 +201,7 @@ def _length(column: Any) -> int | None:
 def _is_row(item: Mapping[str, Any], prompt_key: str) -> bool:
     """Whether a mapping is one row: its prompt is a text or a conversation, not a column of them."""
     prompt = item.get(prompt_key)
-    return isinstance(prompt, str) or as_messages(prompt) is not None
+    return isinstance(prompt, str) or is_conversation(prompt)
 
 
 def _require_prompt(row: Mapping[str, Any], prompt_key: str) -> None:
@@ -214,7 +214,7 @@ def _require_prompt(row: Mapping[str, Any], prompt_key: str) -> None:
 
 def _is_prompt(item: Any) -> bool:
     """A text, or a conversation."""
-    return isinstance(item, str) or as_messages(item) is not None
+    return isinstance(item, str) or is_conversation(item)
 
 
 def _conversations_collated(column: Any) -> bool:

@@ -26,6 +26,7 @@ from verl.checkpoint.steps import list_steps
 from verl.config.machine import on_cpu
 from verl.data.assemble import assemble_rollouts
 from verl.data.chat import ChatFormat, load_tokenizer
+from verl.data.conversations import answer_ids
 from verl.data.files import Rows
 from verl.data.proto import DataProto
 from verl.data.rl_dataset import RLDataset
@@ -244,10 +245,10 @@ class Session:
         """
         self._check_open()
         rows = self._prompts(prompts)
-        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         chat = ChatFormat.of(self.tokenizer, self.cfg.data)
-        encoded = chat.encode([chat.answer(text, "a response") for text in responses])
-        answers = [Response("", 0, [*ids, *end], [], "stop") for ids in encoded]
+        names = [f"prompt {number}" for number in range(len(rows))]
+        encoded = answer_ids(chat, rows.non_tensor_batch["raw_prompt"].tolist(), responses, names)
+        answers = [Response("", 0, ids, [], "stop") for ids in encoded]
         out = assemble_rollouts(rows, answers, self._group.pad_token_id)
         del out.non_tensor_batch["policy_version"]  # no policy drew them
         return out

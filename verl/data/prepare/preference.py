@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from verl.data.chat import Messages
+from verl.data.messages import after_prompt
 from verl.data.prepare.base import Recipe, Row, first_of
-from verl.data.prepare.sft_chat import turns_of
+from verl.data.prepare.sft_chat import turns_of, with_system
+from verl.data.tool_messages import Messages, stored_calls
 from verl.errors import DataError
 
 _SPEAKER = re.compile(r"\n\n(Human|Assistant): ?")
@@ -26,26 +27,25 @@ def dialogue(text: str) -> Messages | None:
     ]
 
 
-def _conversation(value: Any, prompt: Messages | None, what: str) -> Messages:
-    turns = dialogue(value) if isinstance(value, str) else turns_of(value)
-    if turns is None and isinstance(value, str):
-        turns = [{"role": "assistant", "content": value}]
-    if not turns:
+def _turns(value: Any, role: str, what: str) -> Messages:
+    """Messages of any form; a text that is none is one message of `role`."""
+    text = value if isinstance(value, str) else ""
+    turns = turns_of(value) or dialogue(text) or ([{"role": role, "content": text}] if text else None)
+    if turns is None:
         raise DataError(f"'{what}' is neither text nor messages: {str(value)[:100]!r}")
-    if prompt and turns[: len(prompt)] != prompt:
-        turns = [*prompt, *turns]
     return turns
 
 
 def convert(row: Mapping[str, Any], index: int, split: str) -> Row | None:
     given = row.get("prompt", row.get("question", row.get("instruction")))
-    prompt = [{"role": "user", "content": given}] if isinstance(given, str) else turns_of(given)
-    if isinstance(given, str) and dialogue(given):
-        prompt = dialogue(given)
-    chosen, rejected = (
-        _conversation(first_of(row, names, names[0]), prompt, names[0])
+    sides = [
+        _turns(first_of(row, names, names[0]), "assistant", names[0])
         for names in (("chosen", "response_chosen"), ("rejected", "response_rejected"))
-    )
+    ]
+    if given:
+        prompt = _turns(given, "user", "prompt")
+        sides = [[m for part in after_prompt(prompt, side, "the row") for m in part] for side in sides]
+    chosen, rejected = (with_system(row, side) for side in sides)
     if (
         chosen[-1]["role"] != "assistant"
         or rejected[-1]["role"] != "assistant"
@@ -54,7 +54,11 @@ def convert(row: Mapping[str, Any], index: int, split: str) -> Row | None:
         return None  # the answers do not follow the same conversation
     if chosen == rejected or len(chosen) < 2:
         return None
-    return {"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+    return {
+        "prompt": stored_calls(chosen[:-1]),
+        "chosen": stored_calls(chosen[-1:]),
+        "rejected": stored_calls(rejected[-1:]),
+    }
 
 
 RECIPE = Recipe(

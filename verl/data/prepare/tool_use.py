@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from verl.data.messages import read_messages, read_turns
 from verl.data.prepare.base import Recipe, Row
-from verl.data.tool_messages import Messages, as_tools, read_calls, tools_text
+from verl.data.tool_messages import Messages, as_tools, stored_calls, tools_text
 from verl.errors import DataError
 from verl.json_input import parse_json
 
@@ -114,8 +115,7 @@ def conversation(row: Mapping[str, Any]) -> Messages:
         (row[name] for name in ("messages", "conversations", "conversation") if row.get(name) is not None),
         None,
     )
-    if isinstance(turns, str):
-        turns = parse_json(turns) if turns.lstrip().startswith("[") else None
+    turns = read_turns(turns, "the row")
     if turns is None and isinstance(row.get("chat"), str):
         turns = _dialogue(row["chat"])
     if turns is None and row.get("query") is not None and row.get("answers") is not None:
@@ -125,12 +125,12 @@ def conversation(row: Mapping[str, Any]) -> Messages:
             {"role": "user", "content": row["query"]},
             {"role": "assistant", "content": "", "tool_calls": calls},
         ]
-    if not isinstance(turns, Sequence) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+    if not turns:
         raise DataError(
             "no conversation: looked for messages, conversations, chat (Glaive) and query with answers (xLAM); "
             f"the columns are {', '.join(row)}"
         )
-    return read_calls([_turn(turn) for turn in turns], "the conversation")
+    return read_messages([_turn(turn) for turn in turns], "the conversation") or []
 
 
 # -- the tools
@@ -183,17 +183,6 @@ def _plain(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
 
 
-def _stored(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as text: a table would give every call the fields of all others."""
-    if "tool_calls" not in message:
-        return dict(message)
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
-
-
 def _described(question: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
     """The tools and how to call one in the system message."""
     if not tools:
@@ -227,7 +216,7 @@ def convert(row: Mapping[str, Any], index: int, split: str) -> Row | None:
         "data_source": "tool_use",
         "prompt": _described(question, tools),
         "question": question,
-        "messages": [_stored(message) for message in messages],
+        "messages": stored_calls(messages),
         "tools": json.dumps(tools),
         "ability": "tools",
         "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
