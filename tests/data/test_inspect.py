@@ -72,6 +72,20 @@ def test_fine_tuning_rows(run: Callable, model: str, tmp_path: Path, write_jsonl
     assert "preference pairs" in run(write_jsonl(tmp_path / "f.jsonl", [pair]), "--model", model)[1]
 
 
+def test_pairs_are_read_as_the_trainer_reads_them(
+    run: Callable, model: str, tmp_path: Path, write_jsonl: Callable
+) -> None:
+    shared = [*user("a"), {"role": "assistant", "content": "EARLIER"}, *user("b")]
+    sides = {name: [*shared, {"role": "assistant", "content": name * 9}] for name in ("chosen", "rejected")}
+    file = write_jsonl(tmp_path / "p.jsonl", [sides])
+    status, text = run(file, "--model", model, "--max_length", "120")
+    seen, learned = text.split("of it, learned from:\n")
+    assert status == 0 and "EARLIER" in seen and "EARLIER" not in learned and "chosen" in learned
+    assert "longer than 120: 1 of 1 rows" in seen  # by the longer answer, which is the rejected one
+    status, text = run(write_jsonl(tmp_path / "n.jsonl", [{**sides, "rejected": None}]), "--model", model)
+    assert status == 1 and "refused: 1 of 1 rows" in text
+
+
 def test_what_is_learned_is_shown(run: Callable, tmp_path: Path, write_jsonl: Callable) -> None:
     chat_tokenizer("qwen3").save_pretrained(tmp_path / "qwen3")
     call = {"function": {"name": "lookup", "arguments": {"word": "x"}}}

@@ -82,7 +82,7 @@ class ChatTurns:
 
     def after(self, drawn: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """What follows a turn of the model: its end if it did not draw it, the messages, the next header."""
-        ids = self.chat.encode([self._after_text(messages)])[0]
+        ids = self.chat.encode_following([self._after_text(messages)])[0]
         end = next((at for at, token in enumerate(ids) if token in self.end_token_ids), len(ids))
         # Encoded with the end of the turn in front, as it is when the whole conversation is encoded.
         return ids[end + 1 :] if drawn and ids[end : end + 1] == [drawn[-1]] else ids
@@ -169,7 +169,7 @@ class ChatTurns:
     def _find_end(self, answers: Sequence[Message]) -> int | None:
         """The special token that the template ends a turn with when these messages follow."""
         after = self._after_text(answers)
-        for token in self.chat.encode([after])[0][:2]:  # whitespace may come first
+        for token in self.chat.encode_following([after])[0][:2]:  # whitespace may come first
             written = str(self.chat.tokenizer.convert_ids_to_tokens(token))
             if token in self._atomic and after.lstrip().startswith(written):
                 return token

@@ -489,32 +489,32 @@ class ChatFormat:
         )
         return [self._special.encode(text) if is_marked(text) else next(encoded) for text in texts]
 
-    def encode_following(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts with marks as what follows other text: without the space that some tokenizers put in front of
-        every text, and without tokens that reach into what comes before."""
+    def encode_following(self, texts: Sequence[str], before: Sequence[str] = ()) -> list[list[int]]:
+        """Ids of texts with marks as what follows other text, that in `before` where it is given: without the space
+        that some tokenizers put in front of every text, and without tokens that reach into what comes before."""
         if not self._adds_space:
             return self.encode(texts)
         found: dict[int, list[int]] = {}
-        for anchor, (start, *_) in zip(_ANCHORS, self._anchors, strict=True):
+        for fronts in filter(None, (before, *([anchor] * len(texts) for anchor in _ANCHORS))):
             left = [number for number in range(len(texts)) if number not in found]
-            for number, ids in zip(
-                left, self.encode([anchor + texts[number] for number in left]), strict=True
-            ):
-                if ids[: len(start)] == start:
-                    found[number] = ids[len(start) :]
+            starts = self.encode([fronts[number] for number in left])
+            wholes = self.encode([fronts[number] + texts[number] for number in left])
+            for number, start, whole in zip(left, starts, wholes, strict=True):
+                # A special token at the end of what comes before may take the white space after it.
+                lost = fronts is before and texts[number][:1].isspace()
+                if whole[: len(start)] == start and not lost:
+                    found[number] = whole[len(start) :]
         return [
             found[number] if number in found else self.encode([text])[0] for number, text in enumerate(texts)
         ]
 
     @cached_property
-    def _anchors(self) -> list[tuple[list[int], list[int]]]:
-        """For each text to put in front: its ids, and those of it with a letter behind."""
-        return [(self.encode([anchor])[0], self.encode([anchor + "a"])[0]) for anchor in _ANCHORS]
-
-    @cached_property
     def _adds_space(self) -> bool:
-        (letter,) = self.encode(["a"])
-        return all(both != start + letter for start, both in self._anchors)
+        letter, *both = self.encode(["a", *_ANCHORS, *(anchor + "a" for anchor in _ANCHORS)])
+        return all(
+            whole != start + letter
+            for start, whole in zip(both[: len(_ANCHORS)], both[len(_ANCHORS) :], strict=True)
+        )
 
     def prompt_ids(self, texts: Sequence[str], takes_bos: Sequence[bool]) -> list[list[int]]:
         """Ids of prompts, texts with marks. The beginning token goes in front of those that no template has written,

@@ -277,7 +277,9 @@ def encode_answers(
     prompts = iter(
         chat.prompt_ids([answer.prompt for answer in answers], [answer.takes_bos for answer in answers])
     )
-    texts = iter(chat.encode_following([answer.text for answer in answers]))
+    texts = iter(
+        chat.encode_following([answer.text for answer in answers], [answer.prompt for answer in answers])
+    )
     atomic = chat.atomic_ids()
     return [
         _rows(chat, atomic, [(next(prompts), next(texts)) for _ in conversation], name)
