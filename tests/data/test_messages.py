@@ -230,6 +230,11 @@ def test_a_conversation_in_which_the_prompt_is_not_is_refused(prompt: Any, answe
         after_prompt(prompt, answer, "row 3")
 
 
+def test_answers_in_a_row_that_conversations_share_are_turns_of_their_own(tokenizer: Any) -> None:
+    whole = {"chosen": [USER, ANSWER, ANSWER], "rejected": [USER, ANSWER, {**ANSWER, "content": "bad"}]}
+    assert pair_text(tokenizer, whole) == sft_text(tokenizer, {"messages": whole["chosen"]})
+
+
 def test_a_string_prompt_beside_whole_conversations(tokenizer: Any) -> None:
     whole = {"chosen": TALK, "rejected": [USER, {**ANSWER, "content": "bad"}]}
     wanted = pair_text(tokenizer, whole)

@@ -184,6 +184,8 @@ def shared_beginning(chosen: Messages, rejected: Messages, where: str) -> Messag
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
+    while shared and chosen[shared - 1]["role"] == chosen[shared]["role"] == "assistant":
+        shared -= 1  # a prompt that ends with the assistant would be continued
     if not shared:
         raise DataError(f"The two conversations of {where} do not start with the same message.")
     return chosen[:shared]
