@@ -82,6 +82,9 @@ def test_pairs_are_read_as_the_trainer_reads_them(
     seen, learned = text.split("of it, learned from:\n")
     assert status == 0 and "EARLIER" in seen and "EARLIER" not in learned and "chosen" in learned
     assert "longer than 120: 1 of 1 rows" in seen  # by the longer answer, which is the rejected one
+    named = write_jsonl(tmp_path / "o.jsonl", [{"good": sides["chosen"], "rejected": sides["rejected"]}])
+    _, text = run(named, "--model", model, "--chosen_key", "good")
+    assert text.endswith(f"of it, learned from:\n{learned}")
     status, text = run(write_jsonl(tmp_path / "n.jsonl", [{**sides, "rejected": None}]), "--model", model)
     assert status == 1 and "refused: 1 of 1 rows" in text
 

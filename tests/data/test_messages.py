@@ -341,5 +341,7 @@ def test_prompts_of_rollouts_and_rewards_have_calls_as_the_template_takes_them(t
 def test_a_template_that_refuses_a_row_of_a_reward_model_names_it(new_tokenizer: Any) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     row = {"prompt": [SYSTEM, USER], "chosen": "a", "rejected": "b"}
-    with pytest.raises(DataError, match=r"data.train_files: .*refuses row 0 of the given rows: no system role"):
+    with pytest.raises(
+        DataError, match=r"data.train_files: .*refuses row 0 of the given rows: no system role"
+    ):
         pair_text(new_tokenizer(template=template), row, "reward")

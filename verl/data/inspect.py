@@ -19,6 +19,7 @@ from verl.data.files import Rows, read_rows
 from verl.data.messages import is_conversation, plain_text, read_messages
 from verl.errors import DataError, VerlError
 
+_COLUMNS = ("prompt", "response", "messages", "tools", "chosen", "rejected")
 _KINDS = {
     "rl": "prompts for reinforcement learning (main_ppo)",
     "pair": "prompts with responses for fine-tuning (sft_trainer); as prompts alone, for reinforcement learning",
@@ -30,7 +31,7 @@ _KINDS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", help="files, folders or a dataset id")
     parser.add_argument("--model", help="model folder or id whose tokenizer and chat template to use")
-    for name in ("prompt", "response", "messages", "tools"):
+    for name in _COLUMNS:
         parser.add_argument(f"--{name}_key", default=name, help=f"data.{name}_key (default: {name})")
     parser.add_argument(
         "--apply_chat_template",
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when the trainer would take every row, 1 when it would refuse some."""
     rows = read_rows(args.files, key="FILE")
-    keys = {name: getattr(args, f"{name}_key") for name in ("prompt", "response", "messages", "tools")}
+    keys = {name: getattr(args, f"{name}_key") for name in _COLUMNS}
     kind = kind_of(rows.column_names, keys)
     lines = [f"{name}: {count} rows" for name, _, count in rows.files()]
     lines += ["", f"{len(rows)} rows, columns:", *_column_lines(rows), ""]
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def kind_of(columns: Sequence[str], keys: Mapping[str, str]) -> str | None:
     """What rows with these columns are; None when no trainer takes them."""
-    if "chosen" in columns and "rejected" in columns:
+    if keys["chosen"] in columns and keys["rejected"] in columns:
         return "preference"
     if keys["messages"] in columns and (keys["response"] in columns or keys["prompt"] not in columns):
         return "chat"
@@ -175,7 +176,7 @@ def _encoded(
 ) -> list[Row]:
     """The rows that the trainer makes of a row; both of a pair."""
     if kind == "preference":
-        pair = {name: row.get(name) for name in ("chosen", "rejected")}
+        pair = {keys[name]: row.get(keys[name]) for name in ("chosen", "rejected")}
         return pair_rows(chat, row.get(keys["prompt"]), pair, where, reward=False)
     if kind == "rl":
         _, _, ids = chat.encode_prompts([row.get(keys["prompt"])], [where])[0]
