@@ -126,7 +126,7 @@ def test_json_nested_too_deeply_or_with_too_many_digits_is_refused_by_file_and_l
 
 def test_json_text_in_a_column_that_is_nested_too_deeply_is_taken_as_plain_text() -> None:
     from verl.data.chat import as_messages
-    from verl.data.rl_dataset import truth_of
+    from verl.data.reward_columns import truth_of
 
     assert as_messages(f'[{{"role": "user", "content": {DEEP}}}]') is None
     assert truth_of({"reward_model": f'{{"ground_truth": {DEEP}}}', "answer": "1"}) == "1"

@@ -52,7 +52,7 @@ class Task:
     id: int
     key: Hashable
     function: int
-    rows: tuple[int, ...]
+    rows: tuple[str, ...]
     payload: bytes
     sent_at: float = 0.0
     alone: bool = False
