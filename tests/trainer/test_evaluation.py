@@ -188,6 +188,18 @@ def test_every_form_of_the_truth(evaluate: Evaluate, truth: dict[str, Any], more
     assert evaluate(rows, EXACT, *more)["data_sources"]["digits"]["core"]["reward/mean@1"] == 1
 
 
+@pytest.mark.parametrize("gold", ['{"name": "f"}', {"name": "f"}])
+def test_a_truth_may_be_json(evaluate: Evaluate, gold: Any) -> None:
+    function = (
+        "import json\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    return float(ground_truth in (solution_str, json.loads(solution_str)))\n"
+    )
+    rows = [{"prompt": "q", "data_source": "calls", "gold": gold, "responses": ['{"name": "f"}']}]
+    found = evaluate(rows, function, "data.reward_model_key=gold", "reward.in_process=True")
+    assert found["data_sources"]["calls"]["core"]["reward/mean@1"] == 1
+
+
 def test_columns_of_other_names(evaluate: Evaluate, tmp_path: Path) -> None:
     rows = [{"question": "q", "from": "here", "text": "7", "answer": "7"}]
     function = (

@@ -228,15 +228,18 @@ def test_gsm8k_from_the_real_files(gsm8k_folder: Path, tmp_path: Path) -> None:
         ("one", "train", "eval"),
     ],
 )
-@pytest.mark.parametrize("pattern", [False, True])
+@pytest.mark.parametrize("given", ["in", "in*", "in/*/*", "files"])
 def test_splits_stay_apart_wherever_their_files_lie(
-    names: tuple[str, ...], pattern: bool, tmp_path: Path
+    names: tuple[str, ...], given: str, tmp_path: Path
 ) -> None:
     for name, number in zip(names, (1, 2, 3), strict=True):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         jsonl(tmp_path / "in" / f"{name}.jsonl", {"question": "How many?", "answer": f"#### {number}"})
-    source = str(tmp_path / ("in*" if pattern else "in"))
-    assert run("gsm8k", "--from", source, "--to", str(tmp_path / "out")) == 0
+    if given == "files" or (given == "in/*/*" and "/" not in names[0]):
+        sources = [str(tmp_path / "in" / f"{name}.jsonl") for name in names]
+    else:
+        sources = [str(tmp_path / given)]
+    assert run("gsm8k", "--from", *sources, "--to", str(tmp_path / "out")) == 0
     found = {
         file.stem: sorted(truth_of(row) for row in read_rows(file)) for file in (tmp_path / "out").iterdir()
     }

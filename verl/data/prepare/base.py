@@ -88,7 +88,8 @@ def _by_split(recipe: Recipe, entry: str) -> Mapping[str, Sequence[str | Path]]:
     if path.is_dir():
         return files_by_split(path, "--from")
     if is_data_file(path):
-        return {split_of(Path(path.name)) or "train": [path]}
+        named = split_of(Path(path.name)) or SPLITS.get(path.absolute().parent.name.lower())
+        return {named or "train": [path]}
     if suffix in SPLITS:
         return {SPLITS[suffix]: [entry]}
     return {SPLITS[split]: [f"{entry}:{split}"] for split in recipe.hub_splits}
