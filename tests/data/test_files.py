@@ -202,6 +202,8 @@ def test_a_table_has_the_columns_of_every_row() -> None:
         {"a": None, "b": None, "c": [0.5]},
         {"a": None, "b": {"k": None, "l": 1}, "c": None},
     ]
+    numbered: list[Any] = [{0: "x"}, {1: "y"}]
+    assert Rows.from_list(numbered).table([1]).to_pylist() == [{"0": None, "1": "y"}]
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A pyarrow table with every column that any row has; `Table.from_pylist` takes those of the first row only."""
     import pyarrow as pa
 
-    return pa.table({name: [row.get(name) for row in rows] for name in _columns_of(rows)})
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({str(name): [row.get(name) for row in rows] for name in names})
 
 
 def read_rows(files: Files, *, key: str = "data.train_files", split: str = "train") -> Rows:
