@@ -126,6 +126,22 @@ def test_samples_without_a_value_are_left_out_and_counted():
     assert metrics["val-aux/s/reward/missing"] == 3
 
 
+def test_acc_is_the_headline_only_where_every_scored_sample_has_it(caplog: pytest.LogCaptureFixture):
+    rewards, uids = [1.0, 0.0, 0.0, 0.0, None], list(range(5))
+    for nothing in (None, math.nan):
+        caplog.clear()
+        acc = [True, nothing, nothing, False, nothing]
+        metrics = validation_metrics(["s"] * 5, uids, {"reward": rewards, "acc": acc})
+        core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        assert core == {"val-core/s/reward/mean@1": 0.25, "val-core/s/reward/pass@1": 0.25}
+        assert metrics["val-aux/s/acc/mean@1"] == 0.5 and metrics["val-aux/s/acc/missing"] == 3
+        (said,) = caplog.messages
+        assert said.startswith("s: 2 of 4 scored responses have no acc")
+    caplog.clear()
+    metrics = validation_metrics(["s"] * 5, uids, {"reward": rewards, "acc": [1, 0, 0, 0, None]})
+    assert metrics["val-core/s/acc/mean@1"] == 0.25 and not caplog.messages
+
+
 def test_a_prompt_is_a_uid_within_its_source():
     metrics = validation_metrics(["a", "b"], ["same", "same"], {"reward": [1.0, 3.0]})
     assert metrics["val-core/a/reward/mean@1"] == 1.0 and metrics["val-core/b/reward/mean@1"] == 3.0

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from verl.data.columns import likely_column, require_column
-from verl.data.files import Rows, read_rows
+from verl.data.files import Rows, read_rows, split_of
 from verl.errors import DataError, MissingPackage
 
 ROWS = [{"prompt": 'a,b\n"c"', "n": 1}, {"prompt": "é", "n": 2}, {"prompt": "z", "n": 3}]
@@ -93,6 +93,116 @@ def test_a_folder_saved_by_datasets_reads_only_its_tables(tmp_path: Path) -> Non
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text('{"_split": null}')
     assert list(read_rows(tmp_path)) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train-00000-of-00001.parquet", "train"),
+        ("Validation.jsonl", "val"),
+        ("dev_1.csv", "val"),
+        ("data/test-0.parquet", "test"),
+        ("test/part-0.parquet", "test"),
+        ("test/train.jsonl", "train"),
+        ("gsm8k_eval.json", "test"),
+        ("trainer.json", None),
+        ("latest/x.json", None),
+    ],
+)
+def test_the_split_of_a_file_is_a_word_of_its_name_or_folder(name: str, split: str | None) -> None:
+    assert split_of(Path(name)) == split
+
+
+def folder_of(folder: Path, *names: str) -> Path:
+    """Each file has one row, its own name."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, [{"name": name}])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "test"),
+    [
+        (
+            [
+                "data/train-0.parquet",
+                "data/train-1.parquet",
+                "data/test-0.parquet",
+                "data/validation-0.parquet",
+            ],
+            ["data/train-0.parquet", "data/train-1.parquet"],
+            ["data/test-0.parquet"],
+        ),
+        (["train/a.arrow", "validation/a.arrow"], ["train/a.arrow"], ["validation/a.arrow"]),
+        (["a.jsonl", "test.jsonl"], ["a.jsonl"], ["test.jsonl"]),
+        (["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"]),
+        (["a.jsonl", "train.jsonl"], ["a.jsonl", "train.jsonl"], ["a.jsonl", "train.jsonl"]),
+        (["test.jsonl"], ["test.jsonl"], ["test.jsonl"]),
+    ],
+)
+def test_of_a_folder_with_several_splits_one_is_read(
+    names: list[str], train: list[str], test: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of(tmp_path, *names)
+    for split, expected in (("train", train), ("test", test)):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="verl.data.files"):
+            assert [row["name"] for row in read_rows(folder, split=split, key="KEY")] == expected
+        left_out = sorted(set(names) - set(expected))
+        said = "".join(caplog.messages)
+        other = (names, split) in ((["test.jsonl"], "train"), (["a.jsonl", "train.jsonl"], "test"))
+        assert len(caplog.messages) == (1 if left_out or other else 0)
+        assert all(name in said for name in left_out)
+
+
+def test_what_the_hub_and_datasets_keep_beside_the_data_is_not_read(tmp_path: Path) -> None:
+    folder = folder_of(
+        tmp_path, "train/a.jsonl", "train/cache-0a1b.arrow", "train/cache-0a_00000_of_00002.arrow"
+    )
+    for name in ("dataset_infos.json", "dataset_dict.json", "train/dataset_info.json", "train/state.json"):
+        write(folder / name)
+    assert list(read_rows(folder)) == [{"name": "train/a.jsonl"}]
+
+
+def test_a_folder_that_lacks_the_split_but_has_several_others(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "test.jsonl", "val.jsonl")
+    with pytest.raises(DataError, match=r"KEY: .*no files of train.*test: test.jsonl; val: val.jsonl"):
+        read_rows(folder, key="KEY")
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+@pytest.mark.parametrize(
+    ("column", "turns"),
+    [
+        ("messages", [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
+        ("messages", [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": []}]),
+        ("conversations", [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]),
+        ("prompt", [{"role": "user", "content": "q"}]),
+    ],
+)
+def test_one_conversation_is_one_row(column: str, turns: list[dict], ending: str, tmp_path: Path) -> None:
+    row = {column: turns, "id": 1}
+    (tmp_path / f"x.{ending}").write_text(json.dumps(row))
+    assert list(read_rows(tmp_path / f"x.{ending}")) == [row]
+    (tmp_path / "y.json").write_text(json.dumps(turns))
+    assert list(read_rows(tmp_path / "y.json")) == [{"messages": turns}]
+
+
+def test_a_table_has_the_columns_of_every_row() -> None:
+    rows = Rows.joined(
+        [
+            Rows.from_list([{"a": 1}, {"a": 2, "b": {"k": "x"}}, {"c": [0.5]}]),
+            Rows.from_list([{"b": {"l": 1}}]),
+        ]
+    )
+    assert rows.table([1, 2, 3]).to_pylist() == [
+        {"a": 2, "b": {"k": "x", "l": None}, "c": None},
+        {"a": None, "b": None, "c": [0.5]},
+        {"a": None, "b": {"k": None, "l": 1}, "c": None},
+    ]
+    numbered: list[Any] = [{0: "x"}, {1: "y"}]
+    assert Rows.from_list(numbered).table([1]).to_pylist() == [{"0": None, "1": "y"}]
 
 
 @pytest.mark.parametrize(

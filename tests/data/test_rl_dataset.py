@@ -25,7 +25,6 @@ from verl.data.rl_dataset import (
     measure_lengths,
     prompt_lengths,
     training_loader,
-    truth_of,
     validation_loader,
 )
 from verl.errors import ConfigError, DataError, ModelError
@@ -73,22 +72,6 @@ def test_a_full_row(tokenizer: Any, tmp_path: Path) -> None:
         "columns": {name: row[name] for name in ("ability", "reward_model", "agent_name", "tools_kwargs")},
     }
     assert not batch.batch and dataset[0]["ground_truth"] == "2"
-
-
-@pytest.mark.parametrize(
-    ("row", "truth"),
-    [
-        ({"reward_model": {"ground_truth": 0}, "ground_truth": "b", "answer": "c"}, 0),
-        ({"reward_model": {"style": "model"}, "ground_truth": "b", "answer": "c"}, "b"),
-        ({"reward_model": '{"ground_truth": "a"}', "answer": "c"}, "a"),
-        ({"reward_model": "{broken", "answer": "c"}, "c"),
-        ({"reward_model": None, "ground_truth": None, "answer": "c"}, "c"),
-        ({"reward_model": {"ground_truth": None}}, None),
-        ({}, None),
-    ],
-)
-def test_where_the_truth_is_found(row: dict, truth: Any) -> None:
-    assert truth_of(row) == truth
 
 
 def test_a_bare_row_gets_defaults(tokenizer: Any) -> None:

@@ -87,3 +87,28 @@ def test_missing_files_are_named(data, capsys):
     assert "nowhere.jsonl" in capsys.readouterr().err
     assert main(["reward", "test", "--data", data, "--kwargs", "{"]) == 2
     assert "not JSON" in capsys.readouterr().err
+
+
+def test_every_response_of_a_list_is_scored(tmp_path, capsys):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"responses": ["#### 1", "#### 2"], "answer": "#### 1"}, {"answer": "#### 1"}]
+    data.write_text("\n".join(json.dumps({"prompt": "q", "data_source": "gsm8k", **row}) for row in rows))
+    command = ["reward", "test", "--data", str(data), "--in-process", "--response-key", "responses", "--rows"]
+    assert main([*command, "1"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[1] for line in lines if line[:1] == ["score"]] == ["1", "0"]
+    assert [" ".join(line[1:]) for line in lines if line[:1] == ["response"]] == ["#### 1", "#### 2"]
+    assert main([*command, "2"]) == 2
+    assert "row 1 of" in capsys.readouterr().err
+
+
+def test_extra_info_of_a_csv_file(tmp_path, capsys):
+    fn = write(tmp_path, "def f(response, extra_info):\n    return extra_info['k']\n")
+    data = tmp_path / "rows.csv"
+    command = ["reward", "test", "--fn", fn, "--data", str(data), "--in-process"]
+    data.write_text('prompt,answer,extra_info\nq,1,"{""k"": 7}"\n')
+    assert main(command) == 0
+    assert "score         7 " in capsys.readouterr().out
+    data.write_text('prompt,answer,extra_info\nq,1,"{""k"": 7}"\nq,1,"{""k"": "\n')
+    assert main(command) == 2
+    assert "extra_info of row 1 of" in capsys.readouterr().err

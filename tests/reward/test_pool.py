@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -13,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from verl import processes
+from verl.child_process import HEADER
 from verl.config.schema import RewardConfig
 from verl.errors import RewardError
 from verl.reward.functions import FunctionSpec
 from verl.reward.pool import WorkerPool
+from verl.reward.worker import WorkerSetup
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills and limits are tested on Linux")
 
@@ -473,3 +477,24 @@ time.sleep(600)
     assert len(workers) == 2 and all(gone(pid) for pid in workers)
     pids = (tmp_path / "pids").read_text().split()
     assert pids and all(gone(int(pid)) for pid in pids)
+
+
+@pytest.mark.parametrize("told", [b"", b"setup", b"half"])
+def test_a_worker_whose_trainer_has_finished_ends_without_a_word(told: bytes) -> None:
+    setup = pickle.dumps(
+        WorkerSetup((FunctionSpec("verl.reward.scorers.gsm8k:compute_score"),), RewardConfig(), {})
+    )
+    frame = HEADER.pack(len(setup)) + setup
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.sendall({b"": b"", b"setup": frame, b"half": frame[:-1]}[told])
+        ours.close()
+        code = f"from verl.reward.worker import main; main({theirs.fileno()})"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            pass_fds=[theirs.fileno()],
+            check=False,
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

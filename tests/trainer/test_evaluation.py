@@ -136,17 +136,21 @@ def test_rewards_that_fail_cost_only_their_own_response(evaluate: Evaluate, tmp_
     bad = ["raise", "none", "nan", "text", "die"]
     rows = rows_of(["7", "1"], *([text, "7"] for text in bad))
     output = tmp_path / "scored.parquet"
-    found = evaluate(rows, function, f"data.output_path={output}")
+    rows.append(rows_of(["none", "none"])[0])
+    found = evaluate(rows, function, f"data.output_path={output}", "data.batch_size=3")
     numbers = found["data_sources"]["digits"]
-    assert (numbers["responses"], numbers["failed"]) == (12, 5)
+    assert (numbers["responses"], numbers["failed"]) == (14, 7)
     # One of two for the first row, one of one for each other: what has no score is left out.
     assert numbers["core"]["reward/mean@2"] == pytest.approx((0.5 + 5) / 6)
     scored = pq.read_table(output).to_pylist()
-    assert [row["responses_score"] for row in scored] == [[1.0, 0.0], *([[None, 1.0]] * 5)]
+    assert [row["responses_score"] for row in scored] == [[1.0, 0.0], *([[None, 1.0]] * 5), [None, None]]
     errors = [row["responses_error"] for row in scored]
     assert errors[0] == [None, None] and "no such thing" in errors[1][0]
+    for number, row in enumerate(errors[1:], start=1):
+        for at, error in enumerate(row):
+            assert error is None or f"row {number}, response {at}" in error
     said = capfd.readouterr().err
-    assert "5 responses got no score" in said and "no such thing" in found["failures"]
+    assert "7 responses got no score, in 6 rows" in said and "no such thing" in found["failures"]
 
 
 @pytest.mark.slow
@@ -182,6 +186,18 @@ def test_when_nothing_can_be_scored_the_file_says_so(evaluate: Evaluate, capfd) 
 def test_every_form_of_the_truth(evaluate: Evaluate, truth: dict[str, Any], more: list[str]) -> None:
     rows = [{"prompt": "q", "data_source": "digits", "responses": ["7"], **truth}]
     assert evaluate(rows, EXACT, *more)["data_sources"]["digits"]["core"]["reward/mean@1"] == 1
+
+
+@pytest.mark.parametrize("gold", ['{"name": "f"}', {"name": "f"}])
+def test_a_truth_may_be_json(evaluate: Evaluate, gold: Any) -> None:
+    function = (
+        "import json\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    return float(ground_truth in (solution_str, json.loads(solution_str)))\n"
+    )
+    rows = [{"prompt": "q", "data_source": "calls", "gold": gold, "responses": ['{"name": "f"}']}]
+    found = evaluate(rows, function, "data.reward_model_key=gold", "reward.in_process=True")
+    assert found["data_sources"]["calls"]["core"]["reward/mean@1"] == 1
 
 
 def test_columns_of_other_names(evaluate: Evaluate, tmp_path: Path) -> None:
@@ -240,6 +256,29 @@ def test_a_generations_output_is_an_evaluations_input(
     assert found["core"]["reward/mean@3"] == pytest.approx(sum(hits) / 60)
 
 
+def test_earlier_results_are_replaced_where_that_is_said(evaluate: Evaluate, tmp_path: Path) -> None:
+    output, quick = tmp_path / "scored.jsonl", "reward.in_process=True"
+    output.write_text("earlier")
+    for metrics in ([], [f"data.metrics_path={tmp_path}/responses.metrics.json"]):  # its default name
+        more = [f"data.output_path={output}", "data.overwrite=True", quick, *metrics]
+        assert evaluate(rows_of("7"), EXACT, *more)["data_sources"]["digits"]["rows"] == 1
+    assert json.loads(output.read_text())["responses_score"] == [1.0]
+    assert evaluate(rows_of("7", "7"), EXACT, quick)["data_sources"]["digits"]["rows"] == 2
+
+
+def test_acc_that_some_responses_lack_is_no_headline(evaluate: Evaluate, capfd) -> None:
+    function = (
+        "def compute_score(solution_str, ground_truth):\n"
+        "    if '#' not in solution_str: return {'score': 0.0}\n"
+        "    return {'score': 1.0, 'acc': True}\n"
+    )
+    found = evaluate(rows_of(["# 7"], ["7"], ["no"], ["?"]), function, "reward.in_process=True")
+    assert found["data_sources"]["digits"]["core"]["reward/mean@1"] == 0.25
+    said = capfd.readouterr()
+    assert "digits: 3 of 4 scored responses have no acc" in said.err
+    assert "1.0000" not in said.out
+
+
 @pytest.mark.parametrize(
     ("change", "more", "said"),
     [
@@ -259,6 +298,10 @@ def test_a_generations_output_is_an_evaluations_input(
         ({}, ["data.max_samples=0"], "'data.max_samples' is 0"),
         ({}, ["data.metrics_path=reward.py/x.json"], "data.metrics_path: nothing can be written"),
         ({}, ["data.output_path=responses.jsonl"], "is the file that is read"),
+        ({}, ["data.metrics_path=responses.jsonl"], "is the file that is read"),
+        ({}, ["data.output_path=earlier.jsonl"], "earlier.jsonl exists; set data.overwrite=True"),
+        ({}, ["data.metrics_path=earlier.jsonl"], "earlier.jsonl exists; set data.overwrite=True"),
+        ({"extra_info": "{"}, [], "data.path: extra_info of row 0 of"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -267,7 +310,9 @@ def test_what_cannot_work_is_refused(
     monkeypatch.chdir(tmp_path)
     data = write(tmp_path / "responses.jsonl", [{**rows_of(["7"])[0], **change}])
     (tmp_path / "reward.py").write_text(EXACT)
+    (tmp_path / "earlier.jsonl").write_text("earlier")
     assert main([f"data.path={data}", "custom_reward_function.path=reward.py", *more]) == 2
+    assert (tmp_path / "earlier.jsonl").read_text() == "earlier"
     assert said in capfd.readouterr().err
     assert not list(tmp_path.glob("*.metrics.json")) and not list(tmp_path.glob("scored*"))
 

@@ -18,8 +18,9 @@ from verl.trainer.row_output import ExtendedRows
 NEW = {"x": "list<string>"}
 
 
-def extended(rows: Rows, numbers: Any, path: Path) -> ExtendedRows:
-    return ExtendedRows(rows, numbers, path, NEW, key="data.output_path", if_taken="choose another name")
+def extended(rows: Rows, numbers: Any, path: Path, overwrite: bool = False) -> ExtendedRows:
+    keys = {"key": "data.output_path", "if_taken": "choose another name"}
+    return ExtendedRows(rows, numbers, path, NEW, **keys, overwrite=overwrite)
 
 
 def new(count: int) -> Iterator[dict[str, Any]]:
@@ -51,6 +52,15 @@ def test_some_rows_of_several_files_in_order(tmp_path: Path, kind: str) -> None:
     assert found[0]["b"] == {"c": []} and found[1]["d"] == "z"
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "json"])
+def test_columns_that_the_first_row_lacks_are_kept(tmp_path: Path, kind: str) -> None:
+    rows = Rows.from_list([{"prompt": "p"}, {"prompt": "q", "answer": "4", "extra": {"k": 1}}])
+    extended(rows, range(2), tmp_path / f"out.{kind}").write(new(2))
+    found = read_rows(tmp_path / f"out.{kind}")
+    assert set(found.column_names) == {"prompt", "answer", "extra", "x"}
+    assert found[1] == {"prompt": "q", "answer": "4", "extra": {"k": 1}, "x": ["1"]}
+
+
 def test_what_fails_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("before")
 
@@ -58,7 +68,10 @@ def test_what_fails_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
         yield {"x": ["0"]}
         raise RuntimeError("in the middle")
 
-    output = extended(Rows.from_list([{"a": 1}, {"a": 2}]), range(2), tmp_path / "out.jsonl")
+    rows = Rows.from_list([{"a": 1}, {"a": 2}])
+    with pytest.raises(DataError, match=r"out.jsonl exists; set data.overwrite=True, or another name"):
+        extended(rows, range(2), tmp_path / "out.jsonl")
+    output = extended(rows, range(2), tmp_path / "out.jsonl", overwrite=True)
     with pytest.raises(RuntimeError, match="in the middle"):
         output.write(broken())
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]

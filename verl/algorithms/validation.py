@@ -6,6 +6,7 @@ computed in closed form: nothing is drawn, and two calls agree to the last digit
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from verl.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -96,6 +99,10 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
+def _has_value(value: Any) -> bool:
+    return not math.isnan(_number(value))
+
+
 def _is_numeric(values: Sequence[Any]) -> bool:
     return any(value is not None for value in values) and all(
         value is None or isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating))
@@ -109,8 +116,8 @@ def validation_metrics(
     """Metrics of one validation run. All arguments have one entry per sample; samples with the same data source
     and uid answer the same prompt. `infos` holds `reward` and the further keys of the reward function's result.
 
-    `val-core/{source}/{acc, or reward where there is no acc}/`: mean@N, pass@N where the values are 0 and 1 or
-    best@N where they are not, and maj@N where there is `pred`. `val-aux/`: the rest, for every numeric key:
+    `val-core/{source}/{acc, or reward where a sample that has one lacks acc}/`: mean@N, pass@N where the values are
+    0 and 1 or best@N where they are not, and maj@N where there is `pred`. `val-aux/`: the rest, for every numeric key:
     std@N, pass@k, best@k, worst@k, maj@k. N is the largest number of samples of a prompt of that source;
     a prompt with fewer counts with all it has. Samples without a value (None, NaN) are left out and counted
     under `missing`.
@@ -132,6 +139,13 @@ def validation_metrics(
             if any(infos[key][row] is not None for at in prompts.values() for row in at)
         ]
         core = "acc" if "acc" in known else "reward"
+        if {"acc", "reward"} <= set(known):
+            scored = [row for at in prompts.values() for row in at if _has_value(infos["reward"][row])]
+            lacking = sum(not _has_value(infos["acc"][row]) for row in scored)
+            if lacking:  # as where it could read no answer: the mean of the others would be too high
+                core = "reward"
+                text = "%s: %d of %d scored responses have no acc; the headline numbers are of the reward"
+                logger.warning(text, source, lacking, len(scored))
         for key in known:
             predictions = infos.get("pred") if key == core else None
             stats = _statistics(list(prompts.values()), infos[key], predictions)
@@ -152,7 +166,7 @@ def _statistics(
     prompts: Sequence[Sequence[int]], column: Sequence[Any], predictions: Sequence[Any] | None
 ) -> dict[str, float]:
     """Of one key and data source: each statistic averaged over the prompts."""
-    samples = [[row for row in prompt if not math.isnan(_number(column[row]))] for prompt in prompts]
+    samples = [[row for row in prompt if _has_value(column[row])] for prompt in prompts]
     missing = sum(len(prompt) for prompt in prompts) - sum(len(prompt) for prompt in samples)
     most = max(len(prompt) for prompt in prompts)
     samples = [prompt for prompt in samples if prompt]

@@ -1,8 +1,9 @@
 """Rows of parquet, json, jsonl, csv, tsv or arrow files, of folders and lists of them, or of a dataset of the hub.
 
-Rows keep the order of the files (a folder's sorted by path) and know their origin, so that errors can name it. Tables
-stay columnar in memory and are decoded row by row. json and csv are taken literally (csv values stay strings), because
-pyarrow's readers infer one type per column and refuse rows that differ. Text may be gzipped.
+Rows keep the order of the files (a folder's sorted by path) and know their origin, so that errors can name it. Of a
+folder with several splits only the files of one are read. Tables stay columnar in memory and are decoded row by row.
+json and csv are taken literally (csv values stay strings), because pyarrow's readers infer one type per column and
+refuse rows that differ. Text may be gzipped.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl.data.messages import is_conversation
 from verl.data.special_tokens import require_characters
 from verl.errors import DataError, missing_package
 from verl.json_input import parse_json
@@ -137,7 +139,7 @@ class Rows(Sequence[dict[str, Any]]):
         """Some of the rows as one pyarrow table; columns of table files keep their types."""
         import pyarrow as pa
 
-        tables = [file.rows if file.is_table else pa.Table.from_pylist(file.rows) for file in self._files]
+        tables = [file.rows if file.is_table else table_of(file.rows) for file in self._files]
         joined = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
         if list(numbers) == list(range(len(numbers))):
             return joined.slice(0, len(numbers))
@@ -160,8 +162,17 @@ def _columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(name) for row in rows for name in row))
 
 
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A pyarrow table with every column that any row has; `Table.from_pylist` takes those of the first row only."""
+    import pyarrow as pa
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({str(name): [row.get(name) for row in rows] for name in names})
+
+
 def read_rows(files: Files, *, key: str = "data.train_files", split: str = "train") -> Rows:
-    """All rows of `files`; `key` is the setting named in errors, `split` the one of a hub dataset given without."""
+    """All rows of `files`; `key` is the setting named in errors, `split` the one that is read of a folder with several
+    and of a hub dataset given without: train or test."""
     entries = [files] if isinstance(files, str | Path) else list(files or ())
     if not entries or any(not str(entry).strip() for entry in entries):
         raise DataError(f"{key} is empty: give a file, a folder, a list of them ({KNOWN}) or a dataset id.")
@@ -180,7 +191,7 @@ def _expand(entry: str | Path, split: str, key: str) -> list[_File]:
     text = str(entry)
     path = Path(text).expanduser()
     if path.is_dir():
-        return [_read(inner, key) for inner in _data_files(path, key)]
+        return [_read(inner, key) for inner in _files_of_split(path, split, key)]
     if path.exists():
         if not path.is_file():
             raise DataError(f"{key}: {path} is neither a regular file nor a folder.")
@@ -190,29 +201,80 @@ def _expand(entry: str | Path, split: str, key: str) -> list[_File]:
             )
         return [_read(path, key)]
     if glob.has_magic(text):
-        matches = sorted(glob.glob(str(path), recursive=True))
-        if not matches:
-            raise DataError(f"{key}: no file matches {path}.")
-        return [file for match in matches for file in _expand(match, split, key)]
+        return [file for match in matches(path, key) for file in _expand(match, split, key)]
     if not is_data_file(path) and _HUB_ID.match(text):
         return [_from_hub(text, split, key)]
     raise DataError(_not_found(path, key))
 
 
-def _data_files(folder: Path, key: str) -> list[Path]:
-    """The data files of a folder, sorted; a dataset saved by `datasets` keeps json next to its arrow files."""
-    found = sorted(
-        path
-        for path in folder.rglob("*")
-        if is_data_file(path)
-        and path.is_file()
-        and not any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
-    )
-    if any(path.name == "dataset_info.json" for path in found):
-        found = [path for path in found if path.suffix == ".arrow"] or found
+def matches(pattern: str | Path, key: str) -> list[str]:
+    """The files and folders that a glob pattern stands for, sorted; a path that exists stands for itself."""
+    path = Path(pattern).expanduser()
+    found = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
     if not found:
-        raise DataError(f"{key}: the folder {folder} holds no data file ({KNOWN}).")
+        raise DataError(f"{key}: no file matches {path}.")
     return found
+
+
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Words in the names of files and folders, and the split they stand for."""
+_WORD = re.compile(r"[^\W\d_]+")
+_NO_DATA = re.compile(
+    r"dataset_infos?\.json|dataset_dict\.json|state\.json|cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow"
+)
+"""What the hub and `datasets` keep beside the data."""
+
+
+def split_of(path: Path) -> str | None:
+    """train, val or test by a word of the file's name, else of the nearest of its folders; None without one."""
+    for part in (path.name, *reversed(path.parent.parts)):
+        found = next((SPLITS[word] for word in _WORD.findall(part.lower()) if word in SPLITS), None)
+        if found is not None:
+            return found
+    return None
+
+
+def files_by_split(folder: Path, key: str) -> dict[str, list[Path]]:
+    """The data files of a folder and those below it, sorted; a file whose name says no split is of train."""
+    grouped: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        hidden = any(name.startswith((".", "_")) for name in inside.parts)
+        if is_data_file(path) and path.is_file() and not hidden and not _NO_DATA.fullmatch(path.name):
+            grouped.setdefault(split_of(inside) or "train", []).append(path)
+    if not grouped:
+        raise DataError(f"{key}: the folder {folder} holds no data file ({KNOWN}).")
+    return grouped
+
+
+def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
+    """The files of a folder, or only those of `split` where they are of several; val is read as test without one."""
+    grouped = files_by_split(folder, key)
+    if len(grouped) == 1:
+        ((only, files),) = grouped.items()
+        if only != split and any(split_of(path.relative_to(folder)) for path in files):
+            logger.warning("%s: %s has no files of %s; those of %s are read", key, folder, split, only)
+        return files
+    chosen = "val" if split == "test" and "test" not in grouped else split
+    shown = {name: _names(folder, files) for name, files in grouped.items()}
+    if chosen not in grouped:
+        every = "; ".join(f"{name}: {names}" for name, names in shown.items())
+        raise DataError(
+            f"{key}: the folder {folder} has no files of {split}, but of other splits ({every}); give the files."
+        )
+    others = "; ".join(f"{name}: {names}" for name, names in shown.items() if name != chosen)
+    read = "%s: %s has several splits: %s is read (%s), not %s; give files instead of the folder for others"
+    logger.info(read, key, folder, chosen, shown[chosen], others)
+    return grouped[chosen]
+
+
+def _names(folder: Path, files: Sequence[Path], limit: int = 4) -> str:
+    names = [str(path.relative_to(folder)) for path in files[:limit]]
+    return ", ".join(names) + (f" and {len(files) - limit} more" if len(files) > limit else "")
 
 
 def absent(entry: str | Path, key: str) -> str | None:
@@ -375,13 +437,23 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
     except ValueError as error:  # nested too deeply, a number of too many digits
         raise DataError(f"{path} cannot be used: {error}.") from error
     if isinstance(content, dict):
-        # {"data": [...]} and the like: the one list of objects is the data.
+        # {"data": [...]} and the like: the one list of objects is the data, unless it is the row's conversation.
         lists = [value for value in content.values() if isinstance(value, list)]
         is_data = len(lists) == 1 and lists[0] and all(isinstance(value, dict) for value in lists[0])
-        content = lists[0] if is_data else [content]
+        content = lists[0] if is_data and not _is_one_conversation(lists[0]) else [content]
+    elif isinstance(content, list) and _is_one_conversation(content):
+        content = [{"messages": content}]
     if not isinstance(content, list):
         raise DataError(f"{path} must hold a list of objects, got {type(content).__name__}.")
     return [_checked(row, f"{path}, element {number}", text) for number, row in enumerate(content)]
+
+
+def _is_one_conversation(values: list[Any]) -> bool:
+    """Whether all are messages, so that the file holds one row."""
+    return bool(values) and all(
+        isinstance(value, dict) and (is_conversation(value) or {"from", "value"} <= value.keys())
+        for value in values
+    )
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:

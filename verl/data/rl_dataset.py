@@ -26,8 +26,8 @@ from verl.data.columns import require_column
 from verl.data.files import Files, Rows, read_rows
 from verl.data.loader import EpochOrder, Loader, MixturePart
 from verl.data.proto import DataProto
+from verl.data.reward_columns import extra_info_of, truth_of
 from verl.errors import ConfigError, DataError
-from verl.json_input import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,24 +38,6 @@ logger = logging.getLogger(__name__)
 
 ToolsOfRow = Callable[[Mapping[str, Any]], Tools]
 """The tools a row's prompt shows, where rows differ."""
-
-
-def as_mapping(value: Any) -> Mapping[str, Any] | None:
-    """A dictionary, also one written as JSON text, as csv files have it; None for anything else."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = parse_json(value)
-        except ValueError:
-            return None
-    return value if isinstance(value, Mapping) else None
-
-
-def truth_of(row: Mapping[str, Any]) -> Any:
-    """The reference answer: `reward_model.ground_truth`, else `ground_truth`, else `answer`, else None."""
-    nested = as_mapping(row.get("reward_model"))
-    if nested is not None and nested.get("ground_truth") is not None:
-        return nested["ground_truth"]
-    return row["ground_truth"] if row.get("ground_truth") is not None else row.get("answer")
 
 
 def choose_rows(total: int, limit: int, shuffle: bool, seed: int) -> np.ndarray:
@@ -170,12 +152,7 @@ class RLDataset:
         if len(ids) > limit:
             ids = truncate(ids, limit, self.config.truncation)
             text = str(self._chat.tokenizer.decode(ids))
-        source, extra = row.get("data_source"), as_mapping(row.get("extra_info"))
-        if extra is None and row.get("extra_info") not in (None, ""):
-            raise DataError(
-                f"{self.files_key}: extra_info of {self.rows.origin(number)} must be a dictionary, "
-                f"got {type(row['extra_info']).__name__}."
-            )
+        source = row.get("data_source")
         named = (self.config.prompt_key, "data_source", "ground_truth", "extra_info")
         drawn_from = [name for name, first, end in self.parts if first <= number < end]
         return {
@@ -184,7 +161,7 @@ class RLDataset:
             "prompt_text": text,
             "data_source": "" if source is None else str(source),
             "ground_truth": truth_of(row),
-            "extra_info": dict(extra or {}),
+            "extra_info": extra_info_of(row, self.rows.origin(number), self.files_key),
             "index": number,
             "columns": {name: value for name, value in row.items() if name not in named},
             **({"mixture": drawn_from[0]} if drawn_from else {}),

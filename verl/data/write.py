@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.atomic_file import replacing
+from verl.data.files import table_of
 from verl.errors import DataError
+
+
+def require_new(
+    path: Path, key: str, *, read: Iterable[str], read_key: str, overwrite: bool, to_overwrite: str
+) -> None:
+    """Refuse to write over a file that is read, and over any that exists unless `overwrite`. The keys are named in
+    messages; `to_overwrite` is what allows it."""
+    if any(path.resolve() == Path(name).resolve() for name in read):
+        raise DataError(f"{key}: {path} is the file that is read ({read_key}); give another name")
+    if path.exists() and not overwrite:
+        raise DataError(f"{key}: {path} exists; set {to_overwrite}, or another name")
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -23,10 +35,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 with open(draft, "w", encoding="utf-8") as lines:
                     lines.writelines(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
             else:
-                # pyarrow would take the columns of the first row.
-                names = dict.fromkeys(name for row in rows for name in row)
-                full = [{name: row.get(name) for name in names} for row in rows]
-                pyarrow.parquet.write_table(pa.Table.from_pylist(full), draft)
+                pyarrow.parquet.write_table(table_of(rows), draft)
     except pa.ArrowException as error:
         raise DataError(
             f"These rows do not fit one table: {error}. Write them as jsonl (--format jsonl)."

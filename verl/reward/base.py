@@ -39,6 +39,12 @@ class RewardSample:
     """With several turns: each as {role, content, tool_calls, reward}; None otherwise."""
     tool_calls: list[dict[str, Any]] | None = None
     """With several turns: each call as {name, arguments, result, failure}; None otherwise."""
+    label: str = ""
+    """Its row in messages, such as `3, response 1`; default: `index`."""
+
+    @property
+    def row_name(self) -> str:
+        return self.label or str(self.index)
 
 
 @dataclass

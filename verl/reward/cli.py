@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.config.schema import RewardConfig, RewardFunctionConfig
-from verl.data.files import read_rows
+from verl.data.files import Rows, read_rows
 from verl.data.messages import plain_text, read_messages
+from verl.data.reward_columns import extra_info_of, responses_of, truth_of
 from verl.errors import ConfigError, DataError, RewardError
 from verl.reward.base import RewardSample
 from verl.reward.managers import FunctionRewardManager, build_reward_manager
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=int, default=3, help="rows to try (default: 3)")
     add("--kwargs", default="{}", help='reward_kwargs as JSON, such as \'{"method": "flexible"}\'')
     add("--response", help="try this text; default: the row's truth, then an empty response")
-    add("--response-key", help="try the responses in this column")
+    add("--response-key", help="try the responses in this column: texts, or lists of texts")
     add("--prompt-key", help="the prompt's column; default: the first usual one there is")
     add("--data-source", help="for rows without the column data_source")
     add("--timeout-s", type=float, default=RewardConfig.timeout_s, help="of one call (default: %(default)g)")
@@ -59,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
             _print(f"function {signature.name}: takes {kind}; parameters: {', '.join(names) or 'any'}")
         manager.check(sources, columns)
         for number, (row, source) in enumerate(zip(chosen, sources, strict=True)):
-            for title, response in _responses(row, args):
-                sample = _sample(number, row, response, prompt_key, source)
+            for title, response in _responses(rows, number, row, args):
+                sample = _sample(rows, number, row, response, prompt_key, source)
                 _print(f"\nrow {number}, {title}")
                 for name in ("prompt", "response", "ground_truth"):
                     _show(name, getattr(sample, name))
@@ -93,32 +94,31 @@ def _config(args: argparse.Namespace) -> RewardConfig:
     return RewardConfig(function, timeout_s=args.timeout_s, in_process=args.in_process)
 
 
-def _responses(row: Mapping[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
+def _responses(
+    rows: Rows, number: int, row: Mapping[str, Any], args: argparse.Namespace
+) -> list[tuple[str, str]]:
+    """What is tried on a row, each with its title."""
     if args.response_key:
-        return [(f"column {args.response_key}", str(row[args.response_key]))]
+        texts = responses_of(row, args.response_key, rows.origin(number), "--data", "--response-key")
+        numbers = [f", response {at}" if len(texts) > 1 else "" for at in range(len(texts))]
+        return [(f"column {args.response_key}{at}", text) for at, text in zip(numbers, texts, strict=True)]
     if args.response is not None:
         return [("given response", args.response)]
-    return [("the truth as response", str(_truth(row))), ("an empty response", "")]
-
-
-def _truth(row: Mapping[str, Any]) -> Any:
-    from verl.data.rl_dataset import truth_of  # imports torch, which --help and completion do not need
-
-    return truth_of(row)
+    return [("the truth as response", str(truth_of(row))), ("an empty response", "")]
 
 
 def _sample(
-    number: int, row: Mapping[str, Any], response: str, prompt_key: str | None, source: str
+    rows: Rows, number: int, row: Mapping[str, Any], response: str, prompt_key: str | None, source: str
 ) -> RewardSample:
     prompt = row.get(prompt_key) if prompt_key else None
-    messages = read_messages(prompt, f"row {number}")
+    messages = read_messages(prompt, rows.origin(number))
     return RewardSample(
         index=number,
         prompt=plain_text(messages) if messages else str(prompt or ""),
         response=response,
-        ground_truth=_truth(row),
+        ground_truth=truth_of(row),
         data_source=source,
-        extra_info=dict(row.get("extra_info") or {}),
+        extra_info=extra_info_of(row, rows.origin(number), "--data"),
         columns={name: value for name, value in row.items() if name not in (*_SAMPLE_COLUMNS, prompt_key)},
         messages=messages,
     )

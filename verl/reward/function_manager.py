@@ -148,7 +148,7 @@ class FunctionRewardManager(RewardManager):
             if unknown := [index for index in wanted if index not in self._samples]:
                 raise RewardError(
                     f"rewards of samples that were not submitted, or were collected before, were asked for: "
-                    f"{rows_text(unknown)}"
+                    f"{rows_text([str(index) for index in unknown])}"
                 )
             taken = [self._samples.pop(index) for index in wanted]
         return [number for number, _ in taken], [sample for _, sample in taken]

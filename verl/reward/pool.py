@@ -128,7 +128,7 @@ class WorkerPool(Backend):
                 self._results[key] = results
             count_answered(results)
             return
-        task = Task(task_id, key, function, tuple(sample.index for sample in samples), payload)
+        task = Task(task_id, key, function, tuple(sample.row_name for sample in samples), payload)
         with self._changed:
             if self._failure is not None:
                 raise self._failure

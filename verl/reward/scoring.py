@@ -74,7 +74,7 @@ def _failed(
 ) -> list[RewardResult]:
     if isinstance(error.__cause__, SystemExit):
         error = error.__cause__
-    rows = rows_text([sample.index for sample in samples])
+    rows = rows_text([sample.row_name for sample in samples])
     if isinstance(error, RewardError):
         text = str(error)
     elif isinstance(error, SystemExit):
@@ -91,9 +91,10 @@ def _failed(
     return [RewardResult(None, error=text) for _ in samples]
 
 
-def rows_text(rows: Sequence[int]) -> str:
-    """The first few row numbers, for messages."""
-    return ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
+def rows_text(rows: Sequence[str]) -> str:
+    """The first few rows, for messages."""
+    between = "; " if any("," in row for row in rows) else ", "
+    return between.join([*rows[:4], *(["..."] if len(rows) > 4 else [])])
 
 
 class InProcessBackend(Backend):
@@ -198,7 +199,7 @@ def interpret(value: Any, function: str, sample: RewardSample) -> RewardResult:
         score = math.nan
     if not math.isfinite(score):
         raise RewardError(
-            f"Reward function {function} returned {_show(value)} (a {type(value).__name__}) for row {sample.index} "
+            f"Reward function {function} returned {_show(value)} (a {type(value).__name__}) for row {sample.row_name} "
             f"(response {_show(sample.response)}). Return a finite number, or a dict with it under 'score', on every "
             f"path."
         )

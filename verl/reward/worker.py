@@ -52,7 +52,7 @@ class Task:
     id: int
     key: Hashable
     function: int
-    rows: tuple[int, ...]
+    rows: tuple[str, ...]
     payload: bytes
     sent_at: float = 0.0
     alone: bool = False
@@ -115,9 +115,18 @@ def main(socket_fd: int, cgroup_fd: int | None = None) -> None:
         processes.join_cgroup(cgroup_fd)
     processes.prefer_as_oom_victim()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    channel = socket.socket(fileno=socket_fd)
-    reader = channel.makefile("rb")
-    setup: WorkerSetup = pickle.loads(_read_frame(reader) or b"")
+    # The trainer may be finished before this process has started.
+    with (
+        socket.socket(fileno=socket_fd) as channel,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+    ):
+        reader = channel.makefile("rb")
+        if (frame := _read_frame(reader)) is not None:
+            _work(channel, reader, pickle.loads(frame))
+
+
+def _work(channel: socket.socket, reader: BinaryIO, setup: WorkerSetup) -> None:
+    """Import the functions and score what comes."""
     config = setup.config
     sandbox.configure(config)
     if config.memory_limit_mb is not None:
@@ -175,8 +184,13 @@ async def _serve_async(channel: socket.socket, functions: list[RewardFunction], 
 
 
 def _read_frame(reader: BinaryIO) -> bytes | None:
+    """The next message; None where the trainer closed the socket before its end."""
     header = reader.read(HEADER.size)
-    return reader.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
+    if len(header) < HEADER.size:
+        return None
+    (length,) = HEADER.unpack(header)
+    frame = reader.read(length)
+    return frame if len(frame) == length else None
 
 
 def _line(message: Mapping[str, object]) -> bytes:

@@ -18,13 +18,13 @@ from verl.algorithms.validation import validation_metrics
 from verl.data.columns import require_column
 from verl.data.files import Rows, read_rows
 from verl.data.messages import plain_text, read_messages
-from verl.data.rl_dataset import as_mapping, truth_of
+from verl.data.reward_columns import extra_info_of, responses_of, truth_of
 from verl.errors import DataError, RewardError
 from verl.observe.console import counting, shared_console
 from verl.observe.jsonl import dumps, jsonable
 from verl.reward.base import RewardManager, RewardResult, RewardSample, causes
 from verl.reward.managers import build_reward_manager
-from verl.trainer.row_output import ExtendedRows, require_writable
+from verl.trainer.row_output import ExtendedRows, require_output
 
 if TYPE_CHECKING:
     from verl.config.schema import EvaluationConfig, EvaluationDataConfig
@@ -97,6 +97,8 @@ class EvaluationResult:
     metrics_path: Path
     failures: list[str]
     """Why responses got no score, one entry each."""
+    failed_rows: int
+    """Rows with such a response."""
 
 
 def evaluate_file(cfg: EvaluationConfig) -> EvaluationResult:
@@ -104,7 +106,9 @@ def evaluate_file(cfg: EvaluationConfig) -> EvaluationResult:
     rows = read_rows(cfg.data.path, key="data.path", split="test")
     require_column(rows, cfg.data.response_key, "data.response_key", "response", "data.path")
     count = len(rows) if cfg.data.max_samples < 0 else min(cfg.data.max_samples, len(rows))
-    require_writable(metrics_path(cfg.data), "data.metrics_path")
+    # The default name belongs to the data file, so numbers of it replace earlier ones.
+    replaceable = cfg.data.overwrite or not cfg.data.metrics_path
+    require_output(metrics_path(cfg.data), "data.metrics_path", rows, replaceable)
     output = _open_output(cfg.data, rows, count)
     manager = build_reward_manager(cfg.reward, max_response_length=1)
     try:
@@ -136,6 +140,7 @@ def _open_output(data: EvaluationDataConfig, rows: Rows, count: int) -> Extended
         added,
         key="data.output_path",
         if_taken="leave data.output_path out, or score the file as it was before",
+        overwrite=data.overwrite,
     )
 
 
@@ -161,7 +166,7 @@ def _score(manager: RewardManager, data: EvaluationDataConfig, rows: Rows, count
                 row = rows[number]
                 entry = ScoredRow(_source(row.get(data.data_source_key)))
                 scored.append(entry)
-                for sample in _samples(row, rows.origin(number), data, len(owners)):
+                for sample in _samples(row, number, rows.origin(number), data, len(owners)):
                     owners.append(entry)
                     manager.submit(sample)
             results = manager.collect()
@@ -176,10 +181,10 @@ def _source(value: Any) -> str:
 
 
 def _samples(
-    row: Mapping[str, Any], origin: str, data: EvaluationDataConfig, first: int
+    row: Mapping[str, Any], row_number: int, origin: str, data: EvaluationDataConfig, first: int
 ) -> Iterator[RewardSample]:
-    """One for each response of a row, numbered from `first`."""
-    responses = _responses(row.get(data.response_key), origin, data.response_key)
+    """One for each response of a row, numbered from `first`; messages name its row of the data."""
+    responses = responses_of(row, data.response_key, origin, "data.path", "data.response_key")
     prompt = row.get(data.prompt_key)
     messages = read_messages(prompt, origin)
     named = (data.prompt_key, data.data_source_key, *_SAMPLE_FIELDS)
@@ -191,38 +196,20 @@ def _samples(
             index=first + number,
             prompt=plain_text(messages) if messages else str(prompt or ""),
             response=response,
-            ground_truth=_truth(row, data.reward_model_key),
+            ground_truth=truth_of(row, data.reward_model_key),
             data_source=_source(row.get(data.data_source_key)),
-            extra_info=dict(as_mapping(row.get("extra_info")) or {}),
+            extra_info=extra_info_of(row, origin, "data.path"),
             columns=columns,
             response_length=int(lengths[number]),
             truncated=reasons[number] == "length",
             messages=messages,
+            label=f"{row_number}, response {number}" if len(responses) > 1 else str(row_number),
         )
-
-
-def _responses(value: Any, origin: str, key: str) -> list[str]:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) for text in found):
-        raise DataError(
-            f"data.path: the column '{key}' of {origin} must hold a text or a list of texts, not "
-            f"{str(value)[:80]!r}; set data.response_key to the column with the responses"
-        )
-    return list(found)
 
 
 def _per_response(value: Any, count: int, otherwise: Any) -> list[Any]:
     """Per-response values written by a generation; `otherwise` where there are none."""
     return list(value) if isinstance(value, (list, tuple)) and len(value) == count else [otherwise] * count
-
-
-def _truth(row: Mapping[str, Any], key: str) -> Any:
-    """`key` as {ground_truth: ...} or as the value itself, otherwise as in training."""
-    value = row.get(key)
-    nested = as_mapping(value)
-    if nested is not None and nested.get("ground_truth") is not None:
-        return nested["ground_truth"]
-    return value if value is not None and nested is None else truth_of(row)
 
 
 def _result(data: EvaluationDataConfig, scored: Sequence[ScoredRow]) -> EvaluationResult:
@@ -232,8 +219,9 @@ def _result(data: EvaluationDataConfig, scored: Sequence[ScoredRow]) -> Evaluati
     sources = {name: SourceReport.of(name, rows) for name, rows in sorted(by_source.items())}
     if len(sources) > 1:
         sources[ALL] = SourceReport.of(ALL, scored)
-    failures = [result.error or "" for row in scored for result in row.results if result.score is None]
-    return EvaluationResult(sources, metrics_path(data), failures)
+    by_row = [[result.error or "" for result in row.results if result.score is None] for row in scored]
+    failures = [error for errors in by_row for error in errors]
+    return EvaluationResult(sources, metrics_path(data), failures, sum(map(bool, by_row)))
 
 
 def metrics_path(data: EvaluationDataConfig) -> Path:

@@ -99,6 +99,7 @@ def _generate_file(
         added_columns(cfg),
         key="data.output_path",
         if_taken="set data.response_key to another name",
+        overwrite=cfg.data.overwrite,
     )
     total, summary = len(dataset), f"{output}: {len(dataset)} prompts with {cfg.rollout.n} responses each"
     with Journal(output, decisive_settings(cfg, choice, dataset), overwrite=cfg.data.overwrite) as journal:
@@ -265,8 +266,6 @@ class Journal:
     def __init__(self, output: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self.path = output.with_name(f"{output.name}.unfinished")
         self._index: dict[int, tuple[int, int]] = {}
-        if output.exists() and not overwrite:
-            raise DataError(f"data.output_path: {output} exists; set data.overwrite=True, or another name")
         try:
             self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - closed by `close`
         except OSError as error:

@@ -25,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
         result = evaluate_file(cfg)
         show(result.sources)
         if result.failures:
-            logger.warning("%d responses got no score. %s", len(result.failures), causes(result.failures))
+            text = "%d responses got no score, in %d rows. %s"
+            logger.warning(text, len(result.failures), result.failed_rows, causes(result.failures))
         logger.info("numbers: %s", result.metrics_path)
         return 0
 

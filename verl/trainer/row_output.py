@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.files import Rows
+from verl.data.write import require_new
 from verl.errors import DataError
 from verl.observe.jsonl import dumps
 
@@ -35,17 +36,17 @@ class ExtendedRows:
         *,
         key: str,
         if_taken: str,
+        overwrite: bool = False,
     ) -> None:
-        """`key` is the config key of the path; `if_taken` is the advice when a column exists."""
+        """`key` is the config key of the path; `if_taken` is the advice when a column exists; `overwrite` is
+        data.overwrite."""
         self.rows, self.numbers, self.path, self.key = rows, list(numbers), path, key
         self.added = {name: _type(kind) for name, kind in added.items()}
         taken = [name for name in rows.column_names if name in self.added]
         if taken:
             raise DataError(f"{key}: the data has a column {', '.join(taken)}; {if_taken}")
-        if any(path.resolve() == Path(name).resolve() for name in rows.names):
-            raise DataError(f"{key}: {path} is the file that is read (data.path); give another name")
+        require_output(path, key, rows, overwrite)
         self._table = self._checked_table() if path.suffix == ".parquet" else None
-        require_writable(path, key)
 
     def _checked_table(self) -> Any:
         import pyarrow as pa
@@ -113,8 +114,16 @@ class ExtendedRows:
         file.write(b"\n" if lines else b"\n]\n")
 
 
-def require_writable(path: Path, key: str) -> None:
-    """Create the folder; raise unless a file can be created in it."""
+def require_output(path: Path, key: str, rows: Rows, overwrite: bool) -> None:
+    """Create the folder of an output of `rows`; raise if the file is read or exists, or none can be created there."""
+    require_new(
+        path,
+        key,
+        read=rows.names,
+        read_key="data.path",
+        overwrite=overwrite,
+        to_overwrite="data.overwrite=True",
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

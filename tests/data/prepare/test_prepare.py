@@ -13,7 +13,7 @@ import pytest
 
 from verl.data.files import read_rows
 from verl.data.prepare import cli
-from verl.data.prepare.base import Recipe, prepare, split_of_name
+from verl.data.prepare.base import Recipe, prepare
 from verl.data.prepare.code import convert as code
 from verl.data.prepare.countdown import convert as countdown
 from verl.data.prepare.gsm8k import convert as gsm8k
@@ -21,7 +21,7 @@ from verl.data.prepare.math import convert as math
 from verl.data.prepare.math import last_boxed
 from verl.data.prepare.preference import convert as preference
 from verl.data.prepare.sft_chat import convert as sft_chat
-from verl.data.rl_dataset import truth_of
+from verl.data.reward_columns import truth_of
 from verl.data.write import write_rows
 from verl.errors import ConfigError, DataError
 from verl.reward.scorers.code_tests import parse
@@ -219,23 +219,74 @@ def test_gsm8k_from_the_real_files(gsm8k_folder: Path, tmp_path: Path) -> None:
             assert (score["score"] if isinstance(score, dict) else score) == 1.0, row
 
 
-def test_files_below_a_folder_without_any_are_training_rows(tmp_path: Path) -> None:
-    (tmp_path / "in/sub").mkdir(parents=True)
-    jsonl(tmp_path / "in/sub/test.jsonl", {"question": "How many?", "answer": "#### 3"})
-    assert run("gsm8k", "--from", str(tmp_path / "in"), "--to", str(tmp_path / "out")) == 0
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["train.parquet"]
-    assert [truth_of(row) for row in read_rows(tmp_path / "out/train.parquet")] == ["3"]
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("data/train-00000-of-00002", "data/train-00001-of-00002", "data/test-00000-of-00001"),  # a hub clone
+        ("train/a", "train/b", "test/a"),
+        ("main/train_sft-0", "main/gsm8k_train", "main/gsm8k-test-0"),
+        ("one", "train", "eval"),
+    ],
+)
+@pytest.mark.parametrize("given", ["in", "in*", "in/*/*", "files"])
+def test_splits_stay_apart_wherever_their_files_lie(
+    names: tuple[str, ...], given: str, tmp_path: Path
+) -> None:
+    for name, number in zip(names, (1, 2, 3), strict=True):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(tmp_path / "in" / f"{name}.jsonl", {"question": "How many?", "answer": f"#### {number}"})
+    if given == "files" or (given == "in/*/*" and "/" not in names[0]):
+        sources = [str(tmp_path / "in" / f"{name}.jsonl") for name in names]
+    else:
+        sources = [str(tmp_path / given)]
+    assert run("gsm8k", "--from", *sources, "--to", str(tmp_path / "out")) == 0
+    found = {
+        file.stem: sorted(truth_of(row) for row in read_rows(file)) for file in (tmp_path / "out").iterdir()
+    }
+    assert found == {"train": ["1", "2"], "test": ["3"]}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_files_that_exist_are_not_replaced_untold(tmp_path: Path, form: str) -> None:
+    row = {"question": "q", "answer": "#### 1"}
+    jsonl(tmp_path / "train.jsonl", row)
+    jsonl(tmp_path / "test.jsonl", row)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    command = ("gsm8k", "--from", str(tmp_path), "--format", form, "--to")
+    for more in ((), ("--overwrite",)):
+        if form == "jsonl":  # what is read is never replaced
+            with pytest.raises(DataError, match=r"--to: .*train.jsonl is the file that is read \(--from\)"):
+                run(*command, str(tmp_path), *more)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+    out = tmp_path.with_name(f"{tmp_path.name}-out")
+    out.mkdir()
+    (out / f"test.{form}").write_text("earlier")
+    with pytest.raises(DataError, match=rf"--to: .*test.{form} exists; set --overwrite, or another name"):
+        run(*command, str(out))
+    assert [path.read_text() for path in out.iterdir()] == ["earlier"]
+    assert run(*command, str(out), "--overwrite") == 0
+    assert len(read_rows(out / f"test.{form}")) == len(read_rows(out / f"train.{form}")) == 1
+
+
+def test_generated_problems_replace_nothing_untold(tmp_path: Path) -> None:
+    (tmp_path / "test.parquet").write_text("earlier")
+    command = ("countdown", "--to", str(tmp_path), "--count", "2", "--test_count", "1")
+    with pytest.raises(DataError, match="test.parquet exists"):
+        run(*command)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["earlier"]
+    assert run(*command, "--overwrite") == 0
+
+
+def test_nan_is_no_value(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"problem": "p", "answer": float("nan"), "solution": r"\boxed{4}"})
+    (written,) = prepare(cli.get_recipe("math"), [source], tmp_path / "out")
+    assert truth_of(written.example) == "4"
+    source = jsonl(tmp_path / "b.jsonl", {"instruction": "i", "input": float("nan"), "output": "o"})
+    (written,) = prepare(cli.get_recipe("sft_chat"), [source], tmp_path / "chat")
+    assert "nan" not in json.dumps(written.example)
 
 
 def test_files_become_splits_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for name, expected in (
-        ("train-00", "train"),
-        ("test", "test"),
-        ("dev_1", "val"),
-        ("trainer", "train"),
-        ("x", "train"),
-    ):
-        assert split_of_name(name) == expected
     row = {"question": "q", "answer": "#### 1"}
     jsonl(tmp_path / "train.jsonl", row, row)
     jsonl(tmp_path / "validation.jsonl", row)
@@ -284,7 +335,7 @@ def test_procedural_problems(tmp_path: Path) -> None:
     train, test = (list(read_rows(tmp_path / f"{name}.parquet")) for name in ("train", "test"))
     assert len(train) == 30 and len(test) == 5 and train[0]["data_source"] == "tasks/countdown"
     assert not {str(row["prompt"]) for row in train} & {str(row["prompt"]) for row in test}
-    assert run("word_problems", "--to", str(tmp_path), "--count", "10", "--test_count", "2") == 0
+    assert run("word_problems", "--to", str(tmp_path / "w"), "--count", "10", "--test_count", "2") == 0
 
 
 @pytest.mark.parametrize(
@@ -312,14 +363,14 @@ def test_hub_splits_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     asked = []
 
-    def read(entry: Any, key: str) -> Rows:
-        asked.append(str(entry))
-        return Rows.from_list([{"question": "q", "answer": "#### 1"}], str(entry))
+    def read(entries: list[str], key: str) -> Rows:
+        asked.extend(entries)
+        return Rows.from_list([{"question": "q", "answer": "#### 1"}], entries[0])
 
     monkeypatch.setattr(base, "read_rows", read)
     recipe = Recipe("gsm8k", "", gsm8k, hub_id="o/n:main")
     assert [part.path.name for part in prepare(recipe, [], tmp_path)] == ["train.parquet", "test.parquet"]
-    prepare(recipe, ["o/n:test"], tmp_path)
+    prepare(recipe, ["o/n:test"], tmp_path / "test")
     assert asked == ["o/n:main:train", "o/n:main:test", "o/n:test"]
 
 
@@ -342,7 +393,7 @@ def test_an_example_script_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(read_rows(tmp_path / "out" / "train.parquet")) == 1
     missing = subprocess.run(
-        [*command, *where[:2], "--source", "none.jsonl"],
+        [*command, *where[:2], "--overwrite", "--source", "none.jsonl"],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str(root)},

@@ -12,7 +12,7 @@ from verl.config.schema import SFTDataConfig
 from verl.data.files import read_rows
 from verl.data.prepare.base import prepare
 from verl.data.prepare.tool_use import RECIPE, convert
-from verl.data.rl_dataset import truth_of
+from verl.data.reward_columns import truth_of
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import DataError
 from verl.reward.scorers import get_scorer

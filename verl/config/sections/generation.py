@@ -85,6 +85,11 @@ class EvaluationDataConfig:
     batch_size: int = key(1024, "rows scored at a time, also per call of a batch function", ge=1)
     metrics_path: str = key("", "json file of the numbers; default: NAME.metrics.json", path=True)
     output_path: str | None = key(None, "file for the scored rows: .parquet, .jsonl or .json", path=True)
+    overwrite: bool = key(
+        False,
+        "replace files at output_path and metrics_path that exist",
+        used_if=".output_path or .metrics_path",
+    )
 
     def errors(self, name: str) -> list[str]:
         """What is wrong within the section called `name`."""

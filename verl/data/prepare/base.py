@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import glob
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.data.columns import likely_column
-from verl.data.files import Rows, is_data_file, read_rows
-from verl.data.write import write_rows
+from verl.data.files import SPLITS, Rows, files_by_split, is_data_file, matches, read_rows, split_of
+from verl.data.write import require_new, write_rows
 from verl.errors import ConfigError, DataError
 
 Row = dict[str, Any]
-_SPLITS = {"train": "train", "test": "test", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
-_SPLIT_NAME = re.compile(rf"^({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -71,37 +70,29 @@ def rl_row(
     }
 
 
-def split_of_name(name: str) -> str:
-    """train, test or val by how a file's name starts; train for any other name."""
-    found = _SPLIT_NAME.match(name)
-    return _SPLITS[found[1].lower()] if found else "train"
+def sources_by_split(recipe: Recipe, sources: Sequence[str]) -> dict[str, list[str]]:
+    """What each split is read from: files by their names and folders, hub datasets by their splits."""
+    if not sources and recipe.hub_id is None:
+        raise ConfigError(f"'{recipe.name}' has no default source: give --from FILES or a dataset id.")
+    grouped: dict[str, list[str]] = {}
+    for given in sources or [str(recipe.hub_id)]:
+        for entry in matches(given, "--from") if glob.has_magic(given) else [given]:
+            for split, files in _by_split(recipe, entry).items():
+                grouped.setdefault(split, []).extend(map(str, files))
+    return {split: grouped[split] for split in ("train", "val", "test") if split in grouped}
 
 
-def sources_by_split(recipe: Recipe, sources: Sequence[str]) -> dict[str, Rows]:
-    """The rows of each split: files by their names, hub datasets by their splits."""
-    entries = list(sources)
-    if not entries:
-        if recipe.hub_id is None:
-            raise ConfigError(f"'{recipe.name}' has no default source: give --from FILES or a dataset id.")
-        entries = [recipe.hub_id]
-    grouped: dict[str, list[Rows]] = {}
-    for entry in entries:
-        path = Path(entry).expanduser()
-        suffix = entry.rpartition(":")[2]
-        found: list[tuple[str, str | Path]]
-        if path.is_dir():
-            files = sorted(file for file in path.iterdir() if is_data_file(file))
-            found = [(file.stem, file) for file in files] or [("train", path)]
-        elif is_data_file(path):
-            found = [(path.stem, path)]
-        elif suffix in _SPLITS:
-            found = [(suffix, entry)]
-        else:
-            found = [(split, f"{entry}:{split}") for split in recipe.hub_splits]
-        for name, source in found:
-            grouped.setdefault(split_of_name(name), []).append(read_rows(source, key="--from"))
-    order = sorted(grouped, key=("train", "val", "test").index)
-    return {split: Rows.joined(grouped[split]) for split in order}
+def _by_split(recipe: Recipe, entry: str) -> Mapping[str, Sequence[str | Path]]:
+    path = Path(entry).expanduser()
+    suffix = entry.rpartition(":")[2]
+    if path.is_dir():
+        return files_by_split(path, "--from")
+    if is_data_file(path):
+        named = split_of(Path(path.name)) or SPLITS.get(path.absolute().parent.name.lower())
+        return {named or "train": [path]}
+    if suffix in SPLITS:
+        return {SPLITS[suffix]: [entry]}
+    return {SPLITS[split]: [f"{entry}:{split}"] for split in recipe.hub_splits}
 
 
 def convert_rows(recipe: Recipe, rows: Rows, split: str, limit: int | None = None) -> tuple[list[Row], int]:
@@ -112,7 +103,7 @@ def convert_rows(recipe: Recipe, rows: Rows, split: str, limit: int | None = Non
         if limit is not None and len(out) >= limit:
             break
         try:
-            converted = recipe.convert(row, index, split)
+            converted = recipe.convert(_without_nan(row), index, split)
         except DataError as error:
             raise DataError(f"{rows.origin(index)} is not a row of '{recipe.name}': {error}") from error
         if converted is None:
@@ -124,6 +115,13 @@ def convert_rows(recipe: Recipe, rows: Rows, split: str, limit: int | None = Non
     return out, left_out
 
 
+def _without_nan(row: Mapping[str, Any]) -> Row:
+    """pandas has NaN where a row has no value."""
+    return {
+        name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()
+    }
+
+
 def prepare(
     recipe: Recipe,
     sources: Sequence[str],
@@ -131,16 +129,32 @@ def prepare(
     *,
     form: str = "parquet",
     limit: int | None = None,
+    overwrite: bool = False,
 ) -> list[Written]:
     """Read, convert and write every split; nothing is written unless all of them convert."""
-    folder = Path(target).expanduser()
+    by_split = sources_by_split(recipe, sources)
+    read = [file for files in by_split.values() for file in files]
+    paths = target_files(target, by_split, form, read=read, overwrite=overwrite)
     converted = {
-        split: convert_rows(recipe, rows, split, limit)
-        for split, rows in sources_by_split(recipe, sources).items()
+        split: convert_rows(recipe, read_rows(files, key="--from"), split, limit)
+        for split, files in by_split.items()
     }
-    written = []
-    for split, (rows, left_out) in converted.items():
-        path = folder / f"{split}.{form}"
-        write_rows(rows, path)
-        written.append(Written(path, len(rows), left_out, rows[0]))
-    return written
+    return [write_split(paths[split], *found) for split, found in converted.items()]
+
+
+def target_files(
+    target: str | Path, splits: Iterable[str], form: str, *, read: Sequence[str] = (), overwrite: bool = False
+) -> dict[str, Path]:
+    """The file of each split; refuses those that are `read`, or exist."""
+    paths = {split: Path(target).expanduser() / f"{split}.{form}" for split in splits}
+    for path in paths.values():
+        require_new(
+            path, "--to", read=read, read_key="--from", overwrite=overwrite, to_overwrite="--overwrite"
+        )
+    return paths
+
+
+def write_split(path: Path, rows: Sequence[Row], left_out: int = 0) -> Written:
+    """Write the rows of one split."""
+    write_rows(rows, path)
+    return Written(path, len(rows), left_out, rows[0])

@@ -6,12 +6,10 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from verl.data.prepare.base import Recipe, Written, prepare
+from verl.data.prepare.base import Recipe, Written, prepare, target_files, write_split
 from verl.data.tasks import get_task, known_tasks
 from verl.data.tasks.base import Split
-from verl.data.write import write_rows
 from verl.errors import ConfigError
 
 RECIPES = ("gsm8k", "math", "countdown", "code", "preference", "sft_chat", "tool_use")
@@ -47,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="files, folders (train*, test*, val* become splits) or dataset ids; default: the dataset's own id",
+        help="files, folders (names with train, test, val become splits) or dataset ids; default: the dataset's own id",
     )
     parser.add_argument(
         "--to", dest="target", required=True, metavar="DIR", help="folder for train.parquet, ..."
@@ -58,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
     parser.add_argument("--limit", type=int, default=None, help="maximum number of rows per split")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist in the folder")
     generated = parser.add_argument_group("generated problems")
     for name, (default, about) in _TASK_OPTIONS.items():
         generated.add_argument(f"--{name}", type=int, default=None, help=f"{about} (default {default})")
@@ -70,20 +69,17 @@ def _generate(args: argparse.Namespace) -> list[Written]:
         default if getattr(args, name) is None else getattr(args, name)
         for name, (default, _) in _TASK_OPTIONS.items()
     )
-    written = []
+    if min(count, test_count) < 1:
+        raise ConfigError(f"--count={count} --test_count={test_count}: each split needs at least one row.")
     wanted: list[tuple[Split, int]] = [("train", count), ("test", test_count)]
-    for split, rows_wanted in wanted:
-        if rows_wanted < 1:
-            raise ConfigError(
-                f"--count={count} --test_count={test_count}: each split needs at least one row."
-            )
-        rows = task.rows(
-            min(rows_wanted, args.limit or rows_wanted), seed=seed, difficulty=difficulty, split=split
+    paths = target_files(args.target, ("train", "test"), args.format, overwrite=args.overwrite)
+    return [
+        write_split(
+            paths[split],
+            task.rows(min(number, args.limit or number), seed=seed, difficulty=difficulty, split=split),
         )
-        path = Path(args.target).expanduser() / f"{split}.{args.format}"
-        write_rows(rows, path)
-        written.append(Written(path, len(rows), 0, rows[0]))
-    return written
+        for split, number in wanted
+    ]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,7 +90,12 @@ def run(args: argparse.Namespace) -> int:
         if unused:
             raise ConfigError(f"{', '.join(unused)}: only for generated problems; '{args.name}' reads files.")
         written = prepare(
-            get_recipe(args.name), args.sources, args.target, form=args.format, limit=args.limit
+            get_recipe(args.name),
+            args.sources,
+            args.target,
+            form=args.format,
+            limit=args.limit,
+            overwrite=args.overwrite,
         )
     elif args.name in known_tasks() or args.name.startswith(("gym/", "tasks/")):
         if args.sources:
