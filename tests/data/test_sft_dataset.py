@@ -187,7 +187,7 @@ def test_collating_pads_on_the_right(tokenizer: Any) -> None:
 def test_loaders(tokenizer: Any, tmp_path: Path, write_jsonl: Callable) -> None:
     file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "p", "response": str(i)} for i in range(5)])
     loader = sft_loader(config(train_files=[file], val_files=[file]), tokenizer)
-    assert loader is not None and [len(batch) for batch in loader] == [2, 2]
+    assert loader is not None and [len(batch) for batch in loader] == [2, 2, 1]
     val = sft_loader(config(train_files=[file], val_files=[file]), tokenizer, training=False)
     assert val is not None
     assert [batch.non_tensor_batch["index"].tolist() for batch in val] == [[0, 1], [2, 3], [4]]

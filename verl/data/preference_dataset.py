@@ -254,8 +254,9 @@ def preference_loader(
     order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
     if fit is not None:
         fit(len(order))
+    size = config.train_batch_size if training else min(config.train_batch_size, len(order))
     workers = config.dataloader_num_workers
-    return Loader(dataset, config.train_batch_size, order=order, drop_last=training, num_workers=workers)
+    return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)
 
 
 def _as_user(prompt: Any) -> Any:

@@ -204,7 +204,6 @@ def sft_loader(
     tokenizer: PreTrainedTokenizerBase,
     *,
     training: bool = True,
-    batch_size: int | None = None,
     fit: Callable[[int], None] | None = None,
 ) -> Loader | None:
     """The loader of the data section's training or validation rows; None without val_files.
@@ -217,10 +216,6 @@ def sft_loader(
     order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
     if fit is not None:
         fit(len(order))
-    return Loader(
-        dataset,
-        batch_size or config.train_batch_size,
-        order=order,
-        drop_last=training,
-        num_workers=config.dataloader_num_workers,
-    )
+    size = config.train_batch_size if training else min(config.train_batch_size, len(order))
+    workers = config.dataloader_num_workers
+    return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)
