@@ -164,6 +164,11 @@ def test_planted_preferences_are_ranked_as_planted_in_pairs_not_seen(tiny_model_
     assert_metrics(last, scores(folder_of(tmp_path / "run", 96), rows))
 
 
+def test_a_new_head_is_right_in_half_of_the_pairs(whole):
+    first = read_metrics(whole)[0]
+    assert (first["train/margin"], first["train/accuracy"]) == (0.0, 0.5)
+
+
 def test_every_reader_of_the_folder_gives_the_numbers_of_the_trainer(whole, data):
     folder, rows = folder_of(whole, 6), pairs_of(data / "val.parquet", 7)
     assert json.loads((folder / "config.json").read_text())["architectures"] == [
