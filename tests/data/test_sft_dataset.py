@@ -174,6 +174,16 @@ def test_the_first_token_is_never_learned_from(tokenizer: Any) -> None:
     assert unprompted.response_mask.tolist() == [0, 1, 1]
 
 
+def test_rows_with_an_empty_answer_are_counted(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    full = [{"prompt": "q", "response": "4"}, {"prompt": "q", "response": "a 4"}]
+    assert len(build(tokenizer, *full, max_length=3, truncation="left")) == 2
+    assert "empty answer" not in caplog.text
+    assert (
+        len(build(tokenizer, *full, {"prompt": "q", "response": ""}, {"prompt": "q", "response": " \n"})) == 4
+    )
+    assert "2 of 4 rows have an empty answer, of which only the end of the turn is learned" in caplog.text
+
+
 def test_collating_pads_on_the_right(tokenizer: Any) -> None:
     dataset = build(tokenizer, {"prompt": "a", "response": "x"}, {"prompt": "c", "response": "xyz"})
     batch = sft_collate([dataset[0], dataset[1]], pad_id=77)

@@ -115,7 +115,7 @@ class SFTDataset:
         items: list[SFTItem] = []
         too_long: list[tuple[int, int]] = []
         split: list[int] = []
-        nothing_left = 0
+        nothing_left = empty = 0
         for start in range(0, len(chosen), 512):
             numbers = [int(number) for number in chosen[start : start + 512]]
             cut = [(n, self._rows_of(self.rows[n], self.rows.origin(n))) for n in numbers]
@@ -124,6 +124,7 @@ class SFTDataset:
             names = [self.rows.origin(number) for number in sources]
             encoded_rows = encode_segments(self._chat, [row for _, rows in cut for row in rows], names)
             for number, (ids, mask) in zip(sources, encoded_rows, strict=True):
+                empty += self._has_empty_answer(ids, mask)
                 if len(ids) > self.config.max_length:
                     too_long.append((len(ids), number))
                     if self.config.truncation == "error":
@@ -134,8 +135,23 @@ class SFTDataset:
                 else:
                     nothing_left += 1
         self._report_split(split, len(chosen))
-        self._report_long(too_long, nothing_left, len(chosen) - len(split) + sum(split), len(items))
+        total = len(chosen) - len(split) + sum(split)
+        if empty:
+            learned = "of which only the end of the turn is learned"
+            logger.warning(
+                "%s: %d of %d rows have an empty answer, %s", self.files_key, empty, total, learned
+            )
+        self._report_long(too_long, nothing_left, total, len(items))
         return items
+
+    def _has_empty_answer(self, ids: list[int], mask: list[int]) -> bool:
+        """Whether an answer, a stretch of tokens that are learned, has nothing but special tokens and spaces."""
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
+        return any(
+            not self.tokenizer.decode(ids[start:end], skip_special_tokens=True).strip()
+            for start, end in edges.tolist()
+            if end - start <= 3
+        )
 
     def _report_split(self, split: list[int], total: int) -> None:
         """`split`: the rows that each conversation with more than one became."""
