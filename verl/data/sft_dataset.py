@@ -148,7 +148,7 @@ class SFTDataset:
         """Whether an answer, a stretch of tokens that are learned, has nothing but special tokens and spaces."""
         edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
         return any(
-            not self.tokenizer.decode(ids[start:end], skip_special_tokens=True).strip()
+            not str(self.tokenizer.decode(ids[start:end], skip_special_tokens=True)).strip()
             for start, end in edges.tolist()
             if end - start <= 3
         )
