@@ -18,6 +18,7 @@ from verl.algorithms.preference import (
     pair_terms,
     pair_weights,
     row_weights,
+    share_right,
 )
 from verl.config import known
 
@@ -51,6 +52,18 @@ def one_pair(chosen: float, rejected: float, tokens=(2.0, 4.0), reference=(-1.0,
 
 def test_known_names_are_the_losses_there_are():
     assert set(known.PAIR_LOSSES) == set(PAIR_LOSSES)
+
+
+def test_margins_that_rounding_can_make_are_ties():
+    # Sums of -400: float32 cannot tell log-ratios of 1e-5 from 0, but those of 1e-2.
+    reference = torch.tensor([-400.0, -400.0, -400.0, -400.0], dtype=torch.float64)
+    moved = torch.tensor([1e-5, -1e-5, 1e-2, -1e-2], dtype=torch.float64)
+    tokens = torch.full((4,), 50.0, dtype=torch.float64)
+    chosen, rejected = Answers(reference + moved, reference, tokens), Answers(reference, reference, tokens)
+    for loss in ("dpo", "robust", "ipo", "hinge"):
+        assert pair_terms(loss, chosen, rejected, SETTINGS).accuracy.tolist() == [0.5, 0.5, 1.0, 0.0]
+    assert pair_terms("simpo", chosen, rejected, SETTINGS).accuracy.tolist() == [0.5, 0.5, 1.0, 0.0]
+    assert share_right(torch.tensor([0.0, 1e-30, -1e-30, math.nan])).tolist() == [0.5, 1.0, 0.0, 0.0]
 
 
 def sigmoid(x: float) -> float:

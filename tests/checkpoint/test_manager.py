@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from verl.checkpoint import CheckpointManager, PartSettings
-from verl.checkpoint.manifest import read_manifest, verify
+from verl.checkpoint.manifest import read_manifest, verify, write_manifest
 from verl.checkpoint.state import write_snapshot
 from verl.checkpoint.steps import Limits, StepFolder, beyond_limits, delete, in_use, list_steps
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 from verl.errors import CheckpointError, ConfigError
 
 ONLY_STATE = {"actor": PartSettings(["model", "optimizer", "extra"])}
@@ -448,6 +449,30 @@ def test_settings_come_from_the_configuration(tmp_path: Path) -> None:
     kept = {"actor": 4, "ref": 4, "critic": None, "implicit_reward": 4}
     assert manager.limits == Limits(kept, "val-core/x", "min")
     assert CheckpointManager.from_config(SFTConfig(), tmp_path).resume_mode == "auto"
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+def test_a_checkpoint_of_another_command_is_not_resumed(tmp_path: Path, job: ModuleType, mode: str) -> None:
+    engine = job.make_engine()
+
+    def manager(kind: type, **settings: Any) -> CheckpointManager:
+        config = kind()
+        config.checkpoint.save_contents = ["model", "optimizer", "extra"]
+        for name, value in settings.items():
+            setattr(config.trainer, name, value)
+        return CheckpointManager.from_config(config, tmp_path)
+
+    step = manager(SFTConfig).save(1, {"actor": engine}, {"step": 1})
+    assert step is not None and read_manifest(step).command == "verl sft"
+    settings = {"resume_mode": mode, "resume_from_path": str(step)}
+    for kind in (DPOConfig, RewardTrainingConfig):
+        with pytest.raises(
+            CheckpointError, match=r"written by `verl sft`.*`verl merge` makes of .* as model.path"
+        ):
+            manager(kind, **settings).resume({"actor": engine})
+    assert manager(SFTConfig, **settings).resume({"actor": engine}) == {"step": 1}
+    write_manifest(step, replace(read_manifest(step), command=""), replace=True)  # of an older version
+    assert manager(DPOConfig, **settings).resume({"actor": engine}) == {"step": 1}
 
 
 def model_files(step: Path) -> tuple[Path, Path]:

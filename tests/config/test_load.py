@@ -165,6 +165,35 @@ def test_raw_prompts_is_read_as_a_use_of_the_chat_template(
         load("data.apply_chat_template=sometimes")
 
 
+def test_a_fine_tuning_command_of_verl_is_taken_with_a_notice_for_each_older_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    values = {
+        "model.partial_pretrain": "org/m",
+        "use_remove_padding": "true",
+        "ulysses_sequence_parallel_size": 1,
+        "data.multiturn": {"messages_key": "chat", "tools_key": "functions"},
+    }
+    config = from_dict(SFTConfig, {"data.train_files": "x.parquet", **values})
+    assert (config.model.path, config.data.messages_key, config.data.tools_key) == (
+        "org/m",
+        "chat",
+        "functions",
+    )
+    for old, new in (
+        ("model.partial_pretrain", "model.path"),
+        ("use_remove_padding", "model.use_remove_padding"),
+        ("data.multiturn.messages_key", "data.messages_key"),
+    ):
+        assert f"'{old}' is read as '{new}'" in caplog.text
+    for key, says in (
+        ("data.multiturn.enable", "messages_key"),
+        ("data.prompt_dict_keys", "column of its own"),
+    ):
+        with pytest.raises(ConfigError, match=rf"unknown key '{key}'.*{says}"):
+            from_dict(SFTConfig, {"model.path": "org/m", "data.train_files": "x.parquet", key: True})
+
+
 def test_removing_a_key_goes_back_to_its_default(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("rollout: {n: 2}\ntrainer: {total_epochs: 9}")
     flags = ["-cp", str(tmp_path), "-cn", "c", *NEEDED]

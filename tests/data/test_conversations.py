@@ -95,6 +95,15 @@ def context(family: str, messages: list[Message], tools: list[Any]) -> str:
     )
 
 
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"qwen3"}))
+def test_an_empty_answer_among_others_is_counted(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    messages = [QUESTION, assistant("3"), QUESTION, assistant("4")]
+    build(family, {"messages": messages})
+    assert "empty answer" not in caplog.text
+    build(family, {"messages": [*messages[:3], assistant("")]}, {"messages": messages})
+    assert "1 of 2 rows have an empty answer" in caplog.text
+
+
 words = st.text('ab é\n"{', max_size=8)
 spoken = words.map(lambda text: f"s{text}")
 thoughts = st.text("ab", min_size=1, max_size=4).map(lambda text: f"<think>\n{text}\n</think>\n\n")

@@ -123,7 +123,8 @@ def test_another_order_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
 def test_errors_name_the_value_that_works() -> None:
     with pytest.raises(DataError, match=r"data.train_batch_size=11 .*at most 10"):
         loader(batch=11)
-    assert [n for n, _ in epochs(loader(batch=11, drop_last=False, shuffle=False), 1)] == [list(range(10))]
+    with pytest.raises(DataError, match="at most 10"):
+        loader(batch=11, drop_last=False)
     with pytest.raises(ConfigError):
         loader(batch=0)
     with pytest.raises(DataError, match="no rows"):

@@ -101,6 +101,25 @@ def test_long_pairs(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
         build(tokenizer, row, max_length=4, truncation="right")
 
 
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+def test_a_cut_conversation_still_asks_for_its_reward(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture, truncation: str
+) -> None:
+    """Also where its end is cut off; pairs that differ only there are equal then."""
+    rows = [{"prompt": "0", "chosen": chosen, "rejected": "1" * 20} for chosen in ("2" * 20, "1" * 19 + "2")]
+    whole = [item.rows[0][0][:-1].tolist() for item in build(tokenizer, *rows, use="reward").items]
+    kept = len(whole[0]) - 5
+    dataset = build(tokenizer, *rows, use="reward", max_length=kept + 1, truncation=truncation)
+    ids, mask = dataset[0].rows[0]
+    assert mask.tolist() == [0] * kept + [1] and ids[-1] == tokenizer.pad_token_id
+    if truncation == "right":
+        assert ids[:-1].tolist() == whole[0][:kept]
+        assert len(dataset) == 1 and "1 of 2 pairs have two equal answers when cut" in caplog.text
+    if truncation == "left":
+        assert ids[:-1].tolist() == whole[0][-kept:] and len(dataset) == 2
+    assert "keep nothing of an answer" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("use", "cut", "pairs"),
     [
@@ -181,8 +200,19 @@ def test_rows_of_a_reward_model_are_read_as_it_reads_them_later(tokenizer: Any) 
         assert mask.tolist() == [0] * len(wanted) + [1]
     batch = dataset.batch([0, 1], ["x", "y"])
     assert batch.batch["margin"].tolist() == [2.0, 2.0, 0.5, 0.5]
-    with pytest.raises(DataError, match=r"'margin' \(data.margin_key\) of row 0 .* is 'much'"):
-        build(tokenizer, {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, use="reward")
+
+
+@pytest.mark.parametrize(("given", "read"), [(None, 0.0), ("", 0.0), ("1.5", 1.5), (" -2 ", -2.0), (3, 3.0)])
+def test_margins(tokenizer: Any, given: Any, read: float) -> None:
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": given}
+    assert build(tokenizer, row, use="reward")[0].margin == read
+
+
+@pytest.mark.parametrize("given", ["much", "nan", True, float("inf"), [1.0]])
+def test_margins_that_are_no_numbers_are_refused_by_row(tokenizer: Any, given: Any) -> None:
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": given}
+    with pytest.raises(DataError, match=r"'margin' \(data.margin_key\) of row 0 .* must be a finite number"):
+        build(tokenizer, row, use="reward")
 
 
 def test_known_reference_log_probs_come_with_the_rows(tokenizer: Any) -> None:

@@ -205,11 +205,18 @@ def test_chat_template_file_and_missing_template(new_tokenizer: Callable, tmp_pa
     assert raw[0]["prompt_text"] == "hi" and raw[0]["raw_prompt"] == user("hi")
 
 
-def test_training_and_validation_loaders(tokenizer: Any, tmp_path: Path, write_jsonl: Callable) -> None:
+def test_training_and_validation_loaders(
+    tokenizer: Any, tmp_path: Path, write_jsonl: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": str(i), "answer": i} for i in range(7)])
     loader = training_loader(config(train_files=[file], train_batch_size=3), tokenizer)
     batches = list(loader)
     assert len(loader) == 2 and [len(b) for b in batches] == [3, 3]
+    left_out = "1 of 7 prompts do not fill a batch (data.train_batch_size=3) and are left out of an epoch: "
+    assert f"{left_out}others in each" in caplog.text
+    training_loader(config(train_files=[file], train_batch_size=3, shuffle=False), tokenizer)
+    assert f"{left_out}its last ones, always the same" in caplog.text
     drawn = [i for b in batches for i in b.non_tensor_batch["index"]]
     assert len(set(drawn)) == 6 and [u for b in batches for u in b.non_tensor_batch["uid"]] == [
         f"0-{i}" for i in drawn

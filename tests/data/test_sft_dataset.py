@@ -177,6 +177,16 @@ def test_the_first_token_is_never_learned_from(tokenizer: Any) -> None:
     assert unprompted.response_mask.tolist() == [0, 1, 1]
 
 
+def test_rows_with_an_empty_answer_are_counted(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    full = [{"prompt": "q", "response": "4"}, {"prompt": "q", "response": "a 4"}]
+    assert len(build(tokenizer, *full, max_length=3, truncation="left")) == 2
+    assert "empty answer" not in caplog.text
+    assert (
+        len(build(tokenizer, *full, {"prompt": "q", "response": ""}, {"prompt": "q", "response": " \n"})) == 4
+    )
+    assert "2 of 4 rows have an empty answer, of which only the end of the turn is learned" in caplog.text
+
+
 def test_collating_pads_on_the_right(tokenizer: Any) -> None:
     dataset = build(tokenizer, {"prompt": "a", "response": "x"}, {"prompt": "c", "response": "xyz"})
     batch = sft_collate([dataset[0], dataset[1]], pad_id=77)
@@ -190,7 +200,7 @@ def test_collating_pads_on_the_right(tokenizer: Any) -> None:
 def test_loaders(tokenizer: Any, tmp_path: Path, write_jsonl: Callable) -> None:
     file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "p", "response": str(i)} for i in range(5)])
     loader = sft_loader(config(train_files=[file], val_files=[file]), tokenizer)
-    assert loader is not None and [len(batch) for batch in loader] == [2, 2]
+    assert loader is not None and [len(batch) for batch in loader] == [2, 2, 1]
     val = sft_loader(config(train_files=[file], val_files=[file]), tokenizer, training=False)
     assert val is not None
     assert [batch.non_tensor_batch["index"].tolist() for batch in val] == [[0, 1], [2, 3], [4]]

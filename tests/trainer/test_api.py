@@ -102,7 +102,7 @@ def test_a_given_dataloader_goes_on_where_it_stood(tiny_tokenizer):
     batches = [["repeat 1"], ["repeat 2"], ["repeat 3"]]
     whole = loader(batches, tiny_tokenizer)
     first_epoch = [texts(batch) for batch in whole]
-    assert first_epoch == batches and (whole.epoch, whole.position) == (1, 0)
+    assert first_epoch == batches and (whole.epoch, whole.position, whole.last_epoch) == (1, 0, 0)
     start = loader(batches, tiny_tokenizer)
     taken = iter(start)
     first = next(taken)
@@ -111,7 +111,7 @@ def test_a_given_dataloader_goes_on_where_it_stood(tiny_tokenizer):
     rest.load_state_dict(start.state_dict())
     assert [texts(batch) for batch in rest] == batches[1:]
     assert [texts(batch) for batch in rest] == batches, "and then the next epoch, whole"
-    assert rest.epoch == 2
+    assert (rest.epoch, rest.last_epoch) == (2, 1)
     again = list(loader(batches, tiny_tokenizer))
     assert first.non_tensor_batch["uid"][0] == again[0].non_tensor_batch["uid"][0]
     uids = {uid for batch in again for uid in batch.non_tensor_batch["uid"]}

@@ -98,6 +98,8 @@ def test_every_loss_raises_the_margin(model, data, tmp_path, loss):
     assert {"train/loss", "train/accuracy", "train/margin", "val/accuracy"} <= rows[-1].keys()
     if loss not in known.REFERENCE_FREE_LOSSES:  # the policy starts as its own reference
         assert rows[0]["train/margin"] == pytest.approx(0.0, abs=1e-5)
+        assert rows[0]["train/accuracy"] == 0.5
+    assert ("val/kl" in rows[-1]) == ("train/kl" in rows[-1]) == (loss == "kto")
     assert (result.folder / CACHE_FILE).exists() == (loss not in known.REFERENCE_FREE_LOSSES)
     assert digest(model) == before
 

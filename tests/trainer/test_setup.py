@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from verl.checkpoint.files import FileRecord
+from verl.checkpoint.manifest import Manifest, write_manifest
 from verl.config.load import from_dict
-from verl.config.schema import PPOConfig, SFTConfig
+from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 from verl.errors import CheckpointError, VerlError
 from verl.observe.run_folder import RunFolder
 from verl.runtime import run_command
@@ -74,6 +76,35 @@ def test_fine_tuning_says_it_too(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         (tmp_path / "global_step_1").mkdir()
         record_config(sft("org/b"), folder)
     assert "model.path 'org/a' -> 'org/b'" in caplog.text and "started from 'org/a'" in caplog.text
+
+
+def test_a_folder_of_another_command_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    values = {"model.path": "org/a", "data.train_files": "x.parquet"}
+    kinds = (SFTConfig, DPOConfig, RewardTrainingConfig)
+    tuned, preferred, scored = (from_dict(kind, values) for kind in kinds)
+    for step in (3, 10):
+        path = tmp_path / f"global_step_{step}"
+        path.mkdir()
+        files = {"x": FileRecord(1, "0")}
+        write_manifest(path, Manifest(step, 1, {"actor": ["hf_model"]}, files, command="verl sft"))
+    with RunFolder(tmp_path) as folder:
+        record_config(tuned, folder)
+        before = (tmp_path / "config.yaml").read_text()
+        for other, command in (
+            (preferred, "verl dpo"),
+            (scored, "verl reward train"),
+            (config(), "verl train"),
+        ):
+            with pytest.raises(CheckpointError) as error:
+                record_config(other, folder)
+            said = str(error.value)
+            assert f"global_step_10 was written by `verl sft`, and `{command}` cannot continue it" in said
+            for part in ("default_local_dir", "resume_mode=disable", "_10/actor/huggingface as model.path"):
+                assert part in said
+        assert (tmp_path / "config.yaml").read_text() == before
+        record_config(tuned, folder)
+        preferred.trainer.resume_mode = "disable"
+        record_config(preferred, folder)
 
 
 def test_changes_are_of_keys_both_have() -> None:

@@ -69,11 +69,12 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Five training batches of seven rows; the second validation batch has one row, fewer than there are ranks."""
+    """Four training batches of seven rows; the fifth, and the second of validation, has one: fewer than there are
+    ranks."""
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
-    rows = [demonstrate(WordProblems().story(rng, 1), rng) for _ in range(43)]
-    write_rows(rows[:35], folder / "train.parquet")
-    write_rows(rows[35:], folder / "val.parquet")
+    rows = [demonstrate(WordProblems().story(rng, 1), rng) for _ in range(37)]
+    write_rows(rows[:29], folder / "train.parquet")
+    write_rows(rows[29:], folder / "val.parquet")
     return folder
 
 

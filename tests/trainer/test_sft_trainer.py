@@ -99,6 +99,25 @@ def test_loss_falls_on_training_and_validation_rows(run):
     assert run.metrics["train/loss"] == lines[-1]["train/loss"]
 
 
+def test_every_row_of_an_epoch_is_trained_and_a_step_names_its_epoch(model, data, tmp_path, monkeypatch):
+    """32 rows in batches of 12: two full ones and one of 8."""
+    seen, step = [], offline_loop.OfflineLoop.step
+
+    def watched(loop, batch):
+        seen.append(batch.non_tensor_batch["index"].tolist())
+        return step(loop, batch)
+
+    monkeypatch.setattr(offline_loop.OfflineLoop, "step", watched)
+    lines = metrics(
+        train(model, data, tmp_path / "run", "data.train_batch_size=12", "data.val_files=[]").folder
+    )
+    assert [len(rows) for rows in seen] == [12, 12, 8] * 2
+    for epoch in (seen[:3], seen[3:]):
+        assert sorted(row for rows in epoch for row in rows) == list(range(32))
+    assert [line["training/epoch"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    assert {line["training/total_steps"] for line in lines} == {6}
+
+
 def test_first_loss_is_the_cross_entropy_of_the_response_tokens(model, data, run, rows):
     """By hand, with transformers alone: every row apart, unpadded, loss on the response and the end of the turn."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

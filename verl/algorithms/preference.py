@@ -56,10 +56,27 @@ class PairTerms:
     loss: Tensor
     chosen_reward: Tensor
     rejected_reward: Tensor
+    rounding: Tensor
+    """How large a margin rounding alone can make."""
 
     @property
     def margin(self) -> Tensor:
         return self.chosen_reward - self.rejected_reward
+
+    @property
+    def accuracy(self) -> Tensor:
+        return share_right(self.margin, self.rounding)
+
+
+def share_right(margin: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
+    """1 where the margin is above 0, 0 where it is below, 1/2 where it is no larger than `rounding`: a tie, as between
+    a policy and a reference that are still the same."""
+    return torch.where(margin.abs() <= rounding, 0.5, (margin > 0).to(margin))
+
+
+def rounding_of(log_prob: Tensor) -> Tensor:
+    """Of a sum (or mean) of log-probabilities, which are computed in float32."""
+    return log_prob.detach().abs() * torch.finfo(torch.float32).eps
 
 
 PairLoss = Callable[[Answers, Answers, PairSettings], Tensor]
@@ -126,12 +143,11 @@ PAIR_LOSSES: dict[str, PairLoss] = {
 def pair_terms(name: str, chosen: Answers, rejected: Answers, settings: PairSettings) -> PairTerms:
     """The loss of each pair, and the rewards it implies: beta times the log-ratio to the reference, of losses without
     one beta times the mean log-probability."""
-    loss = PAIR_LOSSES[name](chosen, rejected, settings)
-    rewards = [
-        settings.beta * (answers.mean if name in REFERENCE_FREE_LOSSES else answers.ratio).detach()
-        for answers in (chosen, rejected)
-    ]
-    return PairTerms(loss, rewards[0], rewards[1])
+    loss, free = PAIR_LOSSES[name](chosen, rejected, settings), name in REFERENCE_FREE_LOSSES
+    both = (chosen, rejected)
+    rewards = [settings.beta * (each.mean if free else each.ratio).detach() for each in both]
+    rounding = [settings.beta * rounding_of(each.mean if free else each.log_prob) for each in both]
+    return PairTerms(loss, rewards[0], rewards[1], rounding[0] + rounding[1])
 
 
 def kto_loss(answers: Answers, desirable: Tensor, kl: Tensor | float, settings: PairSettings) -> Tensor:

@@ -88,7 +88,7 @@ def _pair_shares(
     single = {
         "value": on(pairs.chosen, share * terms.loss),
         "margin": on(pairs.chosen, share * terms.margin),
-        "accuracy": on(pairs.chosen, share * (terms.margin > 0)),
+        "accuracy": on(pairs.chosen, share * terms.accuracy),
         "pairs": on(pairs.chosen, pairs.share),
         "tied_pairs": pairs.ties,
         "tied_groups": pairs.tied_groups,

@@ -39,6 +39,7 @@ from verl.checkpoint.steps import (
     write_tracker,
 )
 from verl.config.disk import HF_BY_DEFAULT_BELOW
+from verl.config.recipes import COMMANDS
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError
@@ -72,8 +73,10 @@ class CheckpointManager:
         resume_from_path: Path | str | None = None,
         peer_timeout_s: float = 600.0,
         continue_without: bool = False,
+        command: str = "",
     ) -> None:
-        """`continue_without`: however many saves fail, the caller goes on."""
+        """`continue_without`: however many saves fail, the caller goes on. `command`: which is training; it resumes no
+        checkpoint of another one."""
         self.run_folder = Path(run_folder)
         self.settings = dict(settings or {})
         self.limits = Limits(
@@ -88,6 +91,7 @@ class CheckpointManager:
         )
         self.resume_mode = resume_mode
         self._peer_timeout_s = peer_timeout_s
+        self._command = command
         self._ranks = Ranks()
         self._resuming = Resuming(
             self.run_folder,
@@ -95,6 +99,7 @@ class CheckpointManager:
             lambda part: self._of(part).load_contents,
             resume_mode,
             resume_from_path,
+            command,
         )
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -144,6 +149,7 @@ class CheckpointManager:
             resume_from_path=trainer.resume_from_path,
             peer_timeout_s=trainer.watchdog_s,
             continue_without=trainer.continue_without_checkpoints,
+            command=COMMANDS[type(config)],
         )
 
     # -- saving -------------------------------------------------------------------------------------------------
@@ -185,7 +191,7 @@ class CheckpointManager:
         self.wait()
         engines = _present(parts)
         work, final = work_folder(self.run_folder, step), self.run_folder / step_name(step)
-        op = SaveOperation(step, work, final, self._ranks, self._peer_timeout_s)
+        op = SaveOperation(step, work, final, self._ranks, self._peer_timeout_s, self._command)
         background = False
         ready = self._on_all_ranks(lambda: self._snapshot(op, engines, trainer_state, metrics or {}), op)
         if ready and self._is_async(engines):

@@ -37,6 +37,8 @@ class Manifest:
     metrics: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     created: str = ""
+    command: str = ""
+    """That trained, such as `verl sft`; empty where none is known: a `Session`, or an older version."""
 
     def to_json(self) -> str:
         document = {"format": FORMAT, **asdict(self)}
@@ -93,6 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
             metrics={str(name): float(value) for name, value in document["metrics"].items()},
             versions=dict(document["versions"]),
             created=str(document["created"]),
+            command=str(document.get("command", "")),
         )
     except FileNotFoundError:
         why = f"has no {MANIFEST}: the save was not finished, or it is not a checkpoint"

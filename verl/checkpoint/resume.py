@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.hf_folder import HF_FOLDER
 from verl.checkpoint.manifest import Manifest, read_manifest
 from verl.checkpoint.state import check_part, check_rng, load_part, load_tree, restore_rng, wanted_sections
 from verl.checkpoint.steps import checked_path, in_use, newest_complete, step_name
@@ -56,12 +57,14 @@ class Resuming:
         load_contents: Callable[[str], Sequence[str] | None],
         mode: str,
         resume_from_path: Path | str | None,
+        command: str = "",
     ) -> None:
         self._run_folder = run_folder
         self._ranks = ranks
         self._contents = load_contents
         self._mode = mode
         self._path = resume_from_path
+        self._command = command
         self._candidate: Candidate | None = None
         self._overwritten: set[tuple[str, str]] = set()
         """Parts and sections of the engines that a failed load may have left half changed."""
@@ -130,6 +133,7 @@ class Resuming:
         """Read and check everything but the values of tensors."""
         with in_use(path):
             manifest = read_manifest(path)
+            refuse_other_command(path, manifest, self._command)
             state = load_tree(path, manifest, TRAINER_STATE)
             if not isinstance(state, dict):
                 raise CheckpointError(f"its {TRAINER_STATE}.json is not an object")
@@ -204,6 +208,20 @@ class Resuming:
         if problem is not None and failed == self._ranks.rank:
             warn_skipped(path.name, problem)
         return failed is None
+
+
+def refuse_other_command(path: Path, manifest: Manifest, command: str) -> None:
+    """CheckpointError where another command than `command` wrote the checkpoint: its steps, rows and optimiser state
+    mean something else."""
+    if not manifest.command or not command or manifest.command == command:
+        return
+    saved = "hf_model" in manifest.parts.get("actor", ())
+    weights = str(path / "actor" / HF_FOLDER) if saved else f"what `verl merge` makes of {path}"
+    raise CheckpointError(
+        f"{path} was written by `{manifest.command}`, and `{command}` cannot continue it. Set trainer.experiment_name "
+        "or trainer.default_local_dir for a folder of its own, or trainer.resume_mode=disable to start over. To start "
+        f"from its weights, give {weights} as model.path (in `verl train`: actor_rollout_ref.model.path)"
+    )
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class SaveOperation:
     final: Path
     ranks: Ranks
     peer_timeout_s: float
+    command: str = ""
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
     contents: dict[str, list[str]] = field(default_factory=dict)
     trees: dict[str, Encoded] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class SaveOperation:
             metrics=self.metrics,
             versions=installed_versions(),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            command=self.command,
         )
         write_manifest(self.work, manifest)
         sync_all([self.work / MANIFEST])

@@ -110,6 +110,9 @@ _PPO_ALIASES: dict[str, str] = {
 
 _SFT_ALIASES: dict[str, str] = {
     **_RUN_ALIASES,
+    "model.partial_pretrain": "model.path",
+    "use_remove_padding": "model.use_remove_padding",
+    "ulysses_sequence_parallel_size": "model.ulysses_sequence_parallel_size",
     "optim.clip_grad": "optim.grad_clip",
     **{f"optim.{old}": f"optim.{new}" for old, new in _OPTIM_ALIASES.items()},
 }
@@ -131,7 +134,11 @@ _GENERATION_ALIASES: dict[str, str] = {
 
 _ALIASES: dict[type, dict[str, str]] = {
     PPOConfig: _PPO_ALIASES,
-    SFTConfig: _SFT_ALIASES,
+    SFTConfig: {
+        **_SFT_ALIASES,
+        "data.multiturn.messages_key": "data.messages_key",
+        "data.multiturn.tools_key": "data.tools_key",
+    },
     DPOConfig: _SFT_ALIASES,
     RewardTrainingConfig: _SFT_ALIASES,
     GenerationConfig: _GENERATION_ALIASES,

@@ -140,7 +140,7 @@ TRL_NOTES: dict[str, str] = {
     "cache_implementation": f"{_NOT_NEEDED}: every rollout engine has its own KV cache",
     "cast_lm_head_to_fp32": f"{_ALWAYS}: log-probabilities are computed in float32",
     "completion_only_loss": f"{_ALWAYS}: loss is on the response",
-    "dataloader_drop_last": f"{_ALWAYS}: a step has a full batch",
+    "dataloader_drop_last": "done in `verl train` alone; fine-tuning trains the last, smaller batch of an epoch too",
     "dataloader_in_order": f"{_ALWAYS}: rows come in the order of the seed",
     "dataloader_multiprocessing_context": f"{_NOT_NEEDED}: rows are tokenised in threads",
     "dataloader_persistent_workers": f"{_NOT_NEEDED}: rows are tokenised in threads",

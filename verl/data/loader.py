@@ -128,7 +128,9 @@ class BatchSource(Protocol):
 class Loader:
     """Iterating gives the rest of the current epoch and moves on to the next one.
 
-    `epoch` is the epoch of the next batch: after the last batch of an epoch it is already the next one's."""
+    `epoch` is the epoch of the next batch: after the last batch of an epoch it is already the next one's. `last_epoch`
+    is that of the newest batch. With `drop_last` an epoch leaves out the rows that do not fill a batch; otherwise its
+    last batch has fewer rows."""
 
     def __init__(
         self,
@@ -145,16 +147,16 @@ class Loader:
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._workers = num_workers
-        if batch_size < 1:
-            raise ConfigError(f"{key}={batch_size}: a batch needs at least one row.")
         if not len(self._order):
             raise DataError("The dataset has no rows.")
-        if drop_last and batch_size > len(self._order):
+        if batch_size < 1:
+            raise ConfigError(f"{key}={batch_size}: a batch needs at least one row.")
+        if batch_size > len(self._order):
             raise DataError(
                 f"{key}={batch_size} is larger than the dataset: an epoch has {len(self._order)} usable rows. "
                 f"Set {key} to at most {len(self._order)}, or add data."
             )
-        self.epoch = 0
+        self.epoch = self.last_epoch = 0
         self.position = 0
 
     def __len__(self) -> int:
@@ -213,6 +215,7 @@ class Loader:
         return batch
 
     def _advance(self, epoch: int, end: int) -> None:
+        self.last_epoch = epoch
         done = self._batches_after(end) == 0
         self.epoch, self.position = (epoch + 1, 0) if done else (epoch, end)
 

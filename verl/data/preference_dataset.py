@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from verl.config.sections.preference import PreferenceAlgorithmConfig
-from verl.data.chat import ChatFormat, read_template
+from verl.data.chat import ChatFormat, read_template, truncate
 from verl.data.columns import require_column
 from verl.data.conversations import Row, pair_rows
 from verl.data.files import Files, Rows, read_rows
@@ -102,9 +102,7 @@ class PreferenceDataset:
                     longest = max(longest, length)
                     if config.truncation == "error":
                         continue
-                sides = tuple(
-                    fit_encoded(*side, config.max_length, config.truncation) for side in (chosen, rejected)
-                )
+                sides = tuple(self._fit(*side) for side in (chosen, rejected))
                 if any(not side[1].any() for side in sides):
                     lost += 1
                     continue
@@ -115,17 +113,31 @@ class PreferenceDataset:
         self._report(total, len(items), same, cut, lost, alike, longest)
         return items
 
+    def _fit(self, ids: list[int], mask: list[int]) -> Encoded:
+        """Cut to data.max_length; the token that asks for the reward stays, wherever the conversation is cut."""
+        limit, how = self.config.max_length, self.config.truncation
+        if self.use == "reward":
+            ids = [*truncate(ids[:-1], limit - 1, how), ids[-1]]
+            mask = mask[len(mask) - len(ids) :]
+        return fit_encoded(ids, mask, limit, how)
+
     def _margin(self, number: int) -> float:
         name = getattr(self.config, "margin_key", None)
         if self.use != "reward" or name not in self.rows.column_names:
             return 0.0
         value = self.rows[number].get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+        if value is None or value == "":  # which an empty cell of a CSV file is
+            return 0.0
+        try:
+            margin = float("nan" if isinstance(value, bool) else value)
+        except (TypeError, ValueError, OverflowError):
+            margin = float("nan")
+        if not np.isfinite(margin):
             raise DataError(
                 f"{self.files_key}: '{name}' (data.margin_key) of {self.rows.origin(number)} is {value!r}; it must be "
                 "a finite number."
             )
-        return float(value)
+        return margin
 
     def _add_other_answers(self) -> None:
         """kto's third row: this prompt with the chosen answer of the next pair."""
@@ -221,8 +233,9 @@ def preference_loader(
     order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
     if fit is not None:
         fit(len(order))
+    size = config.train_batch_size if training else min(config.train_batch_size, len(order))
     workers = config.dataloader_num_workers
-    return Loader(dataset, config.train_batch_size, order=order, drop_last=training, num_workers=workers)
+    return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)
 
 
 def _answered_by(mine: Encoded, other: Encoded, limit: int) -> Encoded:

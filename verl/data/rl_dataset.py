@@ -240,6 +240,15 @@ def training_loader(
     )
     if fit is not None:
         fit(len(order))
+    left_out = len(order) % config.train_batch_size
+    if 0 < left_out < len(order):
+        logger.info(
+            "%d of %d prompts do not fill a batch (data.train_batch_size=%d) and are left out of an epoch: %s",
+            left_out,
+            len(order),
+            config.train_batch_size,
+            "others in each" if config.shuffle and difficulty is None else "its last ones, always the same",
+        )
     return Loader(dataset, config.train_batch_size, order=order, num_workers=config.dataloader_num_workers)
 
 

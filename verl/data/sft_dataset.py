@@ -114,7 +114,7 @@ class SFTDataset:
         items: list[SFTItem] = []
         too_long: list[tuple[int, int]] = []
         split: list[int] = []
-        nothing_left = 0
+        nothing_left = empty = 0
         for start in range(0, len(chosen), 512):
             numbers = [int(number) for number in chosen[start : start + 512]]
             names = [self.rows.origin(number) for number in numbers]
@@ -125,6 +125,7 @@ class SFTDataset:
                 (number, *row) for number, rows in zip(numbers, encoded_rows, strict=True) for row in rows
             ]
             for number, ids, mask in flat:
+                empty += self._has_empty_answer(ids, mask)
                 if len(ids) > self.config.max_length:
                     too_long.append((len(ids), number))
                     if self.config.truncation == "error":
@@ -135,8 +136,23 @@ class SFTDataset:
                 else:
                     nothing_left += 1
         self._report_split(split, len(chosen))
-        self._report_long(too_long, nothing_left, len(chosen) - len(split) + sum(split), len(items))
+        total = len(chosen) - len(split) + sum(split)
+        if empty:
+            learned = "of which only the end of the turn is learned"
+            logger.warning(
+                "%s: %d of %d rows have an empty answer, %s", self.files_key, empty, total, learned
+            )
+        self._report_long(too_long, nothing_left, total, len(items))
         return items
+
+    def _has_empty_answer(self, ids: list[int], mask: list[int]) -> bool:
+        """Whether an answer, a stretch of tokens that are learned, has nothing but special tokens and spaces."""
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
+        return any(
+            not str(self.tokenizer.decode(ids[start:end], skip_special_tokens=True)).strip()
+            for start, end in edges.tolist()
+            if end - start <= 3
+        )
 
     def _report_split(self, split: list[int], total: int) -> None:
         """`split`: the rows that each conversation with more than one became."""
@@ -198,7 +214,6 @@ def sft_loader(
     tokenizer: PreTrainedTokenizerBase,
     *,
     training: bool = True,
-    batch_size: int | None = None,
     fit: Callable[[int], None] | None = None,
 ) -> Loader | None:
     """The loader of the data section's training or validation rows; None without val_files.
@@ -211,10 +226,6 @@ def sft_loader(
     order = EpochOrder(len(dataset), seed=config.seed, shuffle=config.shuffle and training)
     if fit is not None:
         fit(len(order))
-    return Loader(
-        dataset,
-        batch_size or config.train_batch_size,
-        order=order,
-        drop_last=training,
-        num_workers=config.dataloader_num_workers,
-    )
+    size = config.train_batch_size if training else min(config.train_batch_size, len(order))
+    workers = config.dataloader_num_workers
+    return Loader(dataset, size, order=order, drop_last=False, num_workers=workers)

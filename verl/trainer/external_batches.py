@@ -60,7 +60,7 @@ class ExternalLoader:
         self.tools: Any = None
         self.answers = False
         """The schemas shown to the policy, or a function from a row to them."""
-        self.epoch = 0
+        self.epoch = self.last_epoch = 0
         self.position = 0
         self._opened: Iterator[Any] | None = None
         self._first: RLDataset | None = None
@@ -106,7 +106,7 @@ class ExternalLoader:
         for number, batch in enumerate(self.left()):
             if number < skip:
                 continue
-            last = number + 1 == len(self)
+            self.last_epoch, last = epoch, number + 1 == len(self)
             self.epoch, self.position = (epoch + 1, 0) if last else (epoch, number + 1)
             yield self._prompts(batch, f"{epoch}-{number}")
         if self.epoch == epoch:

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.checkpoint.resume import refuse_other_command
+from verl.checkpoint.steps import list_steps
 from verl.config.build import fit_batch
 from verl.config.checks import check
 from verl.config.load import recorded
+from verl.config.recipes import COMMANDS
 from verl.data.chat import generation_stop_ids
 from verl.errors import CheckpointError, ConfigError
 from verl.observe.jsonl import jsonable
@@ -93,7 +96,11 @@ def fit_to(cfg: PPOConfig | OfflineConfig) -> Callable[[int], None]:
 
 
 def record_config(cfg: PPOConfig | OfflineConfig, folder: RunFolder) -> None:
-    """Write config.yaml; warn when a run resumes with other settings than it was started with."""
+    """Write config.yaml; warn when a run resumes with other settings than it was started with. CheckpointError, before
+    anything is written, where the folder is another command's."""
+    newest = next((each for each in list_steps(folder.path) if each.manifest is not None), None)
+    if cfg.trainer.resume_mode == "auto" and newest is not None and newest.manifest is not None:
+        refuse_other_command(newest.path, newest.manifest, COMMANDS[type(cfg)])
     steps = _saved_steps(folder)
     resuming = cfg.trainer.resume_mode == "auto" and bool(steps)
     if cfg.trainer.resume_mode == "disable" and steps:

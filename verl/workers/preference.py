@@ -18,7 +18,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from verl.algorithms.preference import Answers, PairSettings, kto_kl, kto_loss, pair_terms
+from verl.algorithms.preference import (
+    Answers,
+    PairSettings,
+    kto_kl,
+    kto_loss,
+    pair_terms,
+    rounding_of,
+    share_right,
+)
 from verl.config.known import REFERENCE_FREE_LOSSES
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.proto import DataProto
@@ -93,28 +101,29 @@ class PreferenceRole(OfflineRole):
     # -- training -----------------------------------------------------------------------------------------------
 
     def train(self, batch: DataProto) -> dict[str, float]:
-        pairs, metrics = self._pairs(batch)
-        return {**super().train(pairs), **metrics}
+        pairs = self._pairs(batch)
+        metrics = super().train(pairs)
+        return metrics if self._loss != "kto" else {**metrics, "train/kl": pairs.meta_info["kto_kl"]}
 
-    def _pairs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+    def _pairs(self, batch: DataProto) -> DataProto:
         """The rows to learn from, with the reference's log-probs; for kto with its estimate of the KL, from the rows
         that answer other prompts."""
-        batch, metrics = self._with_reference(batch), {}
+        batch = self._with_reference(batch)
         together = batch.meta_info["rows_together"]
         if self._loss == "kto":
             number = torch.arange(len(batch)) % together
             others, batch = batch[(number == together - 1).numpy()], batch[(number < together - 1).numpy()]
             kl = kto_kl(self.log_prob_sums(_alone(others)) - others.batch["ref_log_prob"])
             batch.meta_info = {**batch.meta_info, "rows_together": together - 1, "kto_kl": float(kl)}
-            metrics["train/kl"] = float(kl)
         batch.meta_info["pairs"] = len(batch) // 2
-        return batch, metrics
+        return batch
 
     def loss(self, out: ModelOutput, micro: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The mean over the pairs of the whole batch (kto: over its answers)."""
         assert out.log_probs is not None
         mask = micro.batch["response_mask"].bool()
-        sums = torch.where(mask, out.log_probs, 0.0).sum(-1)
+        # As the reference's: sums of equal log-probs are then equal, also those of float32.
+        sums = torch.where(mask, out.log_probs, 0.0).sum(-1, dtype=torch.float64)
         found = self._terms(sums, mask.sum(-1), micro)
         info = micro.meta_info
         metrics = {name: Metric(value.detach() / info["pairs"], "sum") for name, value in found.items()}
@@ -128,15 +137,17 @@ class PreferenceRole(OfflineRole):
         valid = tokens > 0
         if self._loss == "kto":
             loss = kto_loss(rows, chosen_rows, micro.meta_info["kto_kl"], self._settings)
-            reward = self._settings.beta * rows.ratio.detach()
-            return _kto_metrics(torch.where(valid, loss, 0.0), reward, chosen_rows, valid)
+            beta = self._settings.beta
+            reward, rounding = beta * rows.ratio.detach(), beta * rounding_of(rows.log_prob)
+            right = share_right(torch.where(chosen_rows, reward, -reward), rounding)
+            return _kto_metrics(torch.where(valid, loss, 0.0), reward, right, chosen_rows, valid)
         chosen, rejected = (
             Answers(rows.log_prob[at::2], rows.reference[at::2], rows.tokens[at::2]) for at in (0, 1)
         )
         terms, valid = pair_terms(self._loss, chosen, rejected, self._settings), valid[::2]
         found = {
             "loss": terms.loss,
-            "accuracy": (terms.margin > 0).to(sums),
+            "accuracy": terms.accuracy,
             "margin": terms.margin,
             "chosen_reward": terms.chosen_reward,
             "rejected_reward": terms.rejected_reward,
@@ -146,13 +157,15 @@ class PreferenceRole(OfflineRole):
     # -- validation ---------------------------------------------------------------------------------------------
 
     def evaluate(self, batch: DataProto) -> dict[str, float]:
-        batch, _ = self._pairs(batch)
+        batch = self._pairs(batch)
         sums = self.log_prob_sums(batch)
         found = self._terms(sums, batch.batch["response_mask"].sum(-1), batch)
-        return {"pairs": batch.meta_info["pairs"], **{name: float(value) for name, value in found.items()}}
+        pairs = batch.meta_info["pairs"]
+        kl = {"kl": batch.meta_info["kto_kl"] * pairs} if self._loss == "kto" else {}
+        return {"pairs": pairs, **{name: float(value) for name, value in found.items()}, **kl}
 
     def validation_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return {f"val/{name}": sums[name] / sums["pairs"] for name in self.names}
+        return {f"val/{name}": value / sums["pairs"] for name, value in sums.items() if name != "pairs"}
 
 
 def _alone(batch: DataProto) -> DataProto:
@@ -161,17 +174,16 @@ def _alone(batch: DataProto) -> DataProto:
 
 
 def _kto_metrics(
-    loss: torch.Tensor, reward: torch.Tensor, chosen: torch.Tensor, valid: torch.Tensor
+    loss: torch.Tensor, reward: torch.Tensor, right: torch.Tensor, chosen: torch.Tensor, valid: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Sums over a micro-batch's answers, to be divided by the number of pairs. The loss is the mean over answers, two
     in a pair; an answer counts as right whose reward has the sign of its label."""
     up, down = chosen & valid, ~chosen & valid
     zero = torch.zeros_like(reward)
     rewards = [torch.where(flags, reward, zero).sum() for flags in (up, down)]
-    right = ((reward > 0) & up) | ((reward < 0) & down)
     return {
         "loss": loss.sum() / 2,
-        "accuracy": right.to(reward).sum() / 2,
+        "accuracy": torch.where(valid, right, zero).sum() / 2,
         "margin": rewards[0] - rewards[1],
         "chosen_reward": rewards[0],
         "rejected_reward": rewards[1],

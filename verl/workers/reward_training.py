@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch.nn.functional import logsigmoid
 
+from verl.algorithms.preference import share_right
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric
 from verl.workers.offline import OfflineRole
@@ -44,7 +45,7 @@ class RewardRole(OfflineRole):
             loss = loss + algorithm.center_rewards_coefficient * (chosen + rejected).square()
         found = {
             "loss": loss,
-            "accuracy": (chosen > rejected).to(rewards),
+            "accuracy": share_right(chosen - rejected),
             "margin": chosen - rejected,
             "reward": (chosen + rejected) / 2,
         }
