@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import threading
 import zlib
@@ -181,6 +182,20 @@ def files_below(folder: Path) -> Iterable[Path]:
 def folders_below(folder: Path) -> Iterable[Path]:
     """`folder` and every folder in it: a folder without files is named by its parent all the same."""
     return (Path(root) for root, _, _ in os.walk(folder))
+
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust name an error of the system, in a bare Exception."""
+
+
+def os_error_number(error: Exception) -> int | None:
+    """errno, where the system is the cause."""
+    found = _OS_ERROR.search(str(error))
+    return getattr(error, "errno", None) or (int(found.group(1)) if found else None)
+
+
+def disk_is_full(error: Exception) -> bool:
+    return os_error_number(error) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from verl.algorithms.preference import Answers, PairSettings, kto_kl, kto_loss, pair_terms
 from verl.config.known import REFERENCE_FREE_LOSSES
+from verl.config.model_path import weight_files
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric
@@ -184,7 +185,7 @@ def _cache_key(cfg: Any, datasets: Mapping[str, PreferenceDataset]) -> str:
     model = cfg.model
     named: list[Any] = [model.path, model.dtype, model.override_config, cfg.trainer.device]
     folder = Path(model.path).expanduser()
-    for file in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
+    for file in weight_files(folder):
         stat = file.stat()
         named.append((file.name, stat.st_size, stat.st_mtime_ns))
     digest.update(repr(named).encode())
