@@ -1,4 +1,4 @@
-"""Files with size and checksum known from the bytes written, fsync, atomic replacement, removal."""
+"""Files with size and checksum known from the bytes written, fsync, atomic replacement, locks, removal."""
 
 from __future__ import annotations
 
@@ -210,6 +210,23 @@ def inside(folder: Path, name: str) -> Path:
     except (ValueError, RuntimeError) as error:  # a NUL or half a surrogate pair in the name; a loop of links
         raise CheckpointError(f"the manifest of {folder} names {name!r}: {error}") from None
     return full
+
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
+"""From file systems without locks (Lustre mounted without them), and from NFS for an exclusive lock where the file
+could only be opened to read."""
+
+
+def lock(descriptor: int, operation: int) -> bool:
+    """`fcntl.flock`; False where another process has the lock. Without locks it is as if there were no other."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 _removals: list[threading.Thread] = []

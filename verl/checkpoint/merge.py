@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.files import disk_is_full, files_below, sync_all
+from verl.checkpoint.files import disk_is_full, files_below, lock, sync_all
 from verl.checkpoint.hf_check import ConvertedReader, check_logits, check_tensors
 from verl.checkpoint.hf_folder import (
     ADAPTER_FOLDER,
@@ -205,21 +205,17 @@ def _new_folder(target: Path, small_files: Path, *, overwrite: bool) -> Iterator
 @contextmanager
 def _only_one(target: Path) -> Iterator[None]:
     """Refuse a second merge into the target, which would use the same hidden folder."""
-    lock = target.with_name(f".{target.name}.merging.lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    file = target.with_name(f".{target.name}.merging.lock")
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The other merge may have ended, and removed the file, after it was opened here.
-            taken = not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(descriptor))
-        except BlockingIOError:
-            taken = True
-        if taken:
+        alone = lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The other merge may have ended, and removed the file, after it was opened here.
+        if not alone or not file.exists() or not os.path.samestat(file.stat(), os.fstat(descriptor)):
             raise CheckpointError(f"another merge into --target_dir {target} is running")
         try:
             yield
         finally:
-            lock.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
