@@ -188,6 +188,7 @@ def test_lora_is_merged_as_the_engine_merges_it_or_kept(tmp_path: Path, job: Mod
 
     kept = merge(MergeOptions(part, tmp_path / "k", lora="keep"))
     assert (kept / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert model_merger.main(["test", "--local_dir", str(kept), "--test_hf_dir", str(kept)]) == 0
     model = peft.PeftModel.from_pretrained(job.make_model(0), kept).merge_and_unload()
     for name, value in model.state_dict().items():
         assert torch.allclose(value, exported[name], atol=1e-6), name
@@ -331,12 +332,12 @@ def test_of_a_base_model_what_transformers_reads_is_read_and_it_is_never_replace
     base = tmp_path / "base"
     job.make_model(0).save_pretrained(base, max_shard_size=shard_size)
     assert (base / "model.safetensors.index.json").exists() == (shard_size == "20kB")
-    save_file({"layers.0.attention.wq.weight": torch.zeros(4, 4)}, base / "consolidated.safetensors")
     part = save(tmp_path / "run", job.make_engine(lora_rank=2))
     before = snapshot(base)
     with pytest.raises(CheckpointError, match="base, which is read"):
         merge(MergeOptions(part, base, base_dir=base, overwrite=True))
     assert snapshot(base) == before
+    save_file({"layers.0.attention.wq.weight": torch.zeros(4, 4)}, base / "consolidated.safetensors")
     merged = merge(MergeOptions(part, tmp_path / "m", base_dir=base, logits=False))
     assert set(load_file(merged / "model.safetensors")) == set(job.make_model(0).state_dict())
     arguments = ["--local_dir", str(base), "--test_hf_dir", str(merged)]

@@ -125,14 +125,14 @@ def merge(options: MergeOptions) -> Path:
         return target
     part = find_part(local)
     _keep_apart(target, part.step_folder)
-    with in_use(part.step_folder):
+    small_files = part.path / HF_FOLDER
+    with in_use(part.step_folder), _new_folder(target, small_files, overwrite=options.overwrite) as work:
         damage = [p for p in verify(part.step_folder, part.manifest) if p.startswith(f"{part.name}/")]
         if damage:
             raise CheckpointError(f"{part.path} is damaged: {damage[0]}")
         base = _base_files(part, options)
         _keep_apart(target, *{file.parent for file in base})
-        with _new_folder(target, part.path / HF_FOLDER, overwrite=options.overwrite) as work:
-            _merge_part(work, part, base, options)
+        _merge_part(work, part, base, options)
     return target
 
 
@@ -291,8 +291,8 @@ def _base_files(part: PartFolder, options: MergeOptions) -> list[Path]:
     files = safetensors_files(folder) if folder.parts else []
     if not files:
         raise CheckpointError(
-            f"{part.path} holds a LoRA adapter, and its base model is not at {str(folder) or 'any stated path'}: "
-            "give its folder with --base_dir, or keep the adapter with --lora keep"
+            f"{part.path} holds a LoRA adapter, and its base model is not at {str(folder) or 'any stated path'}, as "
+            "safetensors: give its folder with --base_dir, or keep the adapter with --lora keep"
         )
     return files
 
