@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="insist that it is a critic or a reward model",
     )
     merge.add_argument("--use_cpu_initialization", "--use-cpu-initialization", action="store_true")
-    merge.add_argument("--overwrite", action="store_true", help="replace a target that is there already")
+    merge.add_argument("--overwrite", action="store_true", help="replace an earlier merge in the target")
     merge.add_argument("--no-logits", action="store_true", help="skip the comparison of logits")
     test.add_argument("--test_hf_dir", "--test-hf-dir", type=Path, required=True, help="Hugging Face folder")
     return parser

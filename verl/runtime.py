@@ -198,10 +198,30 @@ class StopRequest:
         return True
 
 
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets it for the command of `ray job submit` and of a RayJob, and for nothing else."""
+_RAY_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+_SHORT_STOP_S = 60
+
+
+def _warn_of_short_stop() -> None:
+    """In a Ray job that `ray job stop` would kill before most steps have ended. The command inherits the variable from
+    the process that will kill it, where 3 is the default."""
+    stated = os.environ.get(_RAY_STOP_WAIT, "3")
+    if _RAY_JOB in os.environ and not (stated.isdecimal() and int(stated) >= _SHORT_STOP_S):
+        logger.warning(
+            "`ray job stop` kills this run %s s after it asks it to stop, without a checkpoint where a step and its "
+            'checkpoint take longer: submit with --runtime-env-json \'{"env_vars": {"%s": "1800"}}\'',
+            stated,
+            _RAY_STOP_WAIT,
+        )
+
+
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
     """The first SIGTERM, Ctrl-C or SIGHUP stops after the current step, with a checkpoint; the second at once, and so
     does the first where no loop runs."""
+    _warn_of_short_stop()
     request = StopRequest()
 
     def handle(number: int, frame: Any) -> None:

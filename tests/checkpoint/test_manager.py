@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -402,6 +404,32 @@ def test_a_checkpoint_in_use_is_not_deleted(tmp_path: Path, job: ModuleType) -> 
         manager.save(2, {"actor": engine}, {})
         assert steps_in(tmp_path) == [2, 1]
         assert not delete(tmp_path / "global_step_1")
+    manager.save(3, {"actor": engine}, {})
+    assert steps_in(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("kind", ["NFS", "without locks"])
+def test_old_checkpoints_are_deleted_on_file_systems_with_other_locks(
+    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """NFS refuses an exclusive lock of a file that is open to read only."""
+    flock = fcntl.flock
+
+    def other(descriptor: int, operation: int) -> None:
+        if kind == "without locks":
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        reads = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        if operation & fcntl.LOCK_EX and reads:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", other)
+    engine = job.make_engine()
+    manager = CheckpointManager(tmp_path, ONLY_STATE, max_actor_to_keep=1)
+    manager.save(1, {"actor": engine}, {})
+    with in_use(tmp_path / "global_step_1"):
+        manager.save(2, {"actor": engine}, {})
+        assert steps_in(tmp_path) == ([2, 1] if kind == "NFS" else [2])
     manager.save(3, {"actor": engine}, {})
     assert steps_in(tmp_path) == [3]
 

@@ -476,3 +476,11 @@ def test_a_chunk_of_another_shape_or_type_or_a_missing_one_is_refused(checkpoint
 def test_adapters_are_not_read_from_megatron(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="--lora keep: adapters cannot be read"):
         merged(checkpoint, lora="keep")
+
+
+@pytest.mark.parametrize("target", ["huggingface", "dist_ckpt", "dist_ckpt/new", "."])
+def test_a_megatron_checkpoint_is_not_replaced(checkpoint: Path, target: str) -> None:
+    before = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="--target_dir .*(is part of the checkpoint|which is read)"):
+        merge(MergeOptions(checkpoint, checkpoint / target, overwrite=True))
+    assert {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()} == before

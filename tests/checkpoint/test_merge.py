@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -187,6 +188,7 @@ def test_lora_is_merged_as_the_engine_merges_it_or_kept(tmp_path: Path, job: Mod
 
     kept = merge(MergeOptions(part, tmp_path / "k", lora="keep"))
     assert (kept / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert model_merger.main(["test", "--local_dir", str(kept), "--test_hf_dir", str(kept)]) == 0
     model = peft.PeftModel.from_pretrained(job.make_model(0), kept).merge_and_unload()
     for name, value in model.state_dict().items():
         assert torch.allclose(value, exported[name], atol=1e-6), name
@@ -260,15 +262,137 @@ def test_a_damaged_checkpoint_is_not_merged(tmp_path: Path, job: ModuleType) -> 
         merge(MergeOptions(part, tmp_path / "out"))
 
 
-def test_a_target_in_use_is_not_overwritten_unless_asked(tmp_path: Path, job: ModuleType) -> None:
-    part = save(tmp_path / "run", job.make_engine())
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/precious").write_text("p")
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_earlier_merge_is_replaced_where_that_is_asked(
+    tmp_path: Path, job: ModuleType, tiny_tokenizer: Any
+) -> None:
+    part = save(tmp_path / "run", job.make_engine(), tokenizer=tiny_tokenizer)
+    target = merge(MergeOptions(part, tmp_path / "run/merged", logits=False))
     with pytest.raises(CheckpointError, match="not empty.*--overwrite"):
-        merge(MergeOptions(part, tmp_path / "out"))
-    assert (tmp_path / "out/precious").exists()
-    merge(MergeOptions(part, tmp_path / "out", overwrite=True))
-    assert not (tmp_path / "out/precious").exists() and (tmp_path / "out/model.safetensors").exists()
+        merge(MergeOptions(part, target))
+    assert load_file(target / "model.safetensors")["lm_head.weight"].dtype == torch.float32
+    (tmp_path / "link").symlink_to(target)
+    merge(MergeOptions(part, tmp_path / "link", dtype="bfloat16", overwrite=True, logits=False))
+    assert load_file(target / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+    assert (tmp_path / "link").is_symlink()
+    assert not [path for path in target.parent.iterdir() if "merg" in path.name and path != target]
+
+
+@pytest.mark.parametrize("other", ["results.jsonl", "eval_results.json", "global_step_2", "link.json"])
+def test_a_folder_with_anything_but_a_merged_model_is_not_replaced(
+    tmp_path: Path, job: ModuleType, other: str
+) -> None:
+    part = save(tmp_path / "run", job.make_engine())
+    target = merge(MergeOptions(part, tmp_path / "out", logits=False))
+    if other == "global_step_2":
+        (target / other).mkdir()
+    elif other == "link.json":
+        (target / "config.json").rename(tmp_path / "config.json")
+        (target / "config.json").symlink_to(tmp_path / "config.json")
+        other = "config.json"
+    else:
+        (target / other).write_text("{}")
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match=f"--overwrite replaces only.*also holds '{other}'"):
+        merge(MergeOptions(part, target, overwrite=True))
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "run", ".", "run/global_step_5", "run/global_step_5/actor", "run/global_step_5/actor/huggingface",
+        "run/global_step_5/new", "run/global_step_7", "run/new/../global_step_5/actor/huggingface",
+        "link/actor/huggingface",
+    ],
+)  # fmt: skip
+def test_a_run_and_its_checkpoints_are_never_replaced(
+    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    engine = job.make_engine()
+    contents = {"actor": PartSettings(["model", "hf_model"])}
+    CheckpointManager(tmp_path / "run", contents).save(5, {"actor": engine}, {})
+    part = tmp_path / "run/global_step_5/actor"
+    (tmp_path / "link").symlink_to(part.parent)
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match="--target_dir .*(is part of the checkpoint|which is read)"):
+        merge(MergeOptions(part, Path(target), overwrite=True))
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20kB"])
+def test_of_a_base_model_what_transformers_reads_is_read_and_it_is_never_replaced(
+    tmp_path: Path, job: ModuleType, shard_size: str
+) -> None:
+    """Mistral's repositories have the weights a second time, under other names, in consolidated.safetensors."""
+    base = tmp_path / "base"
+    job.make_model(0).save_pretrained(base, max_shard_size=shard_size)
+    assert (base / "model.safetensors.index.json").exists() == (shard_size == "20kB")
+    part = save(tmp_path / "run", job.make_engine(lora_rank=2))
+    before = snapshot(base)
+    with pytest.raises(CheckpointError, match="base, which is read"):
+        merge(MergeOptions(part, base, base_dir=base, overwrite=True))
+    assert snapshot(base) == before
+    save_file({"layers.0.attention.wq.weight": torch.zeros(4, 4)}, base / "consolidated.safetensors")
+    merged = merge(MergeOptions(part, tmp_path / "m", base_dir=base, logits=False))
+    assert set(load_file(merged / "model.safetensors")) == set(job.make_model(0).state_dict())
+    arguments = ["--local_dir", str(base), "--test_hf_dir", str(merged)]
+    assert model_merger.main(["test", *arguments]) == 0  # the adapter has had no step
+
+
+def test_a_target_that_is_no_folder_is_refused(tmp_path: Path, job: ModuleType) -> None:
+    part = save(tmp_path / "run", job.make_engine())
+    (tmp_path / "file").write_text("f")
+    with pytest.raises(CheckpointError, match="is a file; give a folder"):
+        merge(MergeOptions(part, tmp_path / "file", overwrite=True))
+    with pytest.raises(CheckpointError, match="file/out failed: .*Not a directory|File exists"):
+        merge(MergeOptions(part, tmp_path / "file/out"))
+    assert (tmp_path / "file").read_text() == "f"
+
+
+def test_a_second_merge_into_one_target_is_refused(
+    tmp_path: Path, job: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = save(tmp_path / "run", job.make_engine())
+    (tmp_path / ".out.merging").mkdir()
+    (tmp_path / ".out.merging/of_a_killed_merge").touch()
+    write = merge_module.write_weights
+
+    def meanwhile(*arguments: Any) -> Any:
+        with pytest.raises(CheckpointError, match="another merge into .* is running"):
+            merge(MergeOptions(part, tmp_path / "out"))
+        return write(*arguments)
+
+    monkeypatch.setattr(merge_module, "write_weights", meanwhile)
+    target = merge(MergeOptions(part, tmp_path / "out", logits=False))
+    assert (target / "model.safetensors").exists() and not (target / "of_a_killed_merge").exists()
+    assert sorted(os.listdir(tmp_path)) == ["out", "run"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("I/O error (os error 28)")]
+)
+def test_a_full_disk_is_reported_with_the_option_to_change(
+    tmp_path: Path,
+    job: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    part = save(tmp_path / "run", job.make_engine())
+
+    def full(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(merge_module, "write_weights", full)
+    assert model_merger.main(["--local_dir", str(part), "--target_dir", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert "Free some space, or give a --target_dir on another disk" in told and "trainer." not in told
+    assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
 def test_the_folder_may_be_named_as_the_pages_name_it(tmp_path: Path, job: ModuleType) -> None:

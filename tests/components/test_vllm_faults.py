@@ -115,6 +115,10 @@ def faulty(
             stale_files.MEMORY / name for name in processes.mapped_shared_memory(running, stale_files.SEGMENT)
         ]
         assert memory, "vLLM's processes talk through shared memory"
+        memory += [Path(line) for line in (engine.folder / "files").read_text().splitlines()]
+        assert any(
+            path.name.startswith("vllm_dist_") and path.parent != stale_files.MEMORY for path in memory
+        )
         with pytest.raises(EngineLost) as caught:
             if phase == "generate":
                 list(engine.generate([SHORT, LONG]))

@@ -142,15 +142,17 @@ def test_an_answer_that_is_an_error_is_given_on(child: Child) -> None:
     watchdog.close()
 
 
-def test_factories_are_given_the_watchdog_where_they_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factories_are_given_what_they_have_an_argument_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import verl.rollout as room
 
     monkeypatch.setattr(room, "_registry", dict(room._registry))
     register_rollout("three")(lambda source, tokenizer, config: (source, tokenizer, config))  # type: ignore[arg-type,return-value]
     register_rollout("four")(lambda source, tokenizer, config, watchdog_s: watchdog_s)
+    register_rollout("five")(lambda source, tokenizer, config, run_folder: run_folder)
     source = ReceivedWeights.__new__(ReceivedWeights)
     assert build_rollout("three", source, 2, 3, watchdog_s=7) == (source, 2, 3)
     assert build_rollout("four", source, 2, 3, watchdog_s=7) == 7
+    assert build_rollout("five", source, 2, 3, run_folder=Path("run")) == Path("run")
 
 
 # -- a server ---------------------------------------------------------------------------------------------------
@@ -265,7 +267,10 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
     try:
         assert owner.stdout is not None and owner.stdout.readline() == "made\n"
         made = sorted(tmp_path.iterdir())
-        stale_files.remember_segments(made[1], [os.getpid()])
+        store, other = tmp_path.parent / "vllm_dist_0a", tmp_path.parent / "precious"
+        store.touch()
+        other.touch()
+        stale_files.remember_files(made[1], [os.getpid()], [str(store), str(other), ""])
         mine = stale_files.new_path("rollout", tmp_path)
         elsewhere = mine.with_name(f"verl-rollout-0123abcd-{owner.pid:x}-1-00000000")
         unknown = tmp_path / "verl-rollout-of-somebody"
@@ -280,6 +285,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
         assert sorted(stale_files.sweep([tmp_path])) == made
         assert sorted(tmp_path.iterdir()) == sorted([mine, elsewhere, unknown])
         assert not (stale_files.MEMORY / segment.name.lstrip("/")).exists(), "with the shared memory it lists"
+        assert not store.exists() and other.exists()
     finally:
         owner.kill()
         owner.wait()

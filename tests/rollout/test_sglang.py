@@ -247,11 +247,13 @@ def test_faults_of_a_hand_over_are_caught(
             engine.close()
 
 
-def test_a_server_that_cannot_start_says_why(model: Any, beside: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_start_says_why(model: Any, beside: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = section()
     config.engine_kwargs.sglang = {"no_such_flag": 1}
     with pytest.raises(RolloutError, match=r"(?s)ended with status.*no-such-flag"):
-        build_rollout("sglang", model, None, config)
+        build_rollout("sglang", model, None, config, run_folder=tmp_path)
+    (log,) = (tmp_path / "engine_logs").iterdir()
+    assert log.name.startswith("sglang_server_") and "no-such-flag" in log.read_text()
 
 
 def test_versions_and_arguments(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

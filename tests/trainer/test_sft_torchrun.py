@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from verl.demo.model import build_model_folder
 from verl.errors import ConfigError
 from verl.trainer import sft_trainer
 from verl.trainer.sft_trainer import refuse_conflicts, with_sizes
-from verl.workers.torchrun import Job
+from verl.watchdog import StackWatchdog
+from verl.workers.torchrun import DEAD_S, Job, RankMonitor
 
 SFT = "verl.trainer.sft_trainer"
 """For processes that import torch on a machine with other work to do; the limit of a test comes after it."""
@@ -198,6 +200,18 @@ def test_both_end_early_also_where_one_sees_no_improvement(model, data, tmp_path
     assert code == 0, text[-3000:]
     assert text.count("ended early after step 3: val/loss has not improved in 2 validations") == 1
     assert len(metrics(tmp_path / "run")) == 3 and (tmp_path / "run" / "global_step_3").exists()
+
+
+@pytest.mark.parametrize("silent_s", [0.0, DEAD_S + 1])
+def test_a_rank_waits_for_the_report_of_rank_0_only_while_that_lives(silent_s, monkeypatch):
+    monitor = RankMonitor.__new__(RankMonitor)
+    monitor.job, monitor.watchdog, monitor._explained = Job.from_environment(TWO), StackWatchdog(1), None
+    monitor._store = torch.distributed.HashStore()
+    monitor._heartbeat = SimpleNamespace(stale_s=lambda rank: silent_s)
+    waits = []
+    monkeypatch.setattr(monitor, "_wait", lambda over, seconds: waits.append(over()))
+    error = monitor.explain(RuntimeError("connection reset"))
+    assert waits == [silent_s > DEAD_S] and "connection reset" in str(error)
 
 
 @pytest.mark.components

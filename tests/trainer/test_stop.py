@@ -37,6 +37,39 @@ def every_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "SAME_REQUEST_S", 0.0)
 
 
+@pytest.mark.parametrize(
+    ("in_job", "wait", "short"),
+    [
+        (True, None, "3"),
+        (True, "30", "30"),
+        (True, "soon", "soon"),
+        (True, "600", None),
+        (False, None, None),
+        (False, "3", None),
+    ],
+)
+def test_a_ray_job_that_is_killed_soon_after_its_stop_is_warned_of(
+    in_job: bool,
+    wait: str | None,
+    short: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in (
+        ("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}" if in_job else None),
+        ("RAY_JOB_STOP_WAIT_TIME_S", wait),
+    ):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with stop_on_signal():
+        pass
+    if short is None:
+        assert not caplog.text
+    else:
+        assert f"kills this run {short} s after" in caplog.text and "RAY_JOB_STOP_WAIT_TIME_S" in caplog.text
+
+
 @pytest.mark.parametrize("number", STOPS)
 def test_the_first_signal_is_answered_and_the_second_ends_at_once(
     number: signal.Signals, every_signal: None, caplog: pytest.LogCaptureFixture

@@ -1,4 +1,4 @@
-"""Files with size and checksum known from the bytes written, fsync, atomic replacement, removal."""
+"""Files with size and checksum known from the bytes written, fsync, atomic replacement, locks, removal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import threading
 import zlib
@@ -183,6 +184,20 @@ def folders_below(folder: Path) -> Iterable[Path]:
     return (Path(root) for root, _, _ in os.walk(folder))
 
 
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust name an error of the system, in a bare Exception."""
+
+
+def os_error_number(error: Exception) -> int | None:
+    """errno, where the system is the cause."""
+    found = _OS_ERROR.search(str(error))
+    return getattr(error, "errno", None) or (int(found.group(1)) if found else None)
+
+
+def disk_is_full(error: Exception) -> bool:
+    return os_error_number(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
 def inside(folder: Path, name: str) -> Path:
     """`folder / name`; an error when the untrusted `name` leads out of the folder."""
     path = Path(name)
@@ -195,6 +210,23 @@ def inside(folder: Path, name: str) -> Path:
     except (ValueError, RuntimeError) as error:  # a NUL or half a surrogate pair in the name; a loop of links
         raise CheckpointError(f"the manifest of {folder} names {name!r}: {error}") from None
     return full
+
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
+"""From file systems without locks (Lustre mounted without them), and from NFS for an exclusive lock where the file
+could only be opened to read."""
+
+
+def lock(descriptor: int, operation: int) -> bool:
+    """`fcntl.flock`; False where another process has the lock. Without locks it is as if there were no other."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 _removals: list[threading.Thread] = []

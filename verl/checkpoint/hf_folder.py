@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from verl.checkpoint.files import FileRecord, write_file
 from verl.checkpoint.tensors import Chunk, ShardReader, write_stream
-from verl.config.model_path import config_problem
+from verl.config.model_path import SAFETENSORS, config_problem, weight_files
 from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.models.introspection import kept_in_float32
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 HF_FOLDER = "huggingface"
 ADAPTER_FOLDER = "lora_adapter"
 SHARD_BYTES = 5_000_000_000
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = SAFETENSORS
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 _BASE = ".base_layer."
 _PEFT_PREFIX = "base_model.model."
@@ -157,11 +156,26 @@ def adapter_name(key: str) -> str:
 
 
 def hf_reader(folder: Path) -> ShardedReader:
-    """The weights of a Hugging Face folder."""
-    files = sorted(folder.glob("*.safetensors"))
+    """The weights of a Hugging Face folder, or of an adapter's."""
+    adapter = folder / "adapter_model.safetensors"
+    files = safetensors_files(folder) or ([adapter] if adapter.is_file() else [])
     if not files:
-        raise CheckpointError(f"{folder} holds no *.safetensors file")
+        raise CheckpointError(f"{folder} holds no {WEIGHTS} and no {INDEX}")
     return ShardedReader(files)
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a Hugging Face folder, where they are of this format."""
+    try:
+        files = weight_files(folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {len(files)} weight files, e.g. {missing[0].name}"
+        )
+    return [file for file in files if file.suffix == ".safetensors"]
 
 
 def base_weights(files: Sequence[Path], model: Any) -> Sequence[Path] | dict[str, torch.Tensor]:

@@ -1,13 +1,15 @@
 """From a checkpoint to a Hugging Face folder, verified before it gets its name.
 
-The target appears complete and checked, or not at all. The checkpoint is only read, and a running training does not
-delete it meanwhile. Memory holds about one tensor while writing; with an adapter of a mixture of experts, its base
-model."""
+The target appears complete and checked, or not at all; what it replaces is an earlier merge, never what is read, a part
+of a checkpoint or a folder with other files. A running training does not delete the checkpoint meanwhile. Memory holds
+about one tensor while writing; with an adapter of a mixture of experts, its base model."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.files import files_below, remove_folder, sync_all, sync_folder
+from verl.checkpoint.files import disk_is_full, files_below, lock, sync_all
 from verl.checkpoint.hf_check import ConvertedReader, check_logits, check_tensors
 from verl.checkpoint.hf_folder import (
     ADAPTER_FOLDER,
@@ -34,13 +36,14 @@ from verl.checkpoint.hf_folder import (
     opens_with_transformers,
     read_config,
     read_lora_scale,
+    safetensors_files,
     set_in_config,
     write_weights,
 )
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from verl.checkpoint.megatron.distcp import METADATA
 from verl.checkpoint.megatron.reader import MegatronReader, find_megatron, holds_megatron
-from verl.checkpoint.steps import in_use, list_steps
+from verl.checkpoint.steps import TRACKER, in_use, list_steps, publish, step_of
 from verl.errors import CheckpointError
 from verl.json_input import read_json
 from verl.memory import free_host_bytes
@@ -110,45 +113,114 @@ def find_part(local_dir: Path) -> PartFolder:
 
 def merge(options: MergeOptions) -> Path:
     """Merge, verify, rename to the target; returns it."""
-    target = options.target_dir.expanduser().absolute()
-    if target.exists() and not options.overwrite and any(target.iterdir()):
-        raise CheckpointError(f"--target_dir {target} is not empty; give a new folder, or add --overwrite")
+    target = Path(os.path.realpath(options.target_dir.expanduser()))
     local = options.local_dir.expanduser()
     if holds_megatron(local):
         if options.lora == "keep":
             raise CheckpointError("--lora keep: adapters cannot be read from a Megatron checkpoint")
         tensors, hf = find_megatron(local, options.base_dir)
-        with _new_folder(target) as work:
+        _keep_apart(target, tensors, hf)
+        with _new_folder(target, hf, overwrite=options.overwrite) as work:
             _merge_megatron(work, tensors, hf, options)
         return target
     part = find_part(local)
-    with in_use(part.step_folder):
+    _keep_apart(target, part.step_folder)
+    small_files = part.path / HF_FOLDER
+    with in_use(part.step_folder), _new_folder(target, small_files, overwrite=options.overwrite) as work:
         damage = [p for p in verify(part.step_folder, part.manifest) if p.startswith(f"{part.name}/")]
         if damage:
             raise CheckpointError(f"{part.path} is damaged: {damage[0]}")
-        with _new_folder(target) as work:
-            _merge_part(work, part, options)
+        base = _base_files(part, options)
+        _keep_apart(target, *{file.parent for file in base})
+        _merge_part(work, part, base, options)
     return target
 
 
+def _keep_apart(target: Path, *sources: Path) -> None:
+    """Refuse a target that is or contains a folder that is read, and one in a checkpoint, with which it would be
+    deleted."""
+    for source in (Path(os.path.realpath(source)) for source in sources):
+        if source.is_relative_to(target):
+            raise CheckpointError(
+                f"--target_dir {target} {'is' if source == target else 'holds'} {source}, which is read; give a new "
+                "folder"
+            )
+    for folder in (target, *target.parents):
+        step_of_run = step_of(folder) is not None and (folder.parent / TRACKER).exists()
+        if step_of_run or any((folder / name).exists() for name in (MANIFEST, METADATA)):
+            raise CheckpointError(
+                f"--target_dir {target} is part of the checkpoint {folder}; give a folder beside it, e.g. "
+                f"{folder.parent / 'merged'}"
+            )
+
+
+_WRITTEN = re.compile(
+    r"((generation_|adapter_)?config\.json|model\.safetensors\.index\.json"
+    r"|(adapter_)?model(-\d+-of-\d+)?\.safetensors)"
+)
+"""Names that a merge writes, besides the small files it copies."""
+
+
+def _check_replaceable(target: Path, small_files: Path, overwrite: bool) -> None:
+    """Refuse a target that holds anything but a folder that `merge` makes from these `small_files`."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"--target_dir {target} is a file; give a folder")
+    present = sorted(target.iterdir()) if target.exists() else []
+    if present and not overwrite:
+        raise CheckpointError(f"--target_dir {target} is not empty; give a new folder, or add --overwrite")
+    for path in present:
+        known = _WRITTEN.fullmatch(path.name) or (small_files / path.name).is_file()
+        if not known or path.is_symlink() or not path.is_file():
+            raise CheckpointError(
+                f"--overwrite replaces only the model files of an earlier merge, and --target_dir {target} also holds "
+                f"'{path.name}'; give a new folder, or move that away"
+            )
+
+
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def _new_folder(target: Path, small_files: Path, *, overwrite: bool) -> Iterator[Path]:
     """A hidden folder that is renamed to the target on success and deleted otherwise."""
     work = target.with_name(f".{target.name}.merging")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
     try:
-        yield work
-        sync_all(files_below(work))
-        if target.exists():
-            remove_folder(target)
-        os.rename(work, target)
-        sync_folder(target.parent)
+        _check_replaceable(target, small_files, overwrite)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one(target):
+            shutil.rmtree(work, ignore_errors=True)  # left by a merge that was killed
+            work.mkdir()
+            try:
+                yield work
+                sync_all(files_below(work))
+                _check_replaceable(target, small_files, overwrite)  # merging takes a while
+                publish(work, target)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except Exception as error:
+        full = disk_is_full(error)
+        if not full and not isinstance(error, OSError):
+            raise
+        advice = ". Free some space, or give a --target_dir on another disk" if full else ""
+        raise CheckpointError(f"merging into --target_dir {target} failed: {error}{advice}") from error
+
+
+@contextmanager
+def _only_one(target: Path) -> Iterator[None]:
+    """Refuse a second merge into the target, which would use the same hidden folder."""
+    file = target.with_name(f".{target.name}.merging.lock")
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        alone = lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The other merge may have ended, and removed the file, after it was opened here.
+        if not alone or not file.exists() or not os.path.samestat(file.stat(), os.fstat(descriptor)):
+            raise CheckpointError(f"another merge into --target_dir {target} is running")
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        os.close(descriptor)
 
 
-def _merge_part(work: Path, part: PartFolder, options: MergeOptions) -> None:
+def _merge_part(work: Path, part: PartFolder, base: list[Path], options: MergeOptions) -> None:
     scale = read_lora_scale(part.path / ADAPTER_FOLDER)
     copy_small_files(part.path / HF_FOLDER, work)
     if scale is not None and options.lora == "keep":
@@ -159,7 +231,6 @@ def _merge_part(work: Path, part: PartFolder, options: MergeOptions) -> None:
     if options.is_value_model and not value_model:
         kind = ", ".join(config.architectures or ["language model"])
         raise CheckpointError(f"--is-value-model was given, but {part.path} holds a {kind}")
-    base = _base_files(part, options.base_dir) if scale is not None else []
     reader = ShardedReader(part.model_files(), scale, base_weights(base, model))
     reader.transposed = transposed_weights(model)
     reader.cast_base = cast_to(default_dtype(config, reader), model)
@@ -208,17 +279,20 @@ def _write_verified(
         logger.info("logits on a fixed prompt equal those of the checkpoint")
 
 
-def _base_files(part: PartFolder, base_dir: Path | None) -> list[Path]:
+def _base_files(part: PartFolder, options: MergeOptions) -> list[Path]:
+    """The weights that an adapter is to be merged into."""
     stated = part.path / ADAPTER_FOLDER / "adapter_config.json"
+    if options.lora == "keep" or not stated.exists():
+        return []
     try:
-        folder = base_dir or Path(str(read_json(stated).get("base_model_name_or_path") or ""))
+        folder = options.base_dir or Path(str(read_json(stated).get("base_model_name_or_path") or ""))
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{stated} cannot be understood: {error}") from None
-    files = sorted(folder.glob("*.safetensors")) if folder.parts and folder.is_dir() else []
+    files = safetensors_files(folder) if folder.parts else []
     if not files:
         raise CheckpointError(
-            f"{part.path} holds a LoRA adapter, and its base model is not at {str(folder) or 'any stated path'}: "
-            "give its folder with --base_dir, or keep the adapter with --lora keep"
+            f"{part.path} holds a LoRA adapter, and its base model is not at {str(folder) or 'any stated path'}, as "
+            "safetensors: give its folder with --base_dir, or keep the adapter with --lora keep"
         )
     return files
 

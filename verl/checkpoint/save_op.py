@@ -9,10 +9,8 @@ which works on a full disk too.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +22,15 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.files import FileRecord, files_below, folders_below, record_of, sync_all
+from verl.checkpoint.files import (
+    FileRecord,
+    disk_is_full,
+    files_below,
+    folders_below,
+    os_error_number,
+    record_of,
+    sync_all,
+)
 from verl.checkpoint.hf_folder import hf_steps, write_from_shards
 from verl.checkpoint.manifest import MANIFEST, Manifest, installed_versions, write_manifest
 from verl.checkpoint.state import Encoded, Snapshot, save_tree, write_snapshot
@@ -167,19 +173,13 @@ class SaveOperation:
         return self.work / f".not_written_by_rank_{rank}"
 
 
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How libraries in Rust name an error of the system, in a bare Exception."""
-
-
 def cause_of(error: Exception, several_ranks: bool = False) -> str:
     """Why a save failed, with what to do where that is known."""
-    found = _OS_ERROR.search(str(error))
-    number = getattr(error, "errno", None) or (int(found.group(1)) if found else None)
-    if number in (errno.ENOSPC, errno.EDQUOT):
+    if disk_is_full(error):
         return f"{error}. Free some space or set trainer.default_local_dir to another disk"
     if isinstance(error, FileNotFoundError) and several_ranks:
         return f"{error}. trainer.default_local_dir must be a folder that all nodes share"
-    if isinstance(error, OSError) or number is not None:
+    if isinstance(error, OSError) or os_error_number(error) is not None:
         return str(error)
     return f"{type(error).__name__}: {error}"
 

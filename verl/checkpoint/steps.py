@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl.checkpoint.files import remove_folder, replace_file, sync_folder
+from verl.checkpoint.files import lock, remove_folder, replace_file, sync_folder
 from verl.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify, write_manifest
 from verl.errors import CheckpointError
 
@@ -172,7 +172,7 @@ def in_use(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be opened as a checkpoint: {error.strerror}") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        lock(descriptor, fcntl.LOCK_SH)
         yield
     finally:
         os.close(descriptor)
@@ -182,17 +182,15 @@ def in_use(folder: Path) -> Iterator[None]:
 def exclusive(folder: Path) -> Iterator[bool]:
     """Lock the checkpoint against readers; False where there is one."""
     try:
-        descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            descriptor = os.open(folder / MANIFEST, os.O_RDWR | os.O_NONBLOCK)  # as NFS wants it
+        except OSError:
+            descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         yield True  # not a checkpoint that anyone could be using
         return
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(descriptor)
 

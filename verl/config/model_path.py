@@ -11,8 +11,9 @@ from typing import Any
 
 from verl.json_input import read_json
 
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+"""The file with all weights of a model, and the index of several."""
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _OTHER_HEADS = {
     "ForSequenceClassification": "a classifier (a reward model is set by reward.reward_model.model_path)",
     "ForTokenClassification": "a token classifier",
@@ -103,6 +104,21 @@ def weight_map(index: Path) -> dict[str, str]:
     return found
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads the weights of a folder from; others beside them are ignored, such as the same
+    weights in another format (consolidated.safetensors). Those an index names need not be there; ValueError where it
+    is damaged."""
+    for single, index in (SAFETENSORS, _PICKLES):
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            try:
+                return [folder / name for name in sorted(set(weight_map(folder / index).values()))]
+            except (OSError, ValueError) as error:
+                raise ValueError(f"'{folder / index}' is damaged: {error}") from error
+    return []
+
+
 def context_length(path: str, override: Mapping[str, Any] | None = None) -> int | None:
     """The longest sequence a local model was built for, by its config.json."""
     config = _config_of(path, override)
@@ -189,28 +205,22 @@ def _other_kind(config: Mapping[str, Any]) -> str:
 
 
 def _weights_problem(folder: Path, key: str) -> str | None:
-    for name in _INDEXES:
-        if not (folder / name).is_file():
-            continue
-        try:
-            shards = sorted(set(weight_map(folder / name).values()))
-        except (OSError, ValueError) as error:
-            return f"{key}: '{folder / name}' is damaged: {error}"
-        gone = [shard for shard in shards if not (folder / shard).is_file()]
-        if gone:
-            return (
-                f"{key}: the model folder '{folder}' lacks {len(gone)} of {len(shards)} weight files: "
-                f"{', '.join(gone[:3])}{', ...' if len(gone) > 3 else ''}. Download it again"
-            )
-        break
-    else:
-        shards = [name for name in _SINGLE_FILES if (folder / name).is_file()][:1]
-        if not shards and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            return f"{key}: '{folder}' holds no weights ({', '.join(_SINGLE_FILES)} or shards)"
-    for shard in shards:
-        damage = _damage(folder / shard)
+    try:
+        files = weight_files(folder)
+    except ValueError as error:
+        return f"{key}: {error}"
+    gone = [file.name for file in files if not file.is_file()]
+    if gone:
+        return (
+            f"{key}: the model folder '{folder}' lacks {len(gone)} of {len(files)} weight files: "
+            f"{', '.join(gone[:3])}{', ...' if len(gone) > 3 else ''}. Download it again"
+        )
+    if not files and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        return f"{key}: '{folder}' holds no weights ({SAFETENSORS[0]}, {_PICKLES[0]} or shards)"
+    for file in files:
+        damage = _damage(file)
         if damage:
-            return f"{key}: '{folder / shard}' {damage}"
+            return f"{key}: '{file}' {damage}"
     return None
 
 

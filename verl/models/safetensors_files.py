@@ -11,15 +11,12 @@ from typing import Any
 import torch
 
 from verl.atomic_file import mode_of_new_files
-from verl.config.model_path import weight_map
+from verl.config.model_path import SAFETENSORS, weight_map
 from verl.errors import ModelError
 
 
 class CannotStream(Exception):
     """Why the weights cannot be read parameter by parameter."""
-
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def let_others_read(folder: Path) -> None:
@@ -71,11 +68,11 @@ class SafetensorsFiles:
     @classmethod
     def of(cls, path: str) -> SafetensorsFiles:
         """The files transformers would read; other files are ignored."""
-        single = model_file(path, _SINGLE)
+        single = model_file(path, SAFETENSORS[0])
         if single is not None:
             with _opened(single) as handle:
                 return cls(dict.fromkeys(handle.keys(), single))
-        index = model_file(path, _INDEX)
+        index = model_file(path, SAFETENSORS[1])
         if index is None:
             raise CannotStream("it has no safetensors files")
         names = checked_weight_map(index)

@@ -9,6 +9,7 @@
     phases/{process}.jsonl   when phases of steps began and ended, by process
     counters.json            what the counters for Prometheus had reached
     crash.txt                cause and fix, when a run ended badly
+    engine_logs/*.txt        logs of vLLM's and SGLang's servers that failed
     lineage.json             of a fork: the run and the step it continues
     metrics.previous.jsonl   of an earlier run, where a new one began in its folder
 

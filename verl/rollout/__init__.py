@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from verl.models.weight_source import WeightSource
 
 RolloutFactory = Callable[..., RolloutEngine]
-"""Called with (weight source, tokenizer, rollout config section), and with `watchdog_s` by name where it has such an
-argument: an engine in other processes counts as hung after this many seconds without progress."""
+"""Called with (weight source, tokenizer, rollout config section), and by name, where it has such an argument, with
+`watchdog_s` (an engine in other processes counts as hung after this many seconds without progress) and `run_folder`
+(a Path for the logs of such processes; None outside of a run)."""
 
 _registry: dict[str, RolloutFactory] = {}
 
@@ -51,26 +53,30 @@ def _native(source: WeightSource, tokenizer: Any, config: Any) -> RolloutEngine:
 
 
 @register_rollout("vllm")
-def _vllm(source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float) -> RolloutEngine:
+def _vllm(
+    source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float, run_folder: Path | None
+) -> RolloutEngine:
     from verl.rollout.external_engine import require_engine
 
     require_engine("vllm")
     if config.mode == "server":
         from verl.rollout.vllm.server import VLLMServerRollout
 
-        return VLLMServerRollout(source, tokenizer, config, watchdog_s=watchdog_s)
+        return VLLMServerRollout(source, tokenizer, config, watchdog_s=watchdog_s, run_folder=run_folder)
     from verl.rollout.vllm.engine import VLLMRollout
 
-    return VLLMRollout(source, tokenizer, config, watchdog_s=watchdog_s)
+    return VLLMRollout(source, tokenizer, config, watchdog_s=watchdog_s, run_folder=run_folder)
 
 
 @register_rollout("sglang")
-def _sglang(source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float) -> RolloutEngine:
+def _sglang(
+    source: WeightSource, tokenizer: Any, config: Any, *, watchdog_s: float, run_folder: Path | None
+) -> RolloutEngine:
     from verl.rollout.external_engine import require_engine
     from verl.rollout.sglang import SGLangRollout
 
     require_engine("sglang")
-    return SGLangRollout(source, tokenizer, config, watchdog_s=watchdog_s)
+    return SGLangRollout(source, tokenizer, config, watchdog_s=watchdog_s, run_folder=run_folder)
 
 
 def known_rollouts() -> list[str]:
@@ -84,6 +90,7 @@ def build_rollout(
     rollout_cfg: Any,
     *,
     watchdog_s: float | None = None,
+    run_folder: Path | None = None,
 ) -> RolloutEngine:
     """The engine `rollout.name` asks for; `watchdog_s` is `trainer.watchdog_s` (None: its default)."""
     from verl.config.sections.trainer import TrainerConfig
@@ -93,8 +100,10 @@ def build_rollout(
         raise ConfigError(f"rollout.name={name!r} is unknown; known engines: {', '.join(known_rollouts())}")
     factory = _registry[name]
     watchdog_s = TrainerConfig().watchdog_s if watchdog_s is None else watchdog_s
-    watched = {"watchdog_s": watchdog_s} if "watchdog_s" in signature(factory).parameters else {}
-    return factory(as_source(source), tokenizer, rollout_cfg, **watched)
+    known, given = signature(factory).parameters, {"watchdog_s": watchdog_s, "run_folder": run_folder}
+    return factory(
+        as_source(source), tokenizer, rollout_cfg, **{name: given[name] for name in given if name in known}
+    )
 
 
 __all__ = [

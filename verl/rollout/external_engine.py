@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,9 +74,15 @@ class ExternalRollout(RolloutEngine):
     """The engine takes LoRA adapters separately from their base weights."""
 
     def __init__(
-        self, source: WeightSource, tokenizer: Any | None, config: RolloutConfig, *, watchdog_s: float
+        self,
+        source: WeightSource,
+        tokenizer: Any | None,
+        config: RolloutConfig,
+        *,
+        watchdog_s: float,
+        run_folder: Path | None = None,
     ) -> None:
-        self.source, self.config, self.watchdog_s = source, config, watchdog_s
+        self.source, self.config, self.watchdog_s, self.run_folder = source, config, watchdog_s, run_folder
         self.info = (
             source.model_info if isinstance(source, ReceivedWeights) else model_info(source, tokenizer)
         )

@@ -1,7 +1,7 @@
 """A generation server as a child process, reached over HTTP from this machine only.
 
 It ends with the engine that started it, also when this process is killed. When it dies, or makes no progress for
-`trainer.watchdog_s`, the error holds the end of its log.
+`trainer.watchdog_s`, the error holds the errors of its log and its end, and the run folder a copy of all of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import torch
 
+from verl.config.masking import mask_text
 from verl.errors import RESUME, ConfigError, EngineLost, RolloutError
 from verl.processes import describe, die_with_parent, group_members
 from verl.rollout.base import FinishReason, Response
@@ -40,6 +42,14 @@ _HEALTH_TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 256
 _INTERRUPT_S = 0.05
 _LOG_LINES = 20
+_LOG_ERRORS = 8
+_LOG_PREFIX = re.compile(r"(\([^()]*pid=\d+\) )?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] )?")
+"""Before a line of vLLM: its process, the level, the time and the line of code."""
+_LOG_ERROR = re.compile(
+    r"[\w.]*(Error|Exception)\b.*|.*(Fatal Python error|out of memory|terminate called).*"
+)
+LOGS = "engine_logs"
+"""Folder of a run with the logs of servers that failed."""
 
 Chunk = tuple[Sequence[int], Sequence[float], str | None]
 """New token ids, their log-probs, and the server's reason when the sample ended."""
@@ -150,11 +160,32 @@ class Client:
         self._http.close()
 
 
-class ServerProcess:
-    """The child and its log file."""
+def log_errors(text: str) -> list[str]:
+    """The last lines of tracebacks and other errors in a log, each once. The first is the cause more often than the
+    last, which may only say that another process failed; what is logged as a warning did no harm."""
+    found: dict[str, None] = {}
+    for line in text.splitlines():
+        prefix = _LOG_PREFIX.match(line)
+        assert prefix is not None
+        message = line[prefix.end() :]
+        if _LOG_ERROR.fullmatch(message) and not (prefix[2] or "").startswith("WARNING"):
+            found[message[:500]] = None
+    errors = list(found)
+    return errors if len(errors) <= _LOG_ERRORS else [*errors[: _LOG_ERRORS - 1], errors[-1]]
 
-    def __init__(self, command: Sequence[str], log_file: Path, engine: str, env: dict[str, str]) -> None:
-        self.name, self.log_file = f"{engine}'s server", log_file
+
+class ServerProcess:
+    """The child and its log file, which is copied to `kept_log` when the server fails."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log_file: Path,
+        engine: str,
+        env: dict[str, str],
+        kept_log: Path | None = None,
+    ) -> None:
+        self.name, self.log_file, self.kept_log = f"{engine}'s server", log_file, kept_log
         with log_file.open("wb") as out:
             self._process = subprocess.Popen(
                 list(command),
@@ -182,8 +213,22 @@ class ServerProcess:
         return ", ".join(describe(process.pid) for process in group_members(self.pid)) or "no process is left"
 
     def log_tail(self) -> str:
-        text = self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
-        return "\nEnd of its log:\n" + "\n".join(text.splitlines()[-_LOG_LINES:]) if text else ""
+        text = mask_text(self.log_file.read_text(errors="replace")) if self.log_file.exists() else ""
+        if not text:
+            return ""
+        parts = {"Errors in its log": log_errors(text), "End of its log": text.splitlines()[-_LOG_LINES:]}
+        shown = "".join(f"\n{title}:\n" + "\n".join(lines) for title, lines in parts.items() if lines)
+        return shown + self._keep_log(text)
+
+    def _keep_log(self, text: str) -> str:
+        if self.kept_log is None:
+            return ""
+        try:
+            self.kept_log.parent.mkdir(parents=True, exist_ok=True)
+            self.kept_log.write_text(text)
+        except OSError as error:
+            return f"\nIts log could not be kept in {self.kept_log}: {error}"
+        return f"\nThe whole log: {self.kept_log}"
 
     def wait_until_ready(self, client: Client, timeout_s: float = START_TIMEOUT_S) -> None:
         """RolloutError if that does not happen: another start would fail too."""
@@ -240,7 +285,10 @@ class ServerRollout(ExternalRollout):
         self._runs: set[Future[None]] = set()
         self._results: queue.SimpleQueue[tuple[Sample, FinishReason | Exception]] = queue.SimpleQueue()
         env = {**env, **server_devices(self.config, self.info)}
-        self.process = ServerProcess(command, self.folder / "server.txt", self.name, env)
+        # Scratch folders end with a random name, so that servers that failed one after another are told apart.
+        name = f"{self.name}_server_{self.folder.name.rpartition('-')[2]}.txt"
+        kept_log = self.run_folder / LOGS / name if self.run_folder is not None else None
+        self.process = ServerProcess(command, self.folder / "server.txt", self.name, env, kept_log)
         self.watchdog = EngineWatchdog(self.process, self.watchdog_s)
         self.client = Client(address, self.name, self.watchdog, key)
         self.process.wait_until_ready(self.client)

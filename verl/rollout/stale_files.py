@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 SEGMENT = re.compile(r"psm_[0-9a-f]+|vllm_dist_[^/ ]+")
-"""Shared memory created by Python or by vLLM."""
+"""Files that Python or vLLM create in shared memory, and vLLM among temporary files for its process group."""
 _NAME = re.compile(r"verl-(?:rollout|weights)-(\w+)-([0-9a-f]+)-([0-9a-f]+)-[0-9a-f]+")
 _SHORT = Path("/tmp")
 _MAX_SOCKET_PATH = 107  # Linux
 _SOCKET_NAME = 1 + 36  # vLLM's are the longest
-_SEGMENTS = "shared_memory"
+_LISTED = "files"
 
 
 def new_path(kind: str, parent: Path | None = None) -> Path:
@@ -55,20 +55,19 @@ def sweep(parents: Iterable[Path] | None = None) -> list[Path]:
     return removed
 
 
-def remember_segments(folder: Path, pids: Iterable[int]) -> None:
-    """List the shared memory these processes use: killed processes do not remove theirs."""
-    names = mapped_shared_memory(pids, SEGMENT)
-    if names:
-        (folder / _SEGMENTS).write_text("\n".join(names))
+def remember_files(folder: Path, pids: Iterable[int], files: Iterable[str] = ()) -> None:
+    """List the shared memory these processes use, which killed ones do not remove, and other `files` of theirs."""
+    paths = [str(MEMORY / name) for name in mapped_shared_memory(pids, SEGMENT)]
+    (folder / _LISTED).write_text("\n".join([*paths, *sorted(set(files))]))
 
 
 def remove(folder: Path) -> None:
-    """The folder and the shared memory it lists."""
-    listed = folder / _SEGMENTS
+    """The folder and the files it lists."""
+    listed = folder / _LISTED
     if listed.is_file():
-        for name in listed.read_text().splitlines():
-            if SEGMENT.fullmatch(name):
-                (MEMORY / name).unlink(missing_ok=True)
+        for path in map(Path, listed.read_text().splitlines()):
+            if SEGMENT.fullmatch(path.name):
+                path.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

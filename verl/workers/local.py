@@ -15,6 +15,7 @@ from verl.engines import build_engine
 from verl.errors import ConfigError, ModelError
 from verl.models.distillation import Teacher
 from verl.models.given_adapter import without_adapters
+from verl.models.weight_source import WeightSource
 from verl.observe.batch_metrics import ModelSize
 from verl.observe.metrics import Metric
 from verl.observe.profiling import profiled
@@ -58,10 +59,11 @@ class LocalGroup(WorkerGroup):
         training_steps: int | None,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        bad_batch_dir: Path | None = None,
+        run_folder: Path | None = None,
     ) -> None:
         """`training_steps`: None where schedules need no end; `model`, `optimizer`: a user's own."""
         super().__init__(cfg)
+        self._run_folder = run_folder
         arr = cfg.actor_rollout_ref
         self.device = choose_device(cfg.trainer.device)
         per_step = -(-cfg.data.train_batch_size // arr.actor.ppo_mini_batch_size) * arr.actor.ppo_epochs
@@ -72,7 +74,7 @@ class LocalGroup(WorkerGroup):
             "device": self.device,
             "seed": cfg.trainer.seed,
             "max_skipped_steps": cfg.trainer.health.max_skipped_steps,
-            "bad_batch_dir": bad_batch_dir,
+            "bad_batch_dir": None if run_folder is None else run_folder / "bad_batches",
         }
 
         # Copies of a handed-in module are taken first: the actor's engine prepares the module for training.
@@ -137,10 +139,17 @@ class LocalGroup(WorkerGroup):
 
     def build_rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         """The engine that generates from the actor."""
+        return self._engine_over(self.actor_engine.weights(), tokenizer)
+
+    def _engine_over(self, source: WeightSource, tokenizer: Any) -> RolloutEngine:
         rollout = self.cfg.actor_rollout_ref.rollout
-        watchdog_s = self.cfg.trainer.watchdog_s
         return build_rollout(
-            rollout.name, self.actor_engine.weights(), tokenizer, rollout, watchdog_s=watchdog_s
+            rollout.name,
+            source,
+            tokenizer,
+            rollout,
+            watchdog_s=self.cfg.trainer.watchdog_s,
+            run_folder=self._run_folder,
         )
 
     def build_reference(self, model: nn.Module | None = None) -> None:

@@ -63,7 +63,7 @@ def build_group(
             tokenizer,
             training_steps=training_steps,
             model=model,
-            bad_batch_dir=run_folder / "bad_batches",
+            run_folder=run_folder,
         )
     require_ray(cfg)
     from verl.workers.ray_group import RayGroup

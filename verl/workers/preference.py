@@ -28,6 +28,7 @@ from verl.algorithms.preference import (
     share_right,
 )
 from verl.config.known import REFERENCE_FREE_LOSSES
+from verl.config.model_path import weight_files
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.proto import DataProto
 from verl.observe.metrics import Metric
@@ -196,7 +197,7 @@ def _cache_key(cfg: Any, datasets: Mapping[str, PreferenceDataset]) -> str:
     model = cfg.model
     named: list[Any] = [model.path, model.dtype, model.override_config, cfg.trainer.device]
     folder = Path(model.path).expanduser()
-    for file in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
+    for file in weight_files(folder):
         stat = file.stat()
         named.append((file.name, stat.st_size, stat.st_mtime_ns))
     digest.update(repr(named).encode())

@@ -75,9 +75,13 @@ class RolloutRank(RolloutServer):
         else:
             self._module = self._with_adapter(self._load())
             self._source = as_source(self._module)
-        watchdog_s = setup.cfg.trainer.watchdog_s
         self._engine = build_rollout(
-            rollout.name, self._source, setup.tokenizer, rollout, watchdog_s=watchdog_s
+            rollout.name,
+            self._source,
+            setup.tokenizer,
+            rollout,
+            watchdog_s=setup.cfg.trainer.watchdog_s,
+            run_folder=setup.run_folder,
         )
 
     def _load(self) -> nn.Module:

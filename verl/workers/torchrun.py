@@ -128,7 +128,8 @@ class RankMonitor:
         with suppress(dist.DistError):
             self._store.set(f"failure/{self.job.rank}", json.dumps(asdict(failure)))
             if self.job.rank > 0:
-                self._wait(lambda: bool(self._failure(0)), CAUSE_S)
+                # A dead rank 0 reports nothing, and torchrun kills the others 30 s after a death.
+                self._wait(lambda: bool(self._failure(0)) or self._heartbeat.stale_s(0) > DEAD_S, CAUSE_S)
                 return Reported() if self._failure(0) else failure.as_error()
             self._store.set("end", "")
             if failure.caused_by_another:

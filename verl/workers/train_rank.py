@@ -23,7 +23,6 @@ from verl.checkpoint import CheckpointManager
 from verl.config.parallelism import EXTERNAL_ENGINES, Layout, engine_size, layout_of, rollout_pool
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.observe.metrics import Metric
-from verl.rollout import build_rollout
 from verl.rollout.external_engine import RemoteEngine, TPFollower
 from verl.rollout.model_info import ModelInfo, model_info
 from verl.rollout.weight_sync.broadcast import SENDER, Broadcast
@@ -92,7 +91,7 @@ class RankGroup(LocalGroup):
             setup.tokenizer,
             training_steps=setup.training_steps,
             model=setup.model,
-            bad_batch_dir=setup.run_folder / "bad_batches",
+            run_folder=setup.run_folder,
         )
         self._generation: ExitStack | None = None
         self._base_sent = False
@@ -114,8 +113,7 @@ class RankGroup(LocalGroup):
         shared = self._devices[self._rank : self._rank + size]
         visible = {_DEVICES: ",".join(shared)} if shared and size > 1 and self.device.type == "cuda" else {}
         with environment(visible):  # for the processes of the engine; this one has its own GPU already
-            watchdog_s = self.cfg.trainer.watchdog_s
-            return build_rollout(rollout.name, self.gathered, tokenizer, rollout, watchdog_s=watchdog_s)
+            return self._engine_over(self.gathered, tokenizer)
 
     def sync_weights(self) -> dict[str, float]:
         copied = self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES

@@ -25,7 +25,7 @@ from verl.models.weight_source import NamedTensors
 from verl.processes import describe, is_alive, start_time
 from verl.rollout.base import FinishReason, Response
 from verl.rollout.external_sample import Sample
-from verl.rollout.stale_files import remember_segments
+from verl.rollout.stale_files import remember_files
 from verl.rollout.vllm.base import VLLMBase
 from verl.rollout.vllm.settings import SOCKET_FOLDER, host_environment, sampling_arguments, set_environment
 from verl.runtime import environment
@@ -49,10 +49,11 @@ class VLLMRollout(VLLMBase):
         set_environment(in_this_process=self.by_reference)
         self.llm = self.create_llm()
         self._watched = not self.by_reference
+        pids: list[int] = []
         if self._watched:
             pids = [pid for pids in self.llm.collective_rpc("verl_processes") for pid in pids]
-            remember_segments(self.folder, pids)
             self.watchdog = EngineWatchdog(VLLMProcesses(pids), self.watchdog_s)
+        remember_files(self.folder, pids, self._call_workers("verl_store_file"))
 
     def create_llm(self) -> Any:
         """vLLM's engine with `self.arguments`."""

@@ -14,7 +14,7 @@ from typing import Any
 from verl.processes import group_members
 from verl.rollout.external_sample import Sample
 from verl.rollout.http_server import Chunk, ServerRollout
-from verl.rollout.stale_files import remember_segments
+from verl.rollout.stale_files import remember_files
 from verl.rollout.vllm.base import VLLMBase
 from verl.rollout.vllm.settings import SERVER_ENVIRONMENT, SOCKET_FOLDER, host_environment, sampling_arguments
 
@@ -32,7 +32,8 @@ class VLLMServerRollout(VLLMBase, ServerRollout):
         command += ["--served-model-name", _MODEL, "--uds", address, "--disable-uvicorn-access-log"]
         env = {**SERVER_ENVIRONMENT, SOCKET_FOLDER: str(self.folder), **host_environment()}
         self.start_server(command, env, address)
-        remember_segments(self.folder, [process.pid for process in group_members(self.process.pid)])
+        pids = [process.pid for process in group_members(self.process.pid)]
+        remember_files(self.folder, pids, self._call_workers("verl_store_file"))
 
     def stream(self, sample: Sample) -> Generator[Chunk, None, None]:
         seed = sample.seed if self.config.per_request_seed else None

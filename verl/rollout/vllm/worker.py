@@ -60,6 +60,7 @@ class WeightReceiver:
     """Methods vLLM adds to its worker class; called through `collective_rpc`."""
 
     rank: int
+    distributed_init_method: str
     vllm_config: Any
     model_runner: Any
     reload_weights: Any
@@ -67,6 +68,11 @@ class WeightReceiver:
     def verl_processes(self) -> list[int]:
         """This worker and its parent: with one worker the engine core and its host."""
         return [os.getpid(), os.getppid()]
+
+    def verl_store_file(self) -> str:
+        """The file by which the workers met (vLLM does not remove it); empty where they met otherwise."""
+        _, file, path = self.distributed_init_method.partition("file://")
+        return path if file else ""
 
     def verl_receive(self, tensors: NamedTensors) -> str:
         """Weights of the same process, by reference."""
