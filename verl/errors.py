@@ -6,6 +6,8 @@ All of them take one message string, so that they survive pickling between proce
 
 from __future__ import annotations
 
+import sys
+
 RESUME = "the same command resumes from the last checkpoint (trainer.resume_mode=auto)"
 """Part of every message that ends a run which can simply be started again."""
 
@@ -69,9 +71,13 @@ class WorkersLost(TrainingHalted):
 
 
 def missing_package(package: str, extra: str, needed_for: str) -> MissingPackage:
+    """In an `except ImportError` it may be that the package is installed and does not go with the others."""
     from verl.requirements import install_command
 
+    error, problem = sys.exception(), "is not installed"
+    if isinstance(error, ImportError) and error.name != package.replace("-", "_"):
+        problem = f"cannot be imported ({error})"
     return MissingPackage(
-        f"{needed_for} needs the package '{package}', which is not installed. "
+        f"{needed_for} needs the package '{package}', which {problem}. "
         f"Install it with: {install_command(extra)}"
     )

@@ -121,8 +121,11 @@ def test_metadata_gives_the_same_packages(monkeypatch: pytest.MonkeyPatch) -> No
 # -- packages -----------------------------------------------------------------------------------------------------
 
 
-def test_an_old_python_is_fatal() -> None:
-    assert only(software.python((3, 10, 4))).status == "fatal"
+def test_a_python_outside_the_range_of_the_project_is_fatal() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    accepted = PackageRequirement("python", project["requires-python"])
+    seen = {f"3.{minor}.1": only(software.python((3, minor, 1))).status for minor in range(9, 18)}
+    assert seen == {version: "ok" if accepted.accepts(version) else "fatal" for version in seen}
     assert only(software.python()).status == "ok"
 
 

@@ -72,7 +72,8 @@ def test_values_and_their_gradients_do_not_depend_on_packing(tools, architecture
         engine.forward_backward(batch, tools.value_loss)
         results.append((values, tools.gradients(engine)))
     (values, grads), (padded_values, padded_grads) = results
-    torch.testing.assert_close(values, padded_values, rtol=TOLERANCE, atol=TOLERANCE)
+    scale = max(float(values.abs().max()), 1.0)  # the head adds large numbers of both signs
+    torch.testing.assert_close(values, padded_values, rtol=TOLERANCE, atol=TOLERANCE * scale)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, padded_grads[name], rtol=1e-4, atol=1e-4, msg=name)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, MissingPackage
 from verl.models.lora import adapters_off, add_lora, merged_weights, save_adapter
 
 IDS = torch.arange(6)[None]
@@ -20,6 +22,16 @@ def adapted(tiny, targets=("all-linear",)):
             if "lora_B" in name:
                 param.copy_(torch.randn(param.shape, generator=generator))
     return model
+
+
+def test_a_peft_that_does_not_go_with_transformers_is_not_called_missing(tiny, tmp_path, monkeypatch):
+    (tmp_path / "peft.py").write_text("from transformers import HybridCacheOfOldVersions\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    with pytest.raises(
+        MissingPackage, match=r"cannot be imported \(cannot import name 'Hybrid.*pip install 'peft>="
+    ):
+        add_lora(tiny(), rank=2, alpha=4, target_modules=["all-linear"])
 
 
 def test_only_adapters_are_trained(tiny):

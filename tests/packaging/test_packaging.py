@@ -31,6 +31,23 @@ def test_every_core_dependency_stands_on_its_page_with_a_reason() -> None:
     assert all(len(reason) > 20 for reason in rows.values())
 
 
+def test_every_requirement_has_a_lower_bound_that_the_lowest_versions_are_made_of() -> None:
+    """`make test-oldest` reads them with this pattern."""
+    pattern = r'"[A-Za-z0-9-]+(\[[a-z]+\])?>=[0-9.]+'
+    assert f"grep -oE '{pattern}' pyproject.toml" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
+    for requirement in [*PROJECT["dependencies"], *extras]:
+        assert requirement.startswith("verl[") or re.match(pattern, f'"{requirement}'), requirement
+
+
+def test_the_supported_versions_of_python_are_the_same_everywhere() -> None:
+    versions = [line.split()[-1] for line in PROJECT["classifiers"] if "Python :: 3." in line]
+    assert PROJECT["requires-python"] == f">={versions[0]},<3.{int(versions[-1].split('.')[1]) + 1}"
+    table = (ROOT / "docs/install.md").read_text(encoding="utf-8").split("## Python versions")[1]
+    rows = re.findall(r"^\| ([\d., ]+) \| supported", table, flags=re.MULTILINE)
+    assert [version for row in rows for version in row.split(", ")] == versions
+
+
 def test_every_extra_stands_on_its_page() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE))
     assert listed == set(PROJECT["optional-dependencies"])

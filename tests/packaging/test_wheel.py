@@ -108,7 +108,9 @@ def test_the_wheel_has_the_whole_package_and_nothing_else(wheel: Path) -> None:
         if file.is_file() and file.suffix != ".pyc"
     }
     assert {name for name in names if not name.startswith("verl-")} == tracked
-    assert f"\nVersion: {verl.__version__}\n" in described and "\nRequires-Python: >=3.11\n" in described
+    assert (
+        f"\nVersion: {verl.__version__}\n" in described and "\nRequires-Python: <3.14,>=3.11\n" in described
+    )
 
 
 @pytest.mark.slow(seconds=25)

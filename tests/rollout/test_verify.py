@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_architectures import build_architecture
+from tiny_architectures import build_architecture, known_model_types
 
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
@@ -48,15 +48,18 @@ def test_a_state_beside_the_cache_is_noticed(
     [
         ("gpt_oss", "s_aux"),
         ("mimo_v2_flash", "s_aux"),
-        ("diffllama", "call their attention more than once"),
+        ("diffllama", "call their attention more than once|does not call its attention through"),
         ("lfm2", "log-probs differ"),
         ("granitemoehybrid", "log-probs differ"),
-        ("minimax", "log-probs differ"),
+        ("minimax", "log-probs differ|Expected size for first two dimensions"),
     ],
 )
 def test_architectures_that_ask_more_of_an_engine_are_refused(
     architecture: str, reason: str, on_device: bool
 ) -> None:
+    """The second reason, where there are two, is that of older versions of transformers."""
+    if architecture not in known_model_types():
+        pytest.skip(f"the installed transformers has no {architecture}")
     with pytest.raises(RolloutError, match=reason) as caught:
         generate(build_architecture(architecture), on_device)
     assert "\n" not in str(caught.value)

@@ -23,8 +23,9 @@ _CUDA_BUILD = "install the build of torch for your CUDA: see pytorch.org/get-sta
 
 def python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Finding]:
     seen = f"{'.'.join(map(str, version))} at {sys.executable}, {platform.system()} {platform.machine()}"
-    if tuple(version[:2]) < (3, 11):
-        yield Finding("python", "fatal", f"{seen}: verl needs 3.11 or newer", "python3.11 -m venv .venv")
+    if not (3, 11) <= tuple(version[:2]) < (3, 14):
+        problem = f"{seen}: verl needs 3.11, 3.12 or 3.13"
+        yield Finding("python", "fatal", problem, "python3.12 -m venv .venv")
     else:
         yield Finding("python", "ok", seen)
 

@@ -227,6 +227,8 @@ def _empty_model(auto_class: Any, path: str, config: Any, dtype: torch.dtype, re
         raise CannotStream("it has remote code")
     if getattr(config, "transformers_weights", None) or model_file(path, "adapter_config.json"):
         raise CannotStream("its weights are not in the usual files")
+    # `from_config` of transformers 5.10 leaves that of the folder, which saves and merges would take.
+    config.dtype = dtype
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]), parameters_on_meta():
             model = auto_class.from_config(config, dtype=dtype)

@@ -92,7 +92,7 @@ ANSWERS: dict[str, tuple[Diagnosis, ...]] = {
         _answer(
             "installation",
             "What has to be installed?",
-            "Python 3.11, torch 2.11 and transformers 5.10 or newer; all else is optional",
+            "Python 3.11 to 3.13, torch 2.11 and transformers 5.10.1 or newer; all else is optional",
             "`verl doctor` checks the machine and names the command for what is missing. No image is needed.",
             "Which versions and images",
             "Install without Docker",
