@@ -112,7 +112,9 @@ def test_names_that_peft_takes_for_experts_are_left_out_or_refused(tiny):
     model, plain = adapted(mixture), mixture()
     plain.load_state_dict(dict(merged_weights(model)))
     torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-    pytest.importorskip("peft.utils.transformers_weight_conversion", reason="this peft adapts linear layers only")
+    pytest.importorskip(
+        "peft.utils.transformers_weight_conversion", reason="this peft adapts linear layers only"
+    )
     assert sorted(model.verl_lora_config.target_modules) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     with pytest.raises(ConfigError, match="gate_proj, which peft takes for the experts"):
         add_lora(mixture(), rank=2, alpha=2, target_modules=("q_proj", "gate_proj"))
