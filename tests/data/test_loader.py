@@ -86,6 +86,7 @@ def test_resume_at_every_position_equals_an_uninterrupted_pass(
         again = loader(workers=workers, drop_last=drop_last, **order)
         again.load_state_dict(state)
         assert (again.epoch, again.remaining) == (stop // per_epoch, per_epoch - stop % per_epoch)
+        assert again.last_epoch == begun.last_epoch == max(stop - 1, 0) // per_epoch
         tail = epochs(again, 3 - stop // per_epoch)
         assert head == whole[:stop] and tail == whole[stop:]
 

@@ -269,11 +269,10 @@ def test_finished_stopped_killed_and_crashed_are_told_apart(
 ) -> None:
     folder = copied()
     assert state_of(open_run(folder)).name == "finished"
-    metrics = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(metrics.replace('total_steps": 4', 'total_steps": 18'))
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("total_epochs: 2", "total_epochs: 9"))
     state = state_of(open_run(folder))
-    assert state.name == "stopped" and f"stopped at step {STEPS} of 18" in state.text
-    assert f"resumes at step {STEPS}" in state.text
+    assert state.name == "stopped" and f"resumes at step {STEPS}" in state.text
     shutil.rmtree(folder / f"global_step_{STEPS}")
     assert state_of(open_run(folder)).name == "killed"
     with RunFolder(folder) as opened:
@@ -287,8 +286,8 @@ def test_a_run_of_another_machine_may_well_be_running(copied: Callable[..., Path
     """Its lock cannot always be seen from here; what it wrote, and when, can."""
     folder = copied()
     shutil.rmtree(folder / f"global_step_{STEPS}")
-    metrics = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(metrics.replace('total_steps": 4', 'total_steps": 18'))
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("total_epochs: 2", "total_epochs: 9"))
     (folder / ".lock").write_text("process 7 on another-machine\n")
     state = state_of(open_run(folder))
     assert state.name == "running" and "probably running (process 7 on another-machine)" in state.text
@@ -513,8 +512,11 @@ def test_a_prompt_is_found_in_every_epoch(finished: Path, view: Callable[..., tu
     assert view(finished, "--id", number)[1] == out
     validated = view(finished, "--id", "3", "--val")[1]
     assert [step for step in range(5) if f"step {step} " in validated] == [0, 2, 4]
-    epochs = [row["training/epoch"] for row in open_run(finished).log.rows if row["step"]]
-    assert epochs == [0, 0, 1, 1], "a step belongs to the epoch of its prompts"
+    rows = [row for row in open_run(finished).log.rows if row["step"]]
+    assert [row["training/epoch"] for row in rows] == [0, 0, 1, 1], (
+        "a step belongs to the epoch of its prompts"
+    )
+    assert [row["training/epochs_done"] for row in rows] == [0, 1, 1, 2]
 
 
 def test_threads_may_look_while_the_run_writes(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_a_server_that_cannot_start_says_why(model: Any, beside: pytest.MonkeyPa
     assert log.name.startswith("sglang_server_") and "no-such-flag" in log.read_text()
 
 
-def test_versions_and_arguments(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_and_arguments(model: Any, beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import verl.requirements as adapter
 
     info = replace(model_info(ModuleWeights(model), None), device="cuda", dtype="bfloat16")
@@ -280,7 +280,7 @@ def test_versions_and_arguments(model: Any, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.port is set by verl"):
         server_arguments(bad, info, Path("/model"))
     monkeypatch.setattr(adapter.metadata, "version", lambda name: "0.4.9")
-    with pytest.raises(ConfigError, match=r"sglang 0.4.9 is installed, .* works with >=0.5,<0.6"):
+    with pytest.raises(ConfigError, match=r"sglang 0.4.9 is installed, .* works with >=0.5.15,<0.6"):
         require_engine("sglang")
 
     def missing(name: str) -> str:

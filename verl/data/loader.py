@@ -156,7 +156,7 @@ class Loader:
                 f"{key}={batch_size} is larger than the dataset: an epoch has {len(self._order)} usable rows. "
                 f"Set {key} to at most {len(self._order)}, or add data."
             )
-        self.epoch = self.last_epoch = 0
+        self.epoch = 0
         self.position = 0
 
     def __len__(self) -> int:
@@ -166,6 +166,10 @@ class Loader:
     def _batches_after(self, position: int) -> int:
         left = len(self._order) - position
         return left // self._batch_size if self._drop_last else -(-left // self._batch_size)
+
+    @property
+    def last_epoch(self) -> int:
+        return max(self.epoch - (not self.position), 0)
 
     @property
     def remaining(self) -> int:
@@ -215,7 +219,6 @@ class Loader:
         return batch
 
     def _advance(self, epoch: int, end: int) -> None:
-        self.last_epoch = epoch
         done = self._batches_after(end) == 0
         self.epoch, self.position = (epoch + 1, 0) if done else (epoch, end)
 

@@ -26,7 +26,7 @@ from verl.engines.settings import EngineSettings, Kind, read_settings
 from verl.engines.sharding import Ranks, load_shards, shard
 from verl.engines.weights import GatheredCopy, copy_to_meta
 from verl.errors import ConfigError, ModelError
-from verl.models.attention import register_attention, use_verl_attention
+from verl.models.attention import keep_score_cap, register_attention, use_verl_attention
 from verl.models.config_files import disable_dropout
 from verl.models.fused_layers import fuse
 from verl.models.given_adapter import given_lora
@@ -96,6 +96,7 @@ def assemble(
     the meta device; `external` is a user's optimiser; `sequence` are the ranks that split sequences."""
     model_cfg, role = settings.model, settings.role
     _choose_trained(module, settings)
+    keep_score_cap(module)
     stock_attention = module.config._attn_implementation or "sdpa"
     packed = model_cfg.use_remove_padding and use_verl_attention(module)
     if sequence is not None:

@@ -127,6 +127,17 @@ def use_verl_attention(model: Any) -> bool:
     return bool(model.config._attn_implementation == ATTENTION_NAME)
 
 
+def caps_scores(model: Any) -> bool:
+    """Whether its attention caps the scores. transformers' SDPA leaves the cap out, and older versions (5.10 to 5.17 at
+    least) choose it for Gemma 2 all the same: such a model needs "eager"."""
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def keep_score_cap(model: Any) -> None:
+    if model.config._attn_implementation == "sdpa" and caps_scores(model):
+        model.set_attn_implementation("eager")
+
+
 class PackedAttention:
     """Attention within each sequence of a pack: the tokens of sequence i are those from cu_seqlens[i] to [i+1].
 

@@ -204,8 +204,8 @@ class Run:
 
     @property
     def total_steps(self) -> int | None:
-        """From the config, or from the metrics of a run that is counted in epochs."""
-        total = self.get("trainer.total_training_steps") or self.log.last().get("training/total_steps")
+        """Where the config has it; a run counted in epochs does not."""
+        total = self.get("trainer.total_training_steps")
         return total if isinstance(total, int) and total > 0 else None
 
     def seconds_per_step(self, window: int = 20) -> float | None:
@@ -341,9 +341,10 @@ def finished(run: Run) -> bool:
         return run.step is not None
     if run.total_steps is not None:
         return run.step >= run.total_steps
-    # Metrics of older versions: after the last step of an epoch they have the number of the next one.
-    epochs, epoch = run.get("trainer.total_epochs"), run.log.last().get("training/epoch")
-    return isinstance(epochs, int) and isinstance(epoch, int | float) and epoch >= epochs
+    # Older versions wrote the epochs done as training/epoch.
+    last, epochs = run.log.last(), run.get("trainer.total_epochs")
+    done = last.get("training/epochs_done", last.get("training/epoch"))
+    return isinstance(epochs, int) and isinstance(done, int | float) and done >= epochs
 
 
 def lock_owner(path: Path) -> tuple[str, bool | None]:

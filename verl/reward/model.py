@@ -20,6 +20,7 @@ from verl.algorithms.balance import sequence_work
 from verl.config.sections.reward import RewardModelConfig
 from verl.data.chat import ChatFormat
 from verl.errors import ModelError, TrainingHalted
+from verl.models.attention import keep_score_cap
 from verl.models.loading import torch_dtype
 from verl.models.rope import per_row, row_lengths
 from verl.reward.base import Backend, RewardResult, RewardSample, count_answered, count_asked
@@ -73,6 +74,7 @@ class RewardModel:
             if model.config.num_labels != 1:
                 problem = f"has {model.config.num_labels} labels; it must have one"
             raise ModelError(f"reward.reward_model.model_path={path!r} {problem}.")
+        keep_score_cap(model)
         limit = config.max_length or _length_limit(model, tokenizer)
         return cls(model, tokenizer, where, limit, config.micro_batch_size_per_gpu or DEFAULT_BATCH)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from verl.errors import RolloutError
-from verl.models.attention import ATTENTION_NAME, register_attention
+from verl.models.attention import ATTENTION_NAME, caps_scores, register_attention
 from verl.models.float32 import FAULTS, exact_if_possible, first_line, float32_arithmetic, majority_fault
 from verl.models.weight_source import (
     Adapter,
@@ -98,7 +98,7 @@ def causal_lm(module: nn.Module) -> Any:
 
 def stock_attention(model: Any) -> str:
     """transformers' own attention for this model: SDPA, or eager where the model has no SDPA form."""
-    return "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+    return "sdpa" if getattr(model, "_supports_sdpa", True) and not caps_scores(model) else "eager"
 
 
 def _require_exchangeable_attention(model: Any) -> None:

@@ -60,7 +60,7 @@ class ExternalLoader:
         self.tools: Any = None
         self.answers = False
         """The schemas shown to the policy, or a function from a row to them."""
-        self.epoch = self.last_epoch = 0
+        self.epoch = 0
         self.position = 0
         self._opened: Iterator[Any] | None = None
         self._first: RLDataset | None = None
@@ -98,6 +98,10 @@ class ExternalLoader:
                 size,
             )
 
+    @property
+    def last_epoch(self) -> int:
+        return max(self.epoch - (not self.position), 0)
+
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
@@ -106,7 +110,7 @@ class ExternalLoader:
         for number, batch in enumerate(self.left()):
             if number < skip:
                 continue
-            self.last_epoch, last = epoch, number + 1 == len(self)
+            last = number + 1 == len(self)
             self.epoch, self.position = (epoch + 1, 0) if last else (epoch, number + 1)
             yield self._prompts(batch, f"{epoch}-{number}")
         if self.epoch == epoch:

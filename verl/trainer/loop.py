@@ -199,8 +199,8 @@ class RLLoop:
                 updates_per_token=cfg.actor_rollout_ref.actor.ppo_epochs,
             ),
             "training/global_step": self.step_number,
-            "training/total_steps": self.total_steps,
             "training/epoch": self.train_loader.last_epoch,
+            "training/epochs_done": self.train_loader.epoch,
         }
 
     def write_samples(

@@ -203,8 +203,8 @@ class OfflineLoop:
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / timer.seconds["step"] / world_size(self.cfg),
             "training/global_step": self.step_number,
-            "training/total_steps": self.data.total_steps,
             "training/epoch": self.data.train.last_epoch,
+            "training/epochs_done": self.data.train.epoch,
         }
 
     def validate(self) -> dict[str, float]:
