@@ -94,6 +94,7 @@ def test_forms_of_messages(value: Any, wanted: list[Message]) -> None:
         {},
         ["hi"],
         [{"content": "x"}],
+        [{"role": ["user", "user"], "content": ["a", "b"]}],
     ],
 )
 def test_what_does_not_look_like_messages(value: Any) -> None:
@@ -112,7 +113,7 @@ def test_what_does_not_look_like_messages(value: Any) -> None:
         ("[{'role': 'user', 'content': 'hi'}] + [1]", "looks like messages"),
         ([USER, "hi"], "Message 1 of row 3 is a str"),
         ([{"role": "user"}], "message 0 of row 3 has neither 'content' nor 'tool_calls'"),
-        ([{"role": 1, "content": "x"}], "message 0 of row 3 has no 'role', or one that is no text"),
+        ([USER, {"role": 1, "content": "x"}], "message 1 of row 3 has no 'role', or one that is no text"),
         ([{"role": "user", "content": 4}], "content of message 0 of row 3 must be a text .*got int: '4'"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],

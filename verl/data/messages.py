@@ -40,7 +40,7 @@ def is_conversation(value: Any) -> bool:
         return isinstance(value.get("role"), str) and not {"content", "tool_calls"}.isdisjoint(value)
     if not isinstance(value, list | tuple | np.ndarray) or not len(value):
         return False
-    return isinstance(value[0], Mapping) and not {"role", "from"}.isdisjoint(value[0])
+    return isinstance(value[0], Mapping) and isinstance(value[0].get("role", value[0].get("from")), str)
 
 
 def _names_messages(text: str) -> bool:
