@@ -150,10 +150,11 @@ def test_what_a_rollout_adds_between_turns_is_in_the_prompt_at_inference(
     for number in range(1, len(messages) - 1, 2):
         (_, drawn), *_ = learned(sft(tokenizer, {"messages": messages[: number + 1]}))[::-1]
         after = turns.after(drawn, messages[number + 1 : number + 2])
-        row = row + drawn + after
+        before, row = row + drawn[:-1], row + drawn + after
         whole = prompt_ids(tokenizer, messages[: number + 2])
         assert whole[len(whole) - len(after) :] == after
         if one_row:
             assert row == whole
         cut = turns.after(drawn[:-1], messages[number + 1 : number + 2])
-        assert cut[len(cut) - len(after) :] == after and drawn[-1] in cut
+        assert cut[len(cut) - len(after) :] == after
+        assert text_after(tokenizer, before, cut).startswith(made.end or made.eos)

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.agents.chat_tokenizers import chat_tokenizer
 from verl.config.schema import DataConfig, PreferenceDataConfig, RewardDataConfig, SFTDataConfig
 from verl.data.chat import ChatFormat
 from verl.data.files import Rows, read_rows
@@ -335,8 +336,9 @@ def test_prompts_of_rollouts_and_rewards_have_calls_as_the_template_takes_them(t
     raw, text = ChatFormat(tokenizer).prompt_text(changed_call(arguments='{"city": "Rome"}'), "a row")
     assert isinstance(raw, list) and [message["role"] for message in raw] == ["user", "assistant", "user"]
     assert '{"name": "f", "arguments": {"city": "Rome"}}' in text
-    plain = ChatFormat(tokenizer, apply_chat_template="never").prompt_text(CALLS, "a row")[1]
-    assert '"arguments": {"city": "Rome"}' in plain
+    for other in (tokenizer, chat_tokenizer("qwen2_5")):
+        plain = ChatFormat(other, apply_chat_template="never").prompt_text(CALLS, "a row")[1]
+        assert '"arguments": {"city": "Rome"}' in plain
 
 
 def test_a_template_that_refuses_a_row_of_a_reward_model_names_it(new_tokenizer: Any) -> None:
