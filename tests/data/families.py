@@ -128,6 +128,8 @@ class Family:
     lead: str = ""
     """What stands before the text of an answer."""
     trims: bool = False
+    trims_newlines: bool = False
+    """Whether the template leaves out newlines before the text of an answer."""
     strips_right: bool = False
     """Whether special tokens take the white space after them."""
     thinks: bool = False
@@ -137,6 +139,7 @@ class Family:
 
     def written(self, content: str) -> str:
         text = content.strip() if self.trims else content
+        text = text.lstrip("\n") if self.trims_newlines else text
         if self.thinks:
             text = text.removeprefix("<think>\n")
         lead = "" if self.strips_right and text[:1].isspace() else self.lead
@@ -213,6 +216,14 @@ FAMILIES: dict[str, Callable[[], Family]] = {
         trims=True,
     ),
     "qwen2_5": lambda: Family(_byte_level([_QWEN]), template_text("qwen2_5"), **_CHATML),
+    "qwen3": lambda: Family(
+        _byte_level([_QWEN]),
+        template_text("qwen3"),
+        **_CHATML,
+        lead="<think>\n\n</think>\n\n",
+        trims_newlines=True,
+        appends=False,
+    ),
     "phi4": lambda: Family(
         _byte_level([_LLAMA3]),
         _PHI4,
