@@ -167,7 +167,7 @@ def test_a_role_that_is_a_special_token_is_known() -> None:
     chat = ChatFormat(chat_tokenizer("qwen3", named))
     assert not ChatTurns(chat, tools=True, users=True, history="append").tool_role
     chat.tokenizer.add_tokens(["<tool>"])
-    turns = ChatTurns(chat, tools=True, users=True, history="append")
+    turns = ChatTurns(ChatFormat(chat.tokenizer), tools=True, users=True, history="append")
     answers = [turns.tool_message("f", text, "c") for text in ("1", "2")]
     assert (
         chat.tokenizer.decode(turns.after([], answers))

@@ -267,6 +267,11 @@ def test_the_end_of_a_turn_is_the_template_s(new_tokenizer: Any) -> None:
     assert learned(tokenizer, {**row, "response": "r<|im_end|>\n"}) == "r<|im_end|>"
     assert pair_text(tokenizer, {"prompt": [USER], "chosen": "r", "rejected": "x"}).endswith("\nr<|im_end|>")
     assert learned(tokenizer, {**row, "prompt": "q"}) == "r<bos>"
+    # A string is no template's: what the response says stays.
+    assert learned(tokenizer, {"prompt": "q", "response": "r<|im_end|>"}) == "r<|im_end|><bos>"
+    config = SFTDataConfig(train_files=["unused"], max_length=100, parse_special_tokens=True)
+    parsed = SFTDataset(config, Rows.from_list([{"prompt": "q", "response": "r<|im_end|>"}]), tokenizer)[0]
+    assert tokenizer.decode(parsed.input_ids) == "qr<|im_end|>"
 
 
 def test_a_template_that_opens_the_thinking(new_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:

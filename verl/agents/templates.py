@@ -45,7 +45,7 @@ class ChatTurns:
         """Whether the template takes a tool's answer only after a message with `tool_calls`."""
         self._hashed_ids = False
         """Whether call ids must be nine letters or digits."""
-        self._atomic = chat.atomic_ids()
+        self._atomic = chat.atomic_ids
         self._checked: set[tuple[str, ...]] = set()
         try:
             self._end = self._find_end([_question(1)])

@@ -187,6 +187,11 @@ class ChatFormat:
         return [*settings, tools, self._leading_bos]
 
     @cached_property
+    def of_reward_models(self) -> ChatFormat:
+        """How a reward model reads conversations: by its template alone, whatever the data section says."""
+        return ChatFormat(self.tokenizer)
+
+    @cached_property
     def _special(self) -> SpecialTokens:
         return SpecialTokens(self.tokenizer)
 
@@ -239,9 +244,9 @@ class ChatFormat:
         return True
 
     def _special_tokens(self, text: str) -> int:
-        atomic = self.atomic_ids()
-        return sum(token in atomic for token in self.encode([text])[0])
+        return sum(token in self.atomic_ids for token in self.encode([text])[0])
 
+    @cached_property
     def atomic_ids(self) -> frozenset[int]:
         """Tokens that text is cut at before it is encoded. The unknown one stands for any text."""
         found = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
@@ -263,10 +268,7 @@ class ChatFormat:
         if first["role"] not in ("system", "developer") and self._takes_system:
             return [{"role": "system", "content": text}, first, *rest]
         content = first.get("content") or ""
-        if isinstance(content, str):
-            first["content"] = f"{content}\n\n{text}" if first["role"] != "user" else f"{text}\n\n{content}"
-        else:
-            first["content"] = [*content, {"type": "text", "text": text}]
+        first["content"] = f"{content}\n\n{text}" if first["role"] != "user" else f"{text}\n\n{content}"
         return [first, *rest]
 
     def render(
@@ -336,9 +338,10 @@ class ChatFormat:
         self._say_spelled(text, where)
         return as_given(text) if self.parse_special_tokens else self._special.mark(text)
 
-    def without_end(self, text: str) -> str:
-        """An answer without the token that ends it, which files may spell."""
-        for end in filter(None, (str(self.tokenizer.eos_token or ""), unmarked(self.turn_end or "").strip())):
+    def without_end(self, text: str, *, templated: bool) -> str:
+        """An answer without the end-of-sequence token, or the end of a turn in a template, that files may spell."""
+        turn_end = unmarked(self.turn_end or "").strip() if templated else ""
+        for end in filter(None, (str(self.tokenizer.eos_token or ""), turn_end)):
             if text.rstrip().endswith(end):
                 return text.rstrip().removesuffix(end)
         return text
@@ -403,7 +406,7 @@ class ChatFormat:
         """The messages of a prompt, as the template takes them; None for a string that is used as it is, and for what
         is no prompt."""
         messages = self.read_prompt(prompt, where)
-        return messages and self.taken(messages, where, tools)
+        return messages and self.taken(messages, tools)
 
     def read_prompt(self, prompt: Any, where: str) -> Messages | None:
         """As `messages_of`, with calls and answers of tools as they are given."""
@@ -412,7 +415,7 @@ class ChatFormat:
             messages = [{"role": "user", "content": prompt}]
         return messages
 
-    def taken(self, messages: Messages, where: str, tools: Tools | None = None) -> Messages:
+    def taken(self, messages: Messages, tools: Tools | None = None) -> Messages:
         """Calls and answers of tools in messages as the template takes them."""
         if all("tool_calls" not in message and message["role"] != "tool" for message in messages):
             return messages
@@ -539,7 +542,7 @@ class ChatFormat:
     ) -> list[int]:
         """A finished conversation as a reward model reads it, in training and when it scores."""
         require_characters(messages, where)
-        messages = self.taken([dict(message) for message in messages], where)
+        messages = self.taken([dict(message) for message in messages])
         if self.tokenizer.chat_template:
             return self.encode([self._marked_text(messages, False, where=where)])[0]
         text = "\n\n".join(str(message["content"]) for message in messages)

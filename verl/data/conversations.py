@@ -7,7 +7,7 @@ answer is context. So every answer is learned once, in the context in which it w
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +46,15 @@ def read_exchange(
     if read is None and not isinstance(answer, str):
         raise DataError(f"{name} must be a text or messages, got {type(answer).__name__}.")
     following = read or [{"role": "assistant", "content": answer}]
-    if len(following) == 1 and following[0]["role"] == "assistant":
-        following = [{**following[0], "content": chat.without_end(following[0]["content"])}]
     before = chat.read_prompt(prompt, where)
     if before is None and not isinstance(prompt, str):
         raise no_prompt(prompt, where)
     if before is None and (templated or (read is not None and read[0]["role"] != "assistant")):
         before = [{"role": "user", "content": prompt}]
+    if len(following) == 1 and following[0]["role"] == "assistant":
+        in_template = before is not None and chat.apply_chat_template != "never"
+        said = chat.without_end(following[0]["content"], templated=in_template)
+        following = [{**following[0], "content": said}]
     if before is not None:
         return after_prompt(before, following, name)
     if len(following) > 1 or "tool_calls" in following[0]:
@@ -98,7 +100,7 @@ def exchange_answers(
         said = _after_opened(text, following[0])
         return [Answer(text, chat.content(said, where), takes_bos=chat.takes_bos(raw))]
     if before and before[-1]["role"] == "assistant" and following[0]["role"] == "assistant":
-        return [_continued(chat, chat.taken(before, where, tools), following[0], where, tools)]
+        return [_continued(chat, chat.taken(before, tools), following[0], where, tools)]
     return conversation_answers([*before, *following], chat, where, learn_from=len(before), tools=tools)
 
 
@@ -109,7 +111,7 @@ def conversation_answers(
     if chat.apply_chat_template == "never":
         raise _never(where)
     known = sum(message["role"] == "assistant" for message in messages[:learn_from])
-    messages = chat.taken(messages, where, tools)
+    messages = chat.taken(messages, tools)
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"][known:]
     numbers = [number for number in numbers if _weight(messages[number], f"message {number} of {where}")]
     if not numbers:
@@ -250,9 +252,8 @@ def pair_rows(
     before, sides = read_pair(chat, prompt, answers, where, templated=reward)
     if reward and not isinstance(before, str):
         # A value is computed before each token that is learned from: one more token asks for that of the last one.
-        reader = ChatFormat(chat.tokenizer)
         end: Any = chat.tokenizer.pad_token_id
-        conversations = [reader.conversation_ids([*before, *side], where) for side in sides]
+        conversations = [chat.of_reward_models.conversation_ids([*before, *side], where) for side in sides]
         return [([*ids, end], [0] * len(ids) + [int(bool(ids))]) for ids in conversations]
     encoded = encode_answers(
         chat, [exchange_answers(chat, before, side, where) for side in sides], [where] * 2
@@ -280,27 +281,24 @@ def encode_answers(
     texts = iter(
         chat.encode_following([answer.text for answer in answers], [answer.prompt for answer in answers])
     )
-    atomic = chat.atomic_ids()
     return [
-        _rows(chat, atomic, [(next(prompts), next(texts)) for _ in conversation], name)
+        _rows(chat, [(next(prompts), next(texts)) for _ in conversation], name)
         for conversation, name in zip(conversations, where, strict=True)
     ]
 
 
-def _rows(
-    chat: ChatFormat, atomic: Container[int], answers: Sequence[tuple[list[int], list[int]]], where: str
-) -> list[Row]:
+def _rows(chat: ChatFormat, answers: Sequence[tuple[list[int], list[int]]], where: str) -> list[Row]:
     rows: list[Row] = []
     for prompt, text in answers:
         if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
             rows.append(([], []))
         ids, mask = rows[-1]
-        learned = text[: _end_of_turn(chat, atomic, text)]
+        learned = text[: _end_of_turn(chat, text)]
         mask += [0] * (len(prompt) - len(ids)) + [1] * len(learned)
         ids[:] = prompt + learned
     eos: Any = chat.tokenizer.eos_token_id
     for ids, mask in rows:
-        if eos is not None and (not ids or ids[-1] not in atomic):
+        if eos is not None and (not ids or ids[-1] not in chat.atomic_ids):
             ids.append(eos)
             mask.append(1)
         if mask:
@@ -310,10 +308,10 @@ def _rows(
     return rows
 
 
-def _end_of_turn(chat: ChatFormat, atomic: Container[int], ids: list[int]) -> int:
+def _end_of_turn(chat: ChatFormat, ids: list[int]) -> int:
     """How many ids of a turn the model writes. What a template puts after its last special token (a newline, mostly) is
     never generated."""
-    end = next((at for at in range(len(ids), 0, -1) if ids[at - 1] in atomic), 0)
+    end = next((at for at in range(len(ids), 0, -1) if ids[at - 1] in chat.atomic_ids), 0)
     return end if end and not str(chat.tokenizer.decode(ids[end:])).strip() else len(ids)
 
 

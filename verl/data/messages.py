@@ -20,7 +20,7 @@ from verl.json_input import check_nesting, parse_json
 _TEXT = re.compile(r"""\s*(\[\s*)?\{\s*["']\w{1,40}["']\s*:""")
 """How the text of a list of mappings, or of one, begins."""
 _KEY = re.compile(r"""["'](role|content|tool_calls|from|value)["']\s*:""")
-_NUMPY_BREAK = re.compile(r"\}\s*\n\s*\{")
+_NUMPY_BREAK = re.compile(r"\}[^\S\n]*\n\s*\{")
 """Between the elements of an array that numpy wrote. Inside of a text such a line break is written as an escape."""
 _SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
