@@ -353,3 +353,11 @@ def test_a_template_that_refuses_a_row_of_a_reward_model_names_it(new_tokenizer:
         DataError, match=r"data.train_files: .*refuses row 0 of the given rows: no system role"
     ):
         pair_text(new_tokenizer(template=template), row, "reward")
+
+
+def test_a_reward_model_reads_conversations_as_it_does_when_it_scores(tokenizer: Any) -> None:
+    row = {"prompt": [USER], "chosen": "a<|im_end|>b", "rejected": "c"}
+    config = RewardDataConfig(train_files=["unused"], max_length=10_000, parse_special_tokens=True)
+    (ids, _), _ = PreferenceDataset(config, Rows.from_list([row]), tokenizer, use="reward")[0].rows
+    scored = ChatFormat(tokenizer).conversation_ids([USER, {"role": "assistant", "content": row["chosen"]}])
+    assert ids.tolist()[:-1] == scored
