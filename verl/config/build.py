@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-from verl.config.keys import field_types, get, nearest, put, schema_keys
+from verl.config.keys import field_types, get, nearest, put, schema_keys, trl_names
 from verl.config.known import CRITIC_ESTIMATORS, MODEL_DTYPES, RELATED_KEYS, ROLLOUT_DTYPES
 from verl.config.parallelism import divisors
 from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
-from verl.config.trl_names import TRL_NOTES
 
 DTYPE_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
@@ -107,7 +106,7 @@ class Builder:
         for advice, names in RELATED_KEYS.items():
             if set(names) & set(name.lower().split(".")):
                 return [f"{line}: {advice}"]
-        note = TRL_NOTES.get(name) if "." not in shown else None
+        note = trl_names()["notes"].get(name) if "." not in shown else None
         if note is not None:
             return [f"{line}. TRL has it; here: {note}"]
         first, *others = nearest(self.root, name)

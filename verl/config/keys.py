@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from verl.config.known import OTHER_NAMES
-from verl.config.trl_names import TRL_KEYS
+from verl.json_input import read_json
 
 Conditions = str | tuple[str, ...]
 
@@ -185,6 +186,13 @@ def to_dict(config: Any) -> Any:
     return config
 
 
+@cache
+def trl_names() -> dict[str, Any]:
+    """TRL's names: the `keys` here for each, or `notes` why there is none."""
+    names: dict[str, Any] = read_json(Path(__file__).with_name("trl_names.json"))
+    return names
+
+
 def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
     """The known keys closest to an unknown one: another trainer's name for it, similar ones in its section, the same
     last name elsewhere, similar ones anywhere."""
@@ -194,8 +202,9 @@ def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
         return [other for other in keys if other.startswith(name + ".")][:limit]
     first = name.partition(".")[0]
     word = last.lower()
-    theirs = OTHER_NAMES.get(word.removesuffix("s")) or TRL_KEYS.get(word) or TRL_KEYS.get(f"{word}s", "")
-    found = [other for other in theirs.split() if other in keys]
+    theirs = OTHER_NAMES.get(word.removesuffix("s"), "").split()
+    theirs = theirs or trl_names()["keys"].get(word) or trl_names()["keys"].get(f"{word}s", [])
+    found = [other for other in theirs if other in keys]
     found.sort(key=lambda other: other.partition(".")[0] != first)
     siblings = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
     found += [siblings[match] for match in difflib.get_close_matches(last, siblings, limit, cutoff=0.7)]

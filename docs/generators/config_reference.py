@@ -1,8 +1,7 @@
-"""`docs/config-reference.md`, from the schema: `python -m verl.config.reference FILE` writes it."""
+"""`docs/config-reference.md`, from the schema: `python -m docs.generators.config_reference` writes it."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -21,6 +20,7 @@ from verl.config.schema import (
     SFTConfig,
 )
 
+PAGE = Path(__file__).resolve().parents[1] / "config-reference.md"
 COMMANDS: dict[str, tuple[type, str, str]] = {
     "train": (PPOConfig, "main_ppo", "Reinforcement learning"),
     "sft": (SFTConfig, "sft_trainer", "Supervised fine-tuning"),
@@ -38,7 +38,7 @@ Every key of every command. A key is set on the command line (`verl train traine
 text in the terminal, `--cfg job` prints the resolved config. An unknown key is an error that names the nearest known
 one. A key that has no effect in a run is reported at the start.
 
-This page is made from the schema in `verl/config/sections/` by `python -m verl.config.reference FILE`.
+This page is made from the schema in `verl/config/sections/` by `python -m docs.generators.config_reference`.
 
 | command | keys | |
 |---|---|---|
@@ -226,6 +226,4 @@ def _plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the reference of the config keys as a markdown page.")
-    parser.add_argument("path", type=Path)
-    parser.parse_args().path.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
