@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -10,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from verl.config.keys import Key, schema_keys, sections
-from verl.config.load import other_names
+from verl.config.load import import_plugins, other_names
 from verl.config.schema import (
     DPOConfig,
     EvaluationConfig,
@@ -215,6 +216,8 @@ def _listed(words: list[str], last: str) -> str:
 
 
 def _sentence(text: str) -> str:
+    if not text:
+        return text
     if re.match(r"[a-z]+('s)?([ ,;.]|$)", text):  # not a value that is explained, such as `auto: ...`
         text = text[0].upper() + text[1:]
     return text if text.endswith((".", "?", "!")) else f"{text}."
@@ -226,4 +229,9 @@ def _plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    parser = argparse.ArgumentParser(description="Write the reference of the config keys as a markdown page.")
+    parser.add_argument("--plugins", nargs="*", default=[], help="plug-ins whose sections it has, too")
+    parser.add_argument("--output", type=Path, default=PAGE)
+    args = parser.parse_args()
+    import_plugins({"trainer": {"plugins": args.plugins}})
+    args.output.write_text(page(), encoding="utf-8")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.schema import ActorConfig
-from verl.config.sources import set_path, take_path
+from verl.config.sources import get_path, set_path, take_path
 from verl.errors import ConfigError
 
 TRAINER_MODE = "trainer.v1.trainer_mode"
@@ -63,14 +63,14 @@ class AsyncAliases:
     def finish(self, tree: dict[str, Any]) -> list[str]:
         """Add what follows from them to the values of all sources; returns notices."""
         notices = []
-        if self.seen and _get(tree, _MODE) is None:
+        if self.seen and get_path(tree, _MODE) is None:
             set_path(tree, _MODE, "fully_async")
             notices.append(f"'async_training' without a mode is read as '{_MODE}=fully_async'")
         if self.batches is not None:
-            mini = _get(tree, _MINI_BATCH) or ActorConfig().ppo_mini_batch_size
+            mini = get_path(tree, _MINI_BATCH) or ActorConfig().ppo_mini_batch_size
             size, given = (
                 int(_number(_MINI_BATCH, mini, 1.0, "a whole number")) * self.batches,
-                _get(tree, _BATCH),
+                get_path(tree, _BATCH),
             )
             if given is not None and given != size:
                 raise ConfigError(
@@ -99,9 +99,3 @@ def _number(name: str, value: Any, least: float, allowed: str) -> float:
     if not (math.isfinite(number) and number >= least):
         raise ConfigError(f"'{name}' is {value!r}; it must be {allowed}")
     return number
-
-
-def _get(tree: Any, name: str) -> Any:
-    for part in name.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree

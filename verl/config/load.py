@@ -17,7 +17,7 @@ from copy import deepcopy
 from typing import Any, Generic, TypeVar
 
 from verl.config.async_aliases import AsyncAliases, converted
-from verl.config.build import Builder, finalize
+from verl.config.build import Builder, finalize, restore_sections
 from verl.config.checks import check
 from verl.config.keys import get, nearest, schema_keys, to_dict
 from verl.config.masking import MASK, mask_values, masked_keys
@@ -35,6 +35,7 @@ from verl.config.sources import (
     del_path,
     dump_yaml,
     from_mapping,
+    get_path,
     merge,
     parse_command_line,
     parse_overrides,
@@ -44,6 +45,7 @@ from verl.config.sources import (
     take_path,
 )
 from verl.errors import CommandAnswered, ConfigError
+from verl.user_code import import_path, is_file
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ _PLUGIN_KEYS = (
 )  # fmt: skip
 
 
+# What --help reads of a command line.
+_HELP_READS = re.compile(r"\+{0,2}(recipe|trainer\.plugins)=")
 _VARIABLE = re.compile(r"\$\{oc\.env:([^,}]+)")
 _FOLDER_KEYS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _MODEL = "actor_rollout_ref.model"
@@ -149,14 +153,16 @@ _ALIASES: dict[type, dict[str, str]] = {
 def load_config(kind: type[Config], argv: list[str]) -> Config:
     """The config of a command line; --help, --cfg and --check are answered on stdout and end the program."""
     line = parse_command_line(argv)
+    draft = _Draft(kind)
+    draft.add(read_yaml(line.config_path, line.config_name))
     if line.help:
         from verl.config.help import help_text
 
-        recipe = _recipe_on(kind, line.overrides)
-        sys.stdout.write(help_text(kind, line.help_about, recipe))
+        for override in parse_overrides(word for word in line.overrides if _HELP_READS.match(word)):
+            draft.add(set_path({}, override.name, override.value))
+        import_plugins(draft.tree)
+        sys.stdout.write(help_text(kind, line.help_about, draft.recipe))
         raise CommandAnswered(0)
-    draft = _Draft(kind)
-    draft.add(read_yaml(line.config_path, line.config_name))
     for override in parse_overrides(line.overrides):
         if override.delete:
             draft.remove(override.name)
@@ -172,12 +178,6 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
         sys.stdout.write(check_text(config) + "\n")
         raise CommandAnswered(0)
     return config
-
-
-def _recipe_on(kind: type, overrides: list[str]) -> Recipe | None:
-    """The recipe a command line names."""
-    found = parse_overrides(word for word in overrides if word.lstrip("+").startswith("recipe="))
-    return recipe_for(kind, found[-1].value) if found and found[-1].value is not None else None
 
 
 def load_ppo_config(argv: list[str]) -> PPOConfig:
@@ -275,10 +275,17 @@ class _Draft(Generic[Config]):
         merge(tree, self.tree)
         given, tree = tree, resolve(tree, (to_dict(self.kind()), self.as_typed))
         self._notice(self.ahead.finish(tree))
+        absent = []
+        try:
+            import_plugins(tree)
+        except ConfigError as error:
+            if checked:
+                raise
+            absent.append(str(error))  # the reason, where a key turns out to be unknown
         builder = Builder(self.kind, self.typed)
-        config: Config = builder.section(self.kind, tree)
+        config: Config = builder.config(tree)
         if builder.problems:
-            raise ConfigError("\n".join(builder.problems))
+            raise ConfigError("\n".join([*absent, *builder.problems]))
         config.user_set = frozenset(_set_keys(self.kind, tree, ""))
         config.recipe_set = frozenset(of_recipe)
         config.from_environment = _from_environment(config, given, self.as_typed)
@@ -286,7 +293,6 @@ class _Draft(Generic[Config]):
             log.info("%s", notice)
         if checked:
             _refuse_masked(config)
-            import_plugins(config)
             warnings = check(config)
             for warning in [] if quiet else warnings:
                 log.warning("%s", warning)
@@ -404,13 +410,25 @@ def _refuse_masked(config: AnyConfig) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def import_plugins(config: AnyConfig) -> None:
-    """Import the user's modules, so that what they register is known from now on."""
-    for key in schema_keys(type(config)):
-        for module in get(config, key) if key in _PLUGIN_KEYS else []:
+def import_plugins(values: Mapping[str, Any]) -> None:
+    """Import the user's modules and files that a config names, so that what they register is known from now on."""
+    for key in _PLUGIN_KEYS:
+        named = get_path(values, key)
+        for module in [named] if isinstance(named, str) else named if isinstance(named, list) else []:
+            if is_file(str(module)):
+                import_path(module, None, key, ConfigError, "registrations")
+                continue
             try:
+                if not all(part.isidentifier() for part in str(module).split(".")):
+                    raise ImportError("it is neither a file nor the name of a module")
                 importlib.import_module(module)
             except ImportError as error:
                 raise ConfigError(
                     f"cannot import '{module}' ({key}): {error}. Is it on PYTHONPATH?"
                 ) from error
+
+
+def import_plugins_of(config: AnyConfig) -> None:
+    """The same in a process that was sent a config; its sections of plug-ins get their types."""
+    import_plugins(to_dict(config))
+    restore_sections(config)

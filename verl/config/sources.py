@@ -244,6 +244,13 @@ def set_path(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     return tree
 
 
+def get_path(tree: Any, name: str) -> Any:
+    """The value of a dotted name; None where it is not there."""
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
 def del_path(tree: dict[str, Any], name: str) -> None:
     """Remove a dotted name from the tree, where it is there."""
     *parents, last = name.split(".")
