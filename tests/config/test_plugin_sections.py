@@ -152,3 +152,63 @@ def test_a_field_without_a_default_is_refused(tmp_path: Path) -> None:
     path.write_text(PLUGIN.replace("    beta:", "    required: int\n    beta:"))
     with pytest.raises(ConfigError, match=r"Mine\.required: a key of a section needs a default"):
         load(path)
+
+
+ENGINES = """
+from dataclasses import dataclass
+
+from verl.config.capabilities import EngineSpec, StrategySpec
+from verl.config.methods import register_section
+from verl.engines import register_strategy
+from verl.rollout import register_rollout
+
+
+@dataclass
+class Sizes:
+    stages: int = 1
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+
+register_section("actor_rollout_ref.actor.staged", Sizes)
+register_strategy(
+    "staged", "staged:build",
+    StrategySpec(
+        section="staged", layout=lambda role: {"pp": role.staged.stages}, sizes={"pp": ("staged.stages",)},
+        fits=lambda role, model: (), full_shards=False, package="no-such-package", module="no_such_package",
+    ),
+)
+register_rollout("remote", EngineSpec(owns_weights=True, server=True, tensor_parallel=True))(lambda *given: None)
+"""
+
+
+def test_engines_and_strategies_of_plug_ins_are_judged_by_what_they_declare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.config import capabilities
+    from verl.config.machine import missing_packages
+    from verl.config.parallelism import engine_size
+    from verl.config.plan import RunPlan
+
+    for name in ("_engines", "_strategies"):
+        monkeypatch.setattr(capabilities, name, dict(getattr(capabilities, name)))
+    monkeypatch.setattr("verl.rollout._registry", {})
+    monkeypatch.setattr("verl.engines._strategies", {})
+    path = tmp_path / "my_engines.py"
+    path.write_text(ENGINES)
+    rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+    given = [
+        f"{actor}.strategy=staged",
+        f"{rollout}.name=remote",
+        "trainer.n_gpus_per_node=4",
+        "trainer.device=cpu",
+    ]
+    given += ["algorithm.adv_estimator=grpo", f"{rollout}.n=4", f"{rollout}.tensor_model_parallel_size=2"]
+    config = load(path, *given, f"{actor}.staged.stages=2")
+    layout = RunPlan(config).roles[0].layout
+    assert (layout.pp, layout.dp, engine_size(config)) == (2, 2, 2)
+    assert any(
+        "strategy=staged needs the package 'no-such-package'" in line for line in missing_packages(config)
+    )
+    with pytest.raises(ConfigError, match=r"staged\.stages 3 = 3 ranks for one copy"):
+        load(path, *given, f"{actor}.staged.stages=3")

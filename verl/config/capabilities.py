@@ -5,8 +5,9 @@ Plug-ins declare theirs with `register_rollout` (verl.rollout) and `register_str
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -21,6 +22,10 @@ class EngineSpec:
     """Several GPUs can share one copy (`rollout.tensor_model_parallel_size`)."""
     server: bool = False
     """It can run as a server in processes of its own (`rollout.mode=server`)."""
+    in_process: bool = True
+    """It can run in the trainer's process (`rollout.mode=inprocess`)."""
+    streams: bool = True
+    """It takes requests and weights while others run; otherwise it generates one batch of requests to its end."""
     sleep_argument: str | None = None
     """Which of its `engine_kwargs` lets it release its memory between steps."""
     package: str | None = None
@@ -29,16 +34,6 @@ class EngineSpec:
 
 def _sequence_parallel(role: Any) -> dict[str, int]:
     return {"cp": role.ulysses_sequence_parallel_size}
-
-
-def _megatron(role: Any) -> dict[str, int]:
-    sizes = role.megatron
-    return {
-        "tp": sizes.tensor_model_parallel_size,
-        "pp": sizes.pipeline_model_parallel_size,
-        "cp": sizes.context_parallel_size * role.ulysses_sequence_parallel_size,
-        "ep": sizes.expert_model_parallel_size,
-    }
 
 
 def _no_checks(config: Any, role: Any) -> Iterable[str]:
@@ -55,6 +50,14 @@ class StrategySpec:
     """From a role's section to the degrees of parallelism of one copy of its model (fields of `Layout` without dp)."""
     checks: Callable[[Any, Any], Iterable[str]] = _no_checks
     """From a config and one of its roles (`ModelRole`) to what the strategy cannot do of what they ask for."""
+    sizes: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"cp": ("ulysses_sequence_parallel_size",)}
+    )
+    """The keys of a role's section that are the degrees `tp`, `pp`, `cp` and `ep` of `layout`, for messages; a degree
+    is the product of its keys."""
+    fits: Callable[[Any, Mapping[str, Any]], Iterable[str]] | None = None
+    """From a role and the config.json of its model to what of the layout does not fit the model; by default the ranks
+    of a sequence must divide its attention heads."""
     full_shards: bool = True
     """Every rank holds rows of all weights, which can be gathered into one module (LoRA, reference by switching the
     adapter off, reward training); otherwise a rank holds slices of some layers."""
@@ -66,7 +69,7 @@ class StrategySpec:
 
 _engines: dict[str, EngineSpec] = {
     "native": EngineSpec(),
-    "hf": EngineSpec(),
+    "hf": EngineSpec(streams=False),
     "vllm": EngineSpec(
         owns_weights=True,
         tensor_parallel=True,
@@ -78,20 +81,16 @@ _engines: dict[str, EngineSpec] = {
         owns_weights=True,
         tensor_parallel=True,
         server=True,
+        in_process=False,
         sleep_argument="enable_memory_saver",
         package="sglang",
     ),
 }
-_strategies: dict[str, StrategySpec] = {
+# A module that declares a strategy is imported when the strategy is first asked for.
+_strategies: dict[str, StrategySpec | str] = {
     "fsdp": StrategySpec(),
     "fsdp2": StrategySpec(),
-    "megatron": StrategySpec(
-        section="megatron",
-        layout=_megatron,
-        full_shards=False,
-        package="megatron-core",
-        module="megatron.core",
-    ),
+    "megatron": "verl.config.megatron",
 }
 
 
@@ -102,7 +101,11 @@ def engine_spec(name: str) -> EngineSpec:
 
 def strategy_spec(name: str) -> StrategySpec:
     """What the training strategy `strategy=name` declares; the default for one that declares nothing."""
-    return _strategies.get(name, StrategySpec())
+    declared = _strategies.get(name, StrategySpec())
+    if isinstance(declared, str):
+        importlib.import_module(declared)
+        return strategy_spec(name)
+    return declared
 
 
 def declare_engine(name: str, spec: EngineSpec) -> None:

@@ -173,7 +173,7 @@ def load_config(kind: type[Config], argv: list[str]) -> Config:
         raise CommandAnswered(0)
     config: Config = draft.finish(checked=True, quiet=line.check)
     if line.check:
-        from verl.config.plan import check_text
+        from verl.config.plan_report import check_text
 
         sys.stdout.write(check_text(config) + "\n")
         raise CommandAnswered(0)

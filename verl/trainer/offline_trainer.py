@@ -144,6 +144,7 @@ def run_once(
     """One start of a run, from its last checkpoint (or afresh) to its end; None on ranks above 0 of torchrun."""
     from verl.config.batch_math import batch_plan, render
     from verl.config.parallelism import world_size
+    from verl.config.plan import RunPlan
     from verl.trainer.main_ppo import RunResult
     from verl.trainer.offline_loop import RayLoop, build_loop, load_data
     from verl.trainer.preflight import require_disk
@@ -172,7 +173,7 @@ def run_once(
         return None
     with open_run_folder(trainer) as folder:
         record_config(cfg, folder)
-        require_disk(cfg, folder.path, data.total_steps)
+        require_disk(RunPlan(cfg), folder.path, data.total_steps)
         logger.info("%s", render(batch_plan(cfg, total_steps=data.total_steps)))
 
         def lost(error: Exception) -> None:
