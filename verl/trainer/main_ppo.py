@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return exit_code(run(load_ppo_config(arguments)))
 
-    return run_command(body)
+    return run_command(body, trains=True)
 
 
 def run(

@@ -48,7 +48,7 @@ def command(kind: type[OfflineConfig], argv: list[str] | None = None) -> int:
 
         return exit_code(run(load_config(kind, arguments)))
 
-    return run_command(body)
+    return run_command(body, trains=True)
 
 
 def _torchrun_main(kind: type[OfflineConfig], arguments: list[str], job: Job) -> int:
@@ -83,7 +83,7 @@ def _torchrun_main(kind: type[OfflineConfig], arguments: list[str], job: Job) ->
             logger.warning("stopped after step %d, not the last one: %s", result.steps, RESUME)
         return 0  # also then: torchrun takes anything else for a crash, and may start the ranks again
 
-    code = run_command(body)
+    code = run_command(body, trains=True)
     if code:
         # Threads may be inside the store or a collective, which Python cannot end.
         sys.stdout.flush()
