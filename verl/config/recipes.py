@@ -12,14 +12,13 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.config.keys import schema_keys
 from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
-from verl.config.sources import from_mapping, load_yaml
+from verl.config.sources import from_mapping, leaves, load_yaml
 from verl.errors import ConfigError
 
 _WIDTH = 110
@@ -43,7 +42,7 @@ class Recipe:
     @property
     def keys(self) -> dict[str, Any]:
         """The full names of the keys it sets, and their values."""
-        return dict(_leaves(self.tree, ""))
+        return {".".join(path): value for path, value in leaves(self.tree)}
 
     @property
     def about(self) -> str:
@@ -55,14 +54,6 @@ class Recipe:
 
     def _line(self, number: int) -> str:
         return [line for line in self.readme.splitlines() if line][number]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def recipe_names() -> list[str]:
