@@ -42,11 +42,11 @@ help:
 	@echo "make test-components   tests with the real Ray, vLLM and Slurm (about six times as long)"
 	@echo "make test-extended     before a release: further variants, and docs-test"
 	@echo "make docs-test         type every command of docs/quickstart as a new user; PAGES='own-reward rlhf' for some"
-	@echo "make lint     ruff (lint and format) and mypy"
+	@echo "make lint     ruff (lint and format), the size budget and mypy"
 	@echo "make format   format the code with ruff"
 	@echo "make docs     the documentation as a site: site/index.html"
 	@echo "make bench    BENCH=name: one benchmark, see benchmarks/README.md"
-	@echo "make size     lines of code per package, beside those of the last release"
+	@echo "make size     lines of code per package, beside the budget and the last release"
 	@echo "make dist     wheel and sdist in dist/"
 	@echo "make venv     only the environment"
 
@@ -93,6 +93,7 @@ system-components:
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m benchmarks.size --no-run
 	$(BIN)/mypy
 
 format: $(VENV)/.dev

@@ -40,7 +40,7 @@ _PROGRAMS: dict[str, tuple[str, str] | dict[str, tuple[str, str]]] = {
             "a reward model from pairs: key=value ... (--help, --check)",
         ),
     },
-    "recipes": ("verl.config.recipes_cli", "published methods, for verl train recipe=NAME"),
+    "recipes": ("verl.config.recipes", "published methods, for verl train recipe=NAME"),
     "plan": ("verl.config.plan_cli", "whether a run fits on N GPUs that need not be here"),
     "ckpt": ("verl.checkpoint.cli", "list, verify and prune checkpoints"),
     "tool-server": (

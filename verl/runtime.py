@@ -235,8 +235,9 @@ def stop_on_signal() -> Iterator[StopRequest]:
         yield request
 
 
-def run_command(body: Callable[[], int | None]) -> int:
-    """Run a command's body and turn what it raises into one message and an exit code.
+def run_command(body: Callable[[], int | None], *, trains: bool = False) -> int:
+    """Run a command's body and turn what it raises into one message and an exit code. `trains`: it writes a run folder,
+    whose keys can be named.
 
     0: done; 2: something the user can correct (the message says how); 3: training stopped itself; 75: a signal ended
     the run after a checkpoint, the same command resumes; 129, 130, 143: SIGHUP, Ctrl-C or SIGTERM ended it at once;
@@ -245,12 +246,12 @@ def run_command(body: Callable[[], int | None]) -> int:
     from verl.observe.terminal import protect_terminal, while_read
 
     protect_terminal()
-    code = while_read(lambda: _exit_code(body))
+    code = while_read(lambda: _exit_code(body, trains))
     leave_given_up(code)
     return code
 
 
-def _exit_code(body: Callable[[], int | None]) -> int:
+def _exit_code(body: Callable[[], int | None], trains: bool) -> int:
     setup_logging()
     received: list[int] = []
     try:
@@ -262,9 +263,12 @@ def _exit_code(body: Callable[[], int | None]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        from verl.observe.diagnoses.crashes import likely_fix
+        advice = "the disk is full; free some space, or write to another disk"
+        if trains:
+            from verl.observe.diagnoses.crashes import likely_fix
 
-        sys.stderr.write(f"error: {error}. {likely_fix(error)}\n")
+            advice = likely_fix(error)
+        sys.stderr.write(f"error: {error}. {advice}\n")
         return VerlError.exit_code
     except KeyboardInterrupt:
         with suppress(OSError):  # the terminal may be closed

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from verl.config.aliases import our_name
 from verl.config.keys import schema_keys
-from verl.config.load import our_name
 from verl.config.schema import PPOConfig, SFTConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-verl.md").read_text(encoding="utf-8")

@@ -8,27 +8,28 @@ from typing import Any
 
 import pytest
 
-from verl.config.keys import schema_keys
+from docs.generators.trl_table import with_table
+from verl.config.keys import schema_keys, trl_names
 from verl.config.load import from_dict
 from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
-from verl.config.trl_names import TRL_KEYS, TRL_NOTES, with_table
 from verl.errors import ConfigError
 from verl.reward.base import RewardSample
 from verl.reward.functions import RewardFunction
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-trl.md"
+TRL_KEYS, TRL_NOTES = trl_names()["keys"], trl_names()["notes"]
 KINDS = (PPOConfig, SFTConfig, DPOConfig, RewardTrainingConfig)
 
 
 def test_every_key_exists() -> None:
     known = {name for kind in KINDS for name in schema_keys(kind)}
-    assert {key for keys in TRL_KEYS.values() for key in keys.split()} <= known
+    assert {key for keys in TRL_KEYS.values() for key in keys} <= known
     assert not TRL_KEYS.keys() & TRL_NOTES.keys()
 
 
 def test_the_page_has_the_current_table() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page) == page, "run python -m verl.config.trl_names docs/from-trl.md"
+    assert with_table(page) == page, "python -m docs.generators.trl_table"
     assert page.count("\n| `") > 200
 
 
@@ -49,7 +50,7 @@ def first_answer(kind: type, name: str) -> str:
 def test_a_name_of_trl_is_answered_with_our_key_or_the_reason(kind: type) -> None:
     keys = schema_keys(kind)
     for name, ours in TRL_KEYS.items():
-        here = [key for key in ours.split() if key in keys]
+        here = [key for key in ours if key in keys]
         if here and name not in keys and not any(key.startswith(f"{name}.") for key in keys):
             assert f"Nearest known key: '{here[0]}'" in first_answer(kind, name), name
     for name, note in TRL_NOTES.items():

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.load import from_dict
+from verl.config.machine import Device
+from verl.config.plan import RunPlan, disk_verdict, free_bytes
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.sizes import ModelSizes
 
@@ -26,7 +27,13 @@ def ppo(**more: Any) -> PPOConfig:
 
 
 def size(kind: str = "cpu", **more: Any) -> int:
-    return checkpoint_bytes(ppo(**more), SIZES, {}, kind)
+    return planned_size(ppo(**more), kind)
+
+
+def planned_size(config: PPOConfig | SFTConfig, kind: str = "cpu") -> int:
+    plan = RunPlan(config, Device(kind, kind, None))
+    plan.sizes = {role.name: SIZES for role in plan.roles}
+    return plan.checkpoint_bytes
 
 
 def test_a_checkpoint_holds_masters_moments_and_whole_weights() -> None:
@@ -49,7 +56,7 @@ def test_what_is_saved_and_how_is_counted() -> None:
     adapters = SIZES.lora_parameters(8, ["all-linear"])
     assert size(**GRPO, **{f"{MODEL}.lora_rank": 8}) == 12 * adapters + 4 * (N + adapters)
     sft = from_dict(SFTConfig, {"model.path": "m/m", "data.train_files": "o/d"}, checked=False)
-    assert checkpoint_bytes(sft, SIZES, {}, "cpu") == 12 * N
+    assert planned_size(sft) == 12 * N
 
 
 def test_a_disk_without_room_for_one_is_an_error_with_the_key() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from verl.config.aliases import our_name
 from verl.config.keys import schema_keys, sections
-from verl.config.load import load_ppo_config, our_name
+from verl.config.load import load_ppo_config
 from verl.config.schema import (
     DPOConfig,
     EvaluationConfig,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl.config.keys import field_types, get, schema_keys, sections
+from verl.config.keys import declared, get, schema_keys, sections
 from verl.config.load import from_dict, load_config, to_dict
 from verl.config.schema import EvaluationConfig, GenerationConfig, PPOConfig
 from verl.config.unused_keys import unused_keys
@@ -133,4 +133,4 @@ def test_every_section_documents_its_keys() -> None:
         for each in (kind, *(section for section, _ in sections(kind).values())):
             for field in fields(each):
                 if not field.metadata.get("internal"):
-                    assert field.metadata["doc"] or is_dataclass(field_types(each)[field.name])
+                    assert field.metadata["doc"] or is_dataclass(declared(each)[field.name].type)

@@ -15,7 +15,8 @@ from verl.config.layout_checks import model_layout_errors
 from verl.config.load import from_dict, load_ppo_config
 from verl.config.machine import Device, missing_packages
 from verl.config.parallelism import Layout, bubble_share, model_roles
-from verl.config.plan import check_text, plan, render
+from verl.config.plan import RunPlan
+from verl.config.plan_report import check_text, layout_table, render, warnings
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.sizes import gib, read_sizes
 from verl.errors import ConfigError
@@ -109,9 +110,9 @@ def test_the_role_with_most_shards_needs_that_many_sequences() -> None:
 
 def test_offloading_has_keys_in_the_section_of_the_strategy() -> None:
     values = {f"{ACTOR}.megatron.param_offload": True, f"{ACTOR}.fsdp_config.param_offload": True}
-    warnings = plan(ppo(**values, **{"trainer.device": "cuda"}), GPU).warnings
-    assert any(f"'{ACTOR}.fsdp_config.param_offload'=True has no effect" in line for line in warnings)
-    assert not any(f"'{ACTOR}.megatron.param_offload'" in line for line in warnings)
+    shown = warnings(RunPlan(ppo(**values, **{"trainer.device": "cuda"}), GPU))
+    assert any(f"'{ACTOR}.fsdp_config.param_offload'=True has no effect" in line for line in shown)
+    assert not any(f"'{ACTOR}.megatron.param_offload'" in line for line in shown)
 
 
 # -- with the model's config.json -----------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def test_what_does_not_fit_the_model_names_what_does(
         check_text(config)
     for word in words:
         assert word in str(refused.value)
-    assert model_layout_errors(config) == [str(refused.value)]
+    assert model_layout_errors(RunPlan(config)) == [str(refused.value)]
 
 
 def test_what_fits_the_model_passes(model_folder: Make) -> None:
@@ -160,14 +161,14 @@ def test_what_fits_the_model_passes(model_folder: Make) -> None:
     ]
     for model, values in fits:
         config = ppo(model_folder(**model), **{f"{ACTOR}.{key}": value for key, value in values.items()})
-        assert model_layout_errors(config) == []
-    assert model_layout_errors(ppo("org/nowhere", **{f"{ACTOR}.{TP}": 8})) == []  # nothing to read
+        assert model_layout_errors(RunPlan(config)) == []
+    assert model_layout_errors(RunPlan(ppo("org/nowhere", **{f"{ACTOR}.{TP}": 8}))) == []  # nothing to read
 
 
 def test_another_model_of_the_critic_is_judged_by_its_own_config(model_folder: Make) -> None:
     folder, other = model_folder(num_key_value_heads=4), model_folder(num_hidden_layers=3)
     values = {"algorithm.adv_estimator": "gae", "critic.model.path": str(other), f"{ACTOR}.{PP}": 2}
-    (line,) = model_layout_errors(ppo(folder, **values))
+    (line,) = model_layout_errors(RunPlan(ppo(folder, **values)))
     assert line.startswith(f"'{CRITIC}.{PP}' is 2") and "3 layers" in line
 
 
@@ -201,7 +202,7 @@ def test_fine_tuning_counts_groups_of_ranks(model_folder: Make) -> None:
         sft(**{"optim.moments": "int8"})
     with pytest.raises(ConfigError, match="each of the 2 groups of 2 ranks has 4 of the 8 rows"):
         sft(**{f"model.{PP}": 2, "data.train_batch_size": 8, "data.micro_batch_size_per_gpu": 5})
-    (line,) = model_layout_errors(sft(model_folder(num_hidden_layers=3), **{f"model.{PP}": 2}))
+    (line,) = model_layout_errors(RunPlan(sft(model_folder(num_hidden_layers=3), **{f"model.{PP}": 2})))
     assert line.startswith(f"'model.{PP}' is 2")
 
 
@@ -257,7 +258,7 @@ def test_memory_of_a_rank_follows_the_layout(model_folder: Make) -> None:
 
     def held(**sizes: int) -> tuple[Any, dict[str, int]]:
         keys = {f"{ACTOR}.{key}": value for key, value in sizes.items()}
-        memory = plan(ppo(folder, **keys, **{f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}), GPU).memory
+        memory = RunPlan(ppo(folder, **keys, **{f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}), GPU).memory
         assert memory is not None
         return memory.roles[0], memory.phases[1].parts
 
@@ -281,7 +282,7 @@ def test_memory_of_a_rank_follows_the_layout(model_folder: Make) -> None:
 
 def test_generating_needs_a_copy_of_weights_that_are_split(model_folder: Make) -> None:
     def weights(**values: Any) -> tuple[int, Any]:
-        memory = plan(ppo(model_folder(), **values), GPU).memory
+        memory = RunPlan(ppo(model_folder(), **values), GPU).memory
         assert memory is not None
         return memory.phases[0].parts["weights"], memory.roles[0]
 
@@ -304,16 +305,18 @@ def test_the_layout_and_its_bubble_are_printed(model_folder: Make) -> None:
         f"{REF}.log_prob_micro_batch_size_per_gpu": 16,
     }  # fmt: skip
     config = ppo(model_folder(), **values)
-    text = render(plan(config, GPU))
+    text = render(RunPlan(config, GPU))
     assert "8 ranks  megatron: TP 2, PP 2, CP 1, DP 2" in text
     assert "of each mini-batch, on 2 groups of 4 ranks" in text
-    rows = {name: (number, remark) for name, number, remark in plan(config, GPU).layout}
+    rows = {name: (number, remark) for name, number, remark in layout_table(RunPlan(config, GPU))}
     assert rows["actor: layers per stage"] == ("1", "of 2")
     assert rows["actor: micro-batches per stage"] == ("8", "each stage waits 1 of 9 turns: 11.1 %")
     assert rows["ref: micro-batches per stage"][0] == "16"  # all sequences at once, not a mini-batch
     assert bubble_share(2, 8) == 1 / 9
     assert (
-        plan(ppo(model_folder(), **{f"{ACTOR}.strategy": "fsdp", "trainer.n_gpus_per_node": 1}), GPU).layout
+        layout_table(
+            RunPlan(ppo(model_folder(), **{f"{ACTOR}.strategy": "fsdp", "trainer.n_gpus_per_node": 1}), GPU)
+        )
         == []
     )
 
@@ -324,13 +327,14 @@ def test_stages_that_wait_are_warned_of(model_folder: Make) -> None:
         f"{ACTOR}.ppo_mini_batch_size": 2,
         f"{ACTOR}.ppo_micro_batch_size_per_gpu": 8,
     }
-    warnings = plan(ppo(model_folder(num_hidden_layers=8), **values), GPU).warnings
-    (line,) = [line for line in warnings if "a rank has" in line]
+    shown = warnings(RunPlan(ppo(model_folder(num_hidden_layers=8), **values), GPU))
+    (line,) = [line for line in shown if "a rank has" in line]
     assert "is 8, but a rank has 2 micro-batches: each stage waits 78 %" in line
     assert f"{ACTOR}.ppo_micro_batch_size_per_gpu=2" in line
     better = {**values, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}
     assert not any(
-        "a rank has" in line for line in plan(ppo(model_folder(num_hidden_layers=8), **better), GPU).warnings
+        "a rank has" in line
+        for line in warnings(RunPlan(ppo(model_folder(num_hidden_layers=8), **better), GPU))
     )
 
 
@@ -340,8 +344,8 @@ def test_a_finer_split_is_proposed_where_it_is_possible(model_folder: Make) -> N
         intermediate_size=14336, vocab_size=128256,
     )  # fmt: skip
     values = {f"{ACTOR}.{TP}": 2, "trainer.n_gpus_per_node": 4, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}
-    warnings = plan(ppo(folder, **values), Device("cuda", "a GPU", 40 * 2**30, 8)).warnings
-    line = next(line for line in warnings if line.startswith("'update actor'"))
+    shown = warnings(RunPlan(ppo(folder, **values), Device("cuda", "a GPU", 40 * 2**30, 8)))
+    line = next(line for line in shown if line.startswith("'update actor'"))
     assert f"{ACTOR}.{PP}=2 (-" in line
     assert f"{ACTOR}.{TP}=4" not in line  # two key-value heads
     assert "lora_rank" not in line
@@ -368,12 +372,14 @@ def test_the_numbers_of_the_page_are_those_of_the_plan(model_folder: Make, tmp_p
         (tmp_path / "page.yaml").write_text(block)
         flags = ["--config-path", str(tmp_path), "--config-name", "page"]
         config = load_ppo_config([*flags, f"{MODEL}.path={folder}", "data.train_files=org/data"])
-        result = plan(config, Device("cuda", "a GPU", memory * 2**30, 8))
-        assert not [line for line in result.warnings if "needs about" in line or "does not divide" in line]
+        result = RunPlan(config, Device("cuda", "a GPU", memory * 2**30, 8))
+        assert not [line for line in warnings(result) if "needs about" in line or "does not divide" in line]
         assert result.memory is not None
         generate, update = result.memory.phases
         parts = ("weights", "gradients", "optimiser", "activations", "output matrix", "other roles")
-        micro, waits = next(row[1:] for row in result.layout if row[0] == "actor: micro-batches per stage")
+        micro, waits = next(
+            row[1:] for row in layout_table(result) if row[0] == "actor: micro-batches per stage"
+        )
         expected = [
             *(gib(update.parts[part]) if update.parts[part] else "0" for part in parts),
             gib(update.total),
@@ -382,7 +388,7 @@ def test_the_numbers_of_the_page_are_those_of_the_plan(model_folder: Make, tmp_p
             waits.rpartition(": ")[2],
         ]
         assert [row[column] for row in shown] == expected
-    small = plan(
+    small = RunPlan(
         load_ppo_config([*flags, f"{MODEL}.path={folder}", "trainer.nnodes=2", "data.train_files=o/d"]), GPU
     )
-    assert any(line.startswith("'update actor' needs about") for line in small.warnings)
+    assert any(line.startswith("'update actor' needs about") for line in warnings(small))

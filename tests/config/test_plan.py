@@ -10,7 +10,8 @@ import pytest
 
 from verl.config.load import from_dict, load_ppo_config, load_sft_config
 from verl.config.machine import Device, local_device, parse_gpus
-from verl.config.plan import plan, render
+from verl.config.plan import RunPlan
+from verl.config.plan_report import render, warnings
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.config.sizes import activation_bytes, gib, read_sizes, sizes_of
 
@@ -42,13 +43,13 @@ def grpo(folder: Path, **values: Any) -> PPOConfig:
 
 
 def test_weights_gradients_and_optimiser_are_exact(model_folder: Make) -> None:
-    result = plan(grpo(model_folder(**BIG)), GPU)
+    result = RunPlan(grpo(model_folder(**BIG)), GPU)
     assert result.memory is not None
     (actor,) = result.memory.roles
     assert actor.weights == 2 * PARAMETERS
     assert actor.gradients == 4 * PARAMETERS
     assert actor.optimiser == 12 * PARAMETERS  # two float32 moments and the float32 copy
-    cpu = plan(grpo(model_folder(**BIG)), Device("cpu", "CPU", None))
+    cpu = RunPlan(grpo(model_folder(**BIG)), Device("cpu", "CPU", None))
     assert cpu.memory is not None
     assert cpu.memory.roles[0].weights == 4 * PARAMETERS
     assert cpu.memory.roles[0].optimiser == 8 * PARAMETERS
@@ -56,9 +57,9 @@ def test_weights_gradients_and_optimiser_are_exact(model_folder: Make) -> None:
 
 def test_sharding_divides_what_a_rank_holds(model_folder: Make) -> None:
     folder = model_folder(**BIG)
-    one = plan(grpo(folder), GPU).memory
-    four = plan(grpo(folder, trainer__n_gpus_per_node=4), GPU).memory
-    hybrid = plan(
+    one = RunPlan(grpo(folder), GPU).memory
+    four = RunPlan(grpo(folder, trainer__n_gpus_per_node=4), GPU).memory
+    hybrid = RunPlan(
         grpo(folder, trainer__n_gpus_per_node=4, actor_rollout_ref__actor__fsdp_config__fsdp_size=2), GPU
     ).memory
     assert one and four and hybrid
@@ -71,7 +72,7 @@ def test_roles_follow_the_algorithm(model_folder: Make) -> None:
     folder = model_folder()
 
     def roles(config: PPOConfig) -> list[str]:
-        memory = plan(config, GPU).memory
+        memory = RunPlan(config, GPU).memory
         assert memory is not None
         return [role.role for role in memory.roles]
 
@@ -92,21 +93,21 @@ def test_roles_follow_the_algorithm(model_folder: Make) -> None:
 def test_the_reward_model_counts_with_its_own_model_and_its_frozen_start(model_folder: Make) -> None:
     small, large = model_folder(), model_folder(**BIG)
     both = grpo(small, algorithm__adv_estimator="prime", implicit_reward__model__path=str(large))
-    memory = plan(both, GPU).memory
+    memory = RunPlan(both, GPU).memory
     assert memory is not None
     actor, trained, start = memory.roles
     assert trained.parameters == start.parameters == PARAMETERS > actor.parameters
     assert start.weights == trained.weights and not start.trained and not start.optimiser
     update = next(phase for phase in memory.phases if phase.name == "update implicit_reward")
     assert update.parts["other roles"] == actor.idle + start.idle
-    missing = plan(
+    missing = RunPlan(
         grpo(small, algorithm__adv_estimator="prime", implicit_reward__model__path="org/absent"), GPU
     )
-    assert any("implicit_reward is not in the estimate: 'org/absent'" in line for line in missing.warnings)
+    assert any("implicit_reward is not in the estimate: 'org/absent'" in line for line in warnings(missing))
 
 
 def test_lora_trains_adapters_only(model_folder: Make) -> None:
-    memory = plan(grpo(model_folder(**BIG), actor_rollout_ref__model__lora_rank=16), GPU).memory
+    memory = RunPlan(grpo(model_folder(**BIG), actor_rollout_ref__model__lora_rank=16), GPU).memory
     assert memory is not None
     actor = memory.roles[0]
     assert actor.gradients == 4 * actor.trained
@@ -114,12 +115,12 @@ def test_lora_trains_adapters_only(model_folder: Make) -> None:
 
 
 def test_the_cache_is_exact(model_folder: Make) -> None:
-    result = plan(grpo(model_folder(**BIG)), Device("cuda", "g", None))
+    result = RunPlan(grpo(model_folder(**BIG)), Device("cuda", "g", None))
     assert result.memory is not None
     assert result.memory.cache_tokens == 64 * 8 * 1024
     # keys and values, 28 layers, 4 heads of 128, two bytes
     assert result.memory.cache_bytes == 64 * 8 * 1024 * 2 * 28 * 4 * 128 * 2
-    fewer = plan(
+    fewer = RunPlan(
         grpo(model_folder(**BIG), actor_rollout_ref__rollout__max_num_seqs=16), Device("cuda", "g", None)
     )
     assert fewer.memory is not None and fewer.memory.cache_tokens == 16 * 1024
@@ -185,15 +186,15 @@ def test_what_does_not_fit_is_said_with_keys_and_amounts(model_folder: Make) -> 
         actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=4,
         actor_rollout_ref__actor__use_kl_loss=True,
     )
-    result = plan(config, GPU)
-    update = next(line for line in result.warnings if line.startswith("'update actor'"))
+    result = RunPlan(config, GPU)
+    update = next(line for line in warnings(result) if line.startswith("'update actor'"))
     assert "80.0 GiB" in update
     assert "trainer.n_gpus_per_node=2" in update
     assert "actor_rollout_ref.model.lora_rank=16" in update
-    generate = next(line for line in result.warnings if line.startswith("'generate'"))
+    generate = next(line for line in warnings(result) if line.startswith("'generate'"))
     assert f"actor_rollout_ref.actor.fsdp_config.optimizer_offload=True (-{gib(12 * PARAMETERS)})" in generate
-    large = plan(config, Device("cuda", "a GPU", 1000 * 2**30))
-    assert not [line for line in large.warnings if "needs about" in line]
+    large = RunPlan(config, Device("cuda", "a GPU", 1000 * 2**30))
+    assert not [line for line in warnings(large) if "needs about" in line]
 
 
 def test_a_model_that_leaves_no_memory_for_the_cache_is_warned_about(model_folder: Make) -> None:
@@ -202,14 +203,16 @@ def test_a_model_that_leaves_no_memory_for_the_cache_is_warned_about(model_folde
         for name in ("param_offload", "optimizer_offload")
     }
     config = grpo(model_folder(**BIG), actor_rollout_ref__rollout__gpu_memory_utilization=0.1, **offloaded)
-    assert any("no memory for the KV cache of one sequence" in line for line in plan(config, GPU).warnings)
-    assert not any("KV cache of one" in line for line in plan(grpo(model_folder(**BIG)), GPU).warnings)
+    assert any(
+        "no memory for the KV cache of one sequence" in line for line in warnings(RunPlan(config, GPU))
+    )
+    assert not any("KV cache of one" in line for line in warnings(RunPlan(grpo(model_folder(**BIG)), GPU)))
 
 
 def test_a_named_remedy_saves_what_it_says(model_folder: Make) -> None:
     folder = model_folder(**BIG)
-    before = plan(grpo(folder), GPU).memory
-    after = plan(grpo(folder, actor_rollout_ref__actor__fsdp_config__optimizer_offload=True), GPU).memory
+    before = RunPlan(grpo(folder), GPU).memory
+    after = RunPlan(grpo(folder, actor_rollout_ref__actor__fsdp_config__optimizer_offload=True), GPU).memory
     assert before and after
     assert before.phases[0].total - after.phases[0].total == 12 * PARAMETERS
 
@@ -221,7 +224,7 @@ def test_the_critic_uses_its_own_micro_batch(model_folder: Make) -> None:
         actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=4,
         critic__ppo_micro_batch_size_per_gpu=2,
     )
-    memory = plan(config, GPU).memory
+    memory = RunPlan(config, GPU).memory
     assert memory is not None
     held = {phase.name: phase.parts["activations"] for phase in memory.phases if phase.name != "generate"}
     assert held["update actor"] == 2 * held["update critic"]
@@ -232,7 +235,7 @@ def test_missing_files_packages_and_gpus_are_named(model_folder: Make) -> None:
         model_folder(), data__train_files="/no/such/train.parquet", actor_rollout_ref__rollout__name="sglang",
         trainer__n_gpus_per_node=16,
     )  # fmt: skip
-    lines = "\n".join(plan(config, GPU).warnings)
+    lines = "\n".join(warnings(RunPlan(config, GPU)))
     assert "no file or folder '/no/such/train.parquet'" in lines
     assert "pip install 'sglang>=" in lines
     assert "this machine has 8 GPUs" in lines
@@ -242,7 +245,7 @@ def test_a_model_that_is_not_here_is_planned_without_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    result = plan(
+    result = RunPlan(
         from_dict(PPOConfig, {"actor_rollout_ref.model.path": "org/model", "data.train_files": "org/data"}),
         GPU,
     )
@@ -286,7 +289,7 @@ def test_check_of_fine_tuning(model_folder: Make, capsys: pytest.CaptureFixture[
             ]
         )
     assert "peak, update model" in capsys.readouterr().out
-    result = plan(from_dict(SFTConfig, {"model.path": str(folder), "data.train_files": "x"}), GPU)
+    result = RunPlan(from_dict(SFTConfig, {"model.path": str(folder), "data.train_files": "x"}), GPU)
     assert result.memory is not None and len(result.memory.phases) == 1
 
 

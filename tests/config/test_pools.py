@@ -11,7 +11,7 @@ import pytest
 from verl.config.load import from_dict
 from verl.config.machine import Device
 from verl.config.parallelism import dedicated_server, engine_size, rollout_pool, sharing_errors
-from verl.config.plan import plan
+from verl.config.plan import RunPlan
 from verl.config.schema import PPOConfig
 from verl.config.unused_keys import unused_keys
 
@@ -92,7 +92,7 @@ def test_memory_of_gpus_for_rollout_is_their_own(model_folder: Callable[..., Pat
             "trainer.n_gpus_per_node": 2,
             **{f"actor_rollout_ref.rollout.{key}": value for key, value in changes.items()},
         }
-        memory = plan(from_dict(PPOConfig, given), gpu).memory
+        memory = RunPlan(from_dict(PPOConfig, given), gpu).memory
         assert memory is not None
         return {phase.name: dict(phase.parts) for phase in memory.phases}
 

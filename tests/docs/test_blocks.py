@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from docs.generators.config_reference import COMMANDS
 from verl.cli import _OVERRIDES, _PROGRAMS
 from verl.completion import SCRIPTS
+from verl.config.aliases import our_name
 from verl.config.keys import schema_keys
-from verl.config.load import our_name
-from verl.config.reference import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

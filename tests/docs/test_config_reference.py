@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
+from docs.generators.config_reference import COMMANDS, PAGE, TERMS, anchor, page
+from verl.config.aliases import ALIASES, our_name
 from verl.config.keys import schema_keys
-from verl.config.load import other_names, our_name
-from verl.config.reference import COMMANDS, TERMS, anchor, page
 from verl.config.unused_keys import TERMS as CONDITIONS
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "config-reference.md"
 
 
 def rows(word: str) -> dict[str, list[str]]:
@@ -28,9 +25,7 @@ def rows(word: str) -> dict[str, list[str]]:
 
 
 def test_the_page_is_the_one_made_from_the_schema() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), (
-        "python -m verl.config.reference docs/config-reference.md"
-    )
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m docs.generators.config_reference"
 
 
 @pytest.mark.parametrize("word", COMMANDS)
@@ -43,7 +38,7 @@ def test_every_key_has_its_name_allowed_values_and_other_spellings(word: str) ->
         assert f"`{key.last}`" in cells[0]
         assert [value for value in key.metadata["known"] or () if f"`{value}`" not in cells[3]] == []
         assert ("null" in cells[1]) == ("None" in str(key.type)), name
-    for old, ours in other_names(kind).items():
+    for old, ours in ALIASES.get(kind, {}).items():
         if ours in schema_keys(kind):
             assert f"`{old}`" in found[anchor(word, ours)][3]
             assert our_name(kind, old) == ours

@@ -11,8 +11,8 @@ import pytest
 from tests.observe.histories import SICK
 from tests.observe.test_crashes import RECOGNISED, config
 from verl.cli import main
+from verl.config.aliases import our_name
 from verl.config.keys import schema_keys
-from verl.config.load import our_name
 from verl.config.recipes import recipe_names
 from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
 from verl.observe.diagnoses import DIAGNOSES

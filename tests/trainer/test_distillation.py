@@ -12,7 +12,7 @@ import torch
 
 from tests.tiny_run import read_metrics, tiny_run
 from verl.config.load import load_ppo_config
-from verl.config.plan import check_text
+from verl.config.plan_report import check_text
 from verl.errors import ConfigError, ModelError
 from verl.trainer.main_ppo import run
 from verl.trainer.preflight import preflight

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM
 
 from verl import GRPOTrainer, PPOTrainer
-from verl.config.disk import checkpoint_bytes
+from verl.config.plan import RunPlan
 from verl.config.sections.data import DataConfig
-from verl.config.sizes import sizes_of
 from verl.data.rl_dataset import training_loader
 from verl.errors import ConfigError, DataError, ModelError, RewardError, VerlError
 from verl.models import external_model
@@ -301,7 +300,7 @@ def test_rows_of_a_dataloader_train(tiny_model_dir: Path, tiny_tokenizer: Any, t
         file.stat().st_ino: file.stat().st_size
         for file in result.folder.glob("global_step_1/**/*.safetensors")
     }
-    estimated = checkpoint_bytes(trainer.run_config(), sizes_of(model), {}, "cpu")
+    estimated = RunPlan(trainer.run_config(), model=model).checkpoint_bytes
     assert estimated <= sum(files.values()) <= 1.1 * estimated, (
         "what was counted on before is what was written"
     )

@@ -13,6 +13,7 @@ import pytest
 
 from verl.config.load import from_dict
 from verl.config.machine import missing_packages, needed_packages
+from verl.config.plan import RunPlan
 from verl.config.schema import PPOConfig, SFTConfig
 from verl.errors import ConfigError
 from verl.trainer.preflight import preflight, require_disk
@@ -81,7 +82,7 @@ def test_a_cached_model_is_taken_without_asking_the_hub_again(
 def test_a_disk_too_small_for_one_checkpoint_is_refused_before_training(
     tiny_model_dir: Path, digits_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl.trainer.preflight.free_bytes", lambda folder: 600_000)
+    monkeypatch.setattr("verl.config.plan.free_bytes", lambda folder: 600_000)
     data = digits_data / "train.jsonl"
     with pytest.raises(
         ConfigError, match=r"trainer.default_local_dir=.*a checkpoint takes about .* are free"
@@ -102,14 +103,14 @@ def test_a_disk_too_small_for_what_is_planned_is_warned_of(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("verl.trainer.preflight.free_bytes", lambda folder: 5_000_000)
+    monkeypatch.setattr("verl.config.plan.free_bytes", lambda folder: 5_000_000)
     cfg = ppo(tiny_model_dir, digits_data / "train.jsonl", trainer__save_freq=1)
-    require_disk(cfg, tmp_path, 100)
+    require_disk(RunPlan(cfg), tmp_path, 100)
     assert "100 checkpoints of about" in caplog.text and "trainer.max_actor_ckpt_to_keep=" in caplog.text
-    monkeypatch.setattr("verl.trainer.preflight.free_bytes", lambda folder: 600_000)
+    monkeypatch.setattr("verl.config.plan.free_bytes", lambda folder: 600_000)
     given = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with pytest.raises(ConfigError, match="trainer.default_local_dir"):
-        require_disk(ppo("SomeModel", "o/d"), tmp_path, 1, given)
+        require_disk(RunPlan(ppo("SomeModel", "o/d"), model=given), tmp_path, 1)
 
 
 def test_everything_that_is_missing_is_said_at_once(

@@ -165,9 +165,12 @@ def test_a_command_ends_on_a_full_disk_with_what_to_do(capsys: pytest.CaptureFix
     def full() -> int:
         raise OSError(errno.ENOSPC, "No space left on device", "/data/x")
 
-    assert run_command(full) == 2
+    assert run_command(full, trains=True) == 2
     said = capsys.readouterr().err
     assert "/data/x" in said and "trainer.default_local_dir" in said and "Traceback" not in said
+    assert run_command(full) == 2
+    said = capsys.readouterr().err
+    assert "/data/x" in said and "free some space" in said and "trainer." not in said
 
     def broken() -> int:
         raise OSError(errno.EIO, "broken")

@@ -38,8 +38,8 @@ from verl.checkpoint.steps import (
     work_folder,
     write_tracker,
 )
-from verl.config.disk import HF_BY_DEFAULT_BELOW
 from verl.config.recipes import COMMANDS
+from verl.config.sections.model import HF_BY_DEFAULT_BELOW
 from verl.distributed import Ranks
 from verl.engines.base import TrainEngine
 from verl.errors import CheckpointError

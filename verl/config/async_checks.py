@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 from verl.config.batch_math import BatchPlan
+from verl.config.capabilities import engine_spec
 from verl.config.known import POOL_ASYNC_MODES
 from verl.config.parallelism import ROLLOUT, engine_size, rollout_pool
 from verl.config.schema import PPOConfig
@@ -70,10 +71,10 @@ def _placement_errors(config: PPOConfig) -> list[str]:
             f"generation would idle while the trainer trains. Set {SECTION}.mode=one_step_off or "
             f"{SECTION}.mode=fully_async, or share the trainer's GPUs: {ROLLOUT}.nnodes=0 {ROLLOUT}.n_gpus_per_node=0"
         ]
-    if mode in ("carry_over", "fully_async") and rollout.name == "hf":
+    if mode in ("carry_over", "fully_async") and not engine_spec(rollout.name).streams:
         return [
-            f"'{ROLLOUT}.name' is hf, which generates one batch of requests to its end; {SECTION}.mode={mode} adds "
-            f"requests and weights meanwhile. Set {ROLLOUT}.name=native, or {SECTION}.mode=off"
+            f"'{ROLLOUT}.name' is {rollout.name}, which generates one batch of requests to its end; {SECTION}.mode="
+            f"{mode} adds requests and weights meanwhile. Set {ROLLOUT}.name=native, or {SECTION}.mode=off"
         ]
     return []
 

@@ -7,6 +7,7 @@ user left open: keys that follow others, defaults that depend on the batch, home
 
 from __future__ import annotations
 
+import copyreg
 import math
 import types
 from collections.abc import Mapping
@@ -15,11 +16,21 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-from verl.config.keys import field_types, get, nearest, put, schema_keys
+from verl.config.keys import (
+    added_sections,
+    declared,
+    declared_at,
+    get,
+    nearest,
+    put,
+    schema_keys,
+    to_dict,
+    trl_names,
+)
 from verl.config.known import CRITIC_ESTIMATORS, MODEL_DTYPES, RELATED_KEYS, ROLLOUT_DTYPES
+from verl.config.methods import plugin_sections
 from verl.config.parallelism import divisors
 from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
-from verl.config.trl_names import TRL_NOTES
 
 DTYPE_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "float8": "fp8",
@@ -42,31 +53,42 @@ class Builder:
     """Fills the dataclass `root` from a nested mapping; `typed` maps our names to those the user typed."""
 
     root: Any
-    typed: Mapping[str, str]
+    typed: Mapping[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
+    def config(self, tree: Mapping[str, Any]) -> Any:
+        """The whole config, with the sections of plug-ins."""
+        config = self.section(self.root, tree)
+        for name, kind in added_sections(self.root).items():
+            parent, _, last = name.rpartition(".")
+            vars(get(config, parent)).setdefault(last, self.section(kind, {}, f"{name}."))
+            # Another process can read a section without the plug-in's module.
+            copyreg.pickle(kind, lambda section, name=name: (restored_section, (name, to_dict(section))))  # type: ignore[misc]
+        return config
+
     def section(self, kind: Any, tree: Mapping[str, Any], prefix: str = "", defaults: Any = None) -> Any:
-        values = dict(defaults or {})
-        known = {each.name: each for each in fields(kind) if not each.metadata.get("internal")}
+        values, known = dict(defaults or {}), declared_at(self.root, kind, prefix)
         for name, value in tree.items():
             full = f"{prefix}{name}"
             if name not in known:
                 self.problems += self._unknown(full, value, ", ".join(known))
                 continue
-            wanted = field_types(kind)[name]
+            wanted, _, metadata = known[name]
             if is_dataclass(wanted) and value is None:
                 continue
             try:
                 if is_dataclass(wanted) and isinstance(value, Mapping):
-                    inner = known[name].metadata["defaults"]
-                    values[name] = self.section(wanted, value, f"{full}.", inner)
+                    values[name] = self.section(wanted, value, f"{full}.", metadata["defaults"])
                     continue
                 values[name] = self.convert(wanted, value, full)
-                if known[name].metadata["known"] in (MODEL_DTYPES, ROLLOUT_DTYPES):
+                if metadata["known"] in (MODEL_DTYPES, ROLLOUT_DTYPES):
                     values[name] = DTYPE_NAMES.get(values[name], values[name])
             except Mismatch:
                 self.problems.append(f"'{self._as_typed(full)}' is {value!r}; it must be {type_name(wanted)}")
-        return kind(**values)
+        added = {name: values.pop(name) for name in values.keys() - declared(kind).keys()}
+        section = kind(**values)
+        vars(section).update(added)
+        return section
 
     def convert(self, wanted: Any, value: Any, name: str) -> Any:
         """The value in the wanted type, or Mismatch."""
@@ -107,7 +129,7 @@ class Builder:
         for advice, names in RELATED_KEYS.items():
             if set(names) & set(name.lower().split(".")):
                 return [f"{line}: {advice}"]
-        note = TRL_NOTES.get(name) if "." not in shown else None
+        note = trl_names()["notes"].get(name) if "." not in shown else None
         if note is not None:
             return [f"{line}. TRL has it; here: {note}"]
         first, *others = nearest(self.root, name)
@@ -122,6 +144,19 @@ class Builder:
             if name == ours or name.startswith(ours + "."):
                 return theirs + name[len(ours) :]
         return name
+
+
+def restored_section(name: str, values: Mapping[str, Any]) -> Any:
+    """The section of a plug-in from its values; only the values, while the plug-in is not imported."""
+    kind = plugin_sections().get(name)
+    return types.SimpleNamespace(**values) if kind is None else Builder(kind).section(kind, values)
+
+
+def restore_sections(config: AnyConfig) -> None:
+    """Give the sections of plug-ins, which are imported now, their own types: in a process that was sent the config."""
+    for name in added_sections(type(config)):
+        if isinstance(get(config, name), types.SimpleNamespace):
+            put(config, name, restored_section(name, vars(get(config, name))))
 
 
 def _scalar(wanted: Any, value: Any) -> Any:
@@ -239,14 +274,14 @@ def _best_checkpoint(config: OfflineConfig) -> None:
 
 def _expand_home(section: Any) -> None:
     """A leading ~ in paths is the user's home folder."""
-    for each in fields(section):
-        value = getattr(section, each.name)
+    paths = {each.name for each in fields(section) if each.metadata.get("path")}
+    for name, value in vars(section).items():
         for inner in value if isinstance(value, list) else [value]:
             if is_dataclass(inner):
                 _expand_home(inner)
-        if each.metadata.get("path") and value:
+        if name in paths and value:
             is_list = isinstance(value, list)
-            setattr(section, each.name, [_home(path) for path in value] if is_list else _home(value))
+            setattr(section, name, [_home(path) for path in value] if is_list else _home(value))
 
 
 def _home(path: str) -> str:

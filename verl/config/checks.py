@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from verl.config import known
 from verl.config.async_checks import async_errors
+from verl.config.capabilities import strategy_spec
 from verl.config.group_loss_checks import group_loss_errors, reference_errors
 from verl.config.keys import Key, get, schema_keys, sections
 from verl.config.layout_checks import layout_errors
-from verl.config.parallelism import (
-    ROLLOUT,
-    closest,
-    divisors,
-    layout_of,
-    model_roles,
-    sharing_errors,
-    world_size,
-)
+from verl.config.parallelism import ROLLOUT, closest, divisors, sharing_errors
+from verl.config.plan import RunPlan
 from verl.config.recipes import recipe_names
-from verl.config.row_count import rows_in
 from verl.config.schema import (
     AnyConfig,
     DPOConfig,
@@ -61,9 +56,10 @@ def check(config: AnyConfig) -> list[str]:
 
 def rank_errors(config: PPOConfig | OfflineConfig) -> list[str]:
     """What does not fit the number of ranks: sizes that do not divide it."""
-    lines = layout_errors(config)
-    for role in model_roles(config):
-        lines += _shard_errors(role.key, role.section, world_size(config))
+    plan = RunPlan(config)
+    lines = layout_errors(plan)
+    for role in plan.roles:
+        lines += _shard_errors(role.key, role.section, plan.world_size)
     return lines + (sharing_errors(config) if isinstance(config, PPOConfig) else [])
 
 
@@ -85,7 +81,8 @@ def _combination_errors(config: AnyConfig) -> list[str]:
         return []
     if isinstance(config, GenerationConfig):
         return _length_errors(config, "rollout") + sharing_errors(config)
-    return _ppo_errors(config) if isinstance(config, PPOConfig) else _offline_errors(config)
+    plan = RunPlan(config)
+    return _ppo_errors(config, plan) if isinstance(config, PPOConfig) else _offline_errors(config, plan)
 
 
 def _value_errors(config: AnyConfig) -> list[str]:
@@ -103,8 +100,8 @@ def _replaced(config: AnyConfig, name: str) -> bool:
     """Required keys that another setting makes unnecessary."""
     if not isinstance(config, PPOConfig):
         return False
-    if name in ("critic.model.path", "implicit_reward.model.path"):
-        return True  # it follows the actor's, whose absence is reported
+    if name.endswith(".model.path") and name != "actor_rollout_ref.model.path":
+        return True  # another role's follows the actor's, whose absence is reported
     return name == "data.train_files" and bool(config.data.mixture or config.trainer.val_only)
 
 
@@ -154,14 +151,15 @@ def _bound_errors(key: Key, value: Any) -> list[str]:
     return [f"'{key.name}' is {value}; it must be {allowed} ({key.doc})"]
 
 
-def _offline_errors(config: OfflineConfig) -> list[str]:
-    errors = _shard_errors("model", config.model, world_size(config)) + layout_errors(config)
-    layout, rows = layout_of(config.model, world_size(config)), config.data.train_batch_size
+def _offline_errors(config: OfflineConfig, plan: RunPlan) -> list[str]:
+    errors = _shard_errors("model", config.model, plan.world_size) + layout_errors(plan)
+    layout, rows = plan.roles[0].layout, config.data.train_batch_size
     if isinstance(config, DPOConfig):
         errors += _reference_errors(config)
     micro, shards, who = config.data.micro_batch_size_per_gpu, layout.dp, layout.shards
-    if isinstance(config, RewardTrainingConfig) and config.model.strategy == "megatron":
-        errors.append("'model.strategy' is megatron, which has no reward models; set it to fsdp2")
+    strategy = config.model.strategy
+    if isinstance(config, RewardTrainingConfig) and not strategy_spec(strategy).full_shards:
+        errors.append(f"'model.strategy' is {strategy}, which has no reward models; set it to fsdp2")
     if rows < shards:
         errors.append(
             f"'data.train_batch_size' is {rows}, fewer rows than the {who}; set it to at least {shards}"
@@ -196,13 +194,13 @@ def _reference_errors(config: DPOConfig) -> list[str]:
     ]
 
 
-def _ppo_errors(config: PPOConfig) -> list[str]:
+def _ppo_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
     policy, trainer, estimator = config.actor_rollout_ref, config.trainer, config.algorithm.adv_estimator
     errors = _length_errors(config, ROLLOUT) + sharing_errors(config) + _correction_errors(config)
-    errors += teacher_errors(config) or layout_errors(config)
-    errors += _shard_errors("actor_rollout_ref.actor", policy.actor, world_size(config))
+    errors += teacher_errors(config) or layout_errors(plan)
+    errors += _shard_errors("actor_rollout_ref.actor", policy.actor, plan.world_size)
     if config.critic.enable:
-        errors += _shard_errors("critic", config.critic, world_size(config))
+        errors += _shard_errors("critic", config.critic, plan.world_size)
     elif estimator in known.CRITIC_ESTIMATORS:
         errors.append(
             f"'critic.enable' is False, but algorithm.adv_estimator={estimator} needs a critic; leave it out, or use "
@@ -213,7 +211,7 @@ def _ppo_errors(config: PPOConfig) -> list[str]:
             f"'trainer.critic_warmup' is {trainer.critic_warmup}, but there is no critic; set it to 0"
         )
     if estimator == "prime":
-        errors += _shard_errors("implicit_reward", config.implicit_reward, world_size(config))
+        errors += _shard_errors("implicit_reward", config.implicit_reward, plan.world_size)
     if trainer.val_only and not config.data.val_files:
         errors.append("'trainer.val_only' is True; it needs data.val_files")
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
@@ -221,13 +219,13 @@ def _ppo_errors(config: PPOConfig) -> list[str]:
         errors.append(
             f"'reward.overlong_buffer.len' is {buffer.len}; it must be at most data.max_response_length={longest}"
         )
-    return errors if trainer.val_only else errors + _training_errors(config)
+    return errors if trainer.val_only else errors + _training_errors(config, plan)
 
 
-def _training_errors(config: PPOConfig) -> list[str]:
+def _training_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
     """What only a run that trains needs."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
-    errors = _batch_errors(config)
+    errors = _batch_errors(config, plan)
     paired = config.actor_rollout_ref.actor.policy_loss.loss_mode in known.ONLINE_PAIR_LOSSES
     if rollout.n == 1 and algorithm.adv_estimator in known.GROUP_ESTIMATORS and not paired:
         errors.append(
@@ -283,7 +281,7 @@ def _split_errors(config: PPOConfig) -> list[str]:
     return lines
 
 
-def _batch_errors(config: PPOConfig) -> list[str]:
+def _batch_errors(config: PPOConfig, plan: RunPlan) -> list[str]:
     errors: list[str] = []
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     minis = {
@@ -316,7 +314,7 @@ def _batch_errors(config: PPOConfig) -> list[str]:
             f"{closest(divisors(prompts), mini)}"
             + (f"; or data.train_batch_size={batch}" if batch <= rows else "")
         )
-    layout = max((role.layout for role in model_roles(config)), key=lambda layout: layout.dp)
+    layout = max((role.layout for role in plan.roles), key=lambda layout: layout.dp)
     if prompts * n < layout.dp:
         errors.append(
             f"'data.train_batch_size' is {prompts} with {ROLLOUT}.n={n}: {prompts * n} sequences for {layout.shards}; "
@@ -328,12 +326,32 @@ def _batch_errors(config: PPOConfig) -> list[str]:
 def _training_rows(config: PPOConfig) -> int:
     """As many rows as training can have; a very large number where that is not known yet."""
     data = config.data
-    rows = None if data.mixture else rows_in(data.train_files)
+    rows = None if data.mixture else _rows_in(data.train_files)
     limits = [
         rows if rows is not None else sys.maxsize,
         *([data.train_max_samples] if data.train_max_samples > 0 else []),
     ]
     return min(limits)
+
+
+def _rows_in(files: Sequence[str]) -> int | None:
+    """Rows of parquet files (from their footers) and of jsonl files; None for anything else, or what cannot be read."""
+    total = 0
+    for name in files:
+        path = Path(name).expanduser()
+        try:
+            if path.suffix == ".parquet":
+                from pyarrow.parquet import read_metadata
+
+                total += read_metadata(path).num_rows
+            elif path.suffix == ".jsonl":
+                with path.open("rb") as lines:
+                    total += sum(1 for line in lines if line.strip())
+            else:
+                return None
+        except (OSError, ValueError, ImportError):  # pyarrow's errors are ValueErrors
+            return None
+    return total
 
 
 def _length_errors(config: PPOConfig | GenerationConfig, name: str) -> list[str]:
@@ -349,7 +367,11 @@ def _length_errors(config: PPOConfig | GenerationConfig, name: str) -> list[str]
 
 def _shard_errors(name: str, role: Any, world: int) -> list[str]:
     shards = role.fsdp_config.fsdp_size
-    if role.strategy == "megatron" or shards == -1 or (shards and world % shards == 0):
+    if (
+        strategy_spec(role.strategy).section != "fsdp_config"
+        or shards == -1
+        or (shards and world % shards == 0)
+    ):
         return []
     return [
         f"'{name}.fsdp_config.fsdp_size' is {shards}, which does not divide the {world} ranks. Values that work: "

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from types import MappingProxyType
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
 
 from verl.config.known import OTHER_NAMES
-from verl.config.trl_names import TRL_KEYS
+from verl.config.methods import plugin_sections
+from verl.errors import ConfigError
+from verl.json_input import read_json
 
 Conditions = str | tuple[str, ...]
+# What a field of a plug-in's section is that is declared without `key`.
+_PLAIN: dict[str, Any] = {
+    "doc": "", "known": None, "plugin": None, "follows": None, "used_if": (), "required": False, "path": False,
+    "defaults": {}, "ge": None, "gt": None, "le": None, "lt": None,
+}  # fmt: skip
+# Sections in which each plug-in's own one is read while a key has its name.
+_CHOICES = {
+    "actor_rollout_ref.actor.policy_loss": "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "algorithm": "algorithm.adv_estimator",
+}
 
 
 def key(
@@ -104,50 +116,88 @@ class Key:
         return self.name.rpartition(".")[2]
 
 
-@cache
-def field_types(kind: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields, with annotations evaluated."""
-    return get_type_hints(kind)
+class Declared(NamedTuple):
+    """A key or a section as its section declares it."""
 
-
-def sections(kind: Any, prefix: str = "") -> dict[str, tuple[Any, str]]:
-    """Every section of a config by its full name: its dataclass and its documentation."""
-    found: dict[str, tuple[Any, str]] = {}
-    for each in fields(kind):
-        inner = field_types(kind)[each.name]
-        if is_dataclass(inner):
-            found[prefix + each.name] = (inner, each.metadata["doc"])
-            found |= sections(inner, f"{prefix}{each.name}.")
-    return found
-
-
-def schema_keys(kind: Any) -> Mapping[str, Key]:
-    """Every key of a config by its full name, in the order of the schema."""
-    return _schema_keys(kind)  # mypy takes no dataclass for hashable
+    type: Any
+    default: Any
+    metadata: Mapping[str, Any]
 
 
 @cache
-def _schema_keys(kind: Any) -> Mapping[str, Key]:
-    return MappingProxyType({each.name: each for each in _walk(kind, "", {}, ())})
-
-
-def _walk(kind: Any, prefix: str, defaults: Mapping[str, Any], used_if: tuple[str, ...]) -> Iterator[Key]:
+def declared(kind: Any) -> Mapping[str, Declared]:
+    """The keys and sections that a section declares, by name. A plug-in may do without `key` and `section`."""
+    types, found = get_type_hints(kind), {}
     for each in fields(kind):
         if each.metadata.get("internal"):
             continue
-        inner, name = field_types(kind)[each.name], prefix + each.name
-        own = each.metadata["used_if"]
-        conditions = used_if + tuple(
-            _absolute(condition, prefix) for condition in ((own,) if isinstance(own, str) else own)
-        )
-        if is_dataclass(inner):
-            yield from _walk(inner, name + ".", each.metadata["defaults"], conditions)
-            continue
-        if each.name in defaults:
-            default = defaults[each.name]
-        else:
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-        yield Key(name, inner, default, each.metadata, conditions)
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if default is MISSING:
+            raise ConfigError(f"{kind.__qualname__}.{each.name}: a key of a section needs a default")
+        found[each.name] = Declared(types[each.name], default, {**_PLAIN, **each.metadata})
+    return found
+
+
+class Schema(NamedTuple):
+    """The keys of a config by their full names, in order; its sections with their dataclasses and documentation."""
+
+    keys: dict[str, Key]
+    sections: dict[str, tuple[Any, str]]
+
+    def add(self, kind: Any, prefix: str, defaults: Mapping[str, Any], used_if: tuple[str, ...]) -> None:
+        """Add what a section declares; `defaults` are those of the section around it, `used_if` its conditions."""
+        for last, each in declared(kind).items():
+            name, own = prefix + last, each.metadata["used_if"]
+            conditions = used_if + tuple(
+                _absolute(condition, prefix) for condition in ((own,) if isinstance(own, str) else own)
+            )
+            if is_dataclass(each.type):
+                self.sections[name] = (each.type, each.metadata["doc"])
+                self.add(each.type, f"{name}.", each.metadata["defaults"], conditions)
+            else:
+                default = defaults.get(last, each.default)
+                self.keys[name] = Key(name, each.type, default, each.metadata, conditions)
+
+
+def added_sections(kind: Any) -> dict[str, type]:
+    """The sections that plug-ins add to a config, by their full names."""
+    return plugin_sections() if getattr(kind, "takes_plugin_sections", False) else {}
+
+
+def declared_at(root: Any, kind: Any, prefix: str) -> dict[str, Declared]:
+    """What a section declares, and the sections that plug-ins add to it; `prefix` is its full name and a dot."""
+    added = {
+        name.removeprefix(prefix): Declared(section, None, _PLAIN)
+        for name, section in added_sections(root).items()
+        if name.rpartition(".")[0] == prefix[:-1]
+    }
+    return {**declared(kind), **added}
+
+
+def _schema(kind: Any) -> Schema:
+    return _build_schema(kind, tuple(added_sections(kind).items()))
+
+
+@cache
+def _build_schema(kind: Any, added: tuple[tuple[str, Any], ...]) -> Schema:
+    schema = Schema({}, {})
+    schema.add(kind, "", {}, ())
+    for name, section in added:
+        parent, _, last = name.rpartition(".")
+        choice = _CHOICES.get(parent)
+        schema.sections[name] = (section, str(section.__doc__ or "").strip().partition("\n")[0].rstrip("."))
+        schema.add(section, f"{name}.", {}, (f"{choice}={last}",) if choice else ())
+    return schema
+
+
+def sections(kind: Any) -> Mapping[str, tuple[Any, str]]:
+    """Every section of a config by its full name: its dataclass and its documentation."""
+    return _schema(kind).sections
+
+
+def schema_keys(kind: Any) -> Mapping[str, Key]:
+    """Every key of a config by its full name; those of a section follow each other, those of plug-ins are the last."""
+    return _schema(kind).keys
 
 
 def _absolute(condition: str, prefix: str) -> str:
@@ -159,7 +209,7 @@ def _absolute(condition: str, prefix: str) -> str:
 
 def get(config: Any, name: str) -> Any:
     """The value of a key by its full name."""
-    for attribute in name.split("."):
+    for attribute in name.split(".") if name else ():
         config = getattr(config, attribute)
     return config
 
@@ -167,22 +217,26 @@ def get(config: Any, name: str) -> Any:
 def put(config: Any, name: str, value: Any) -> None:
     """Set a key by its full name."""
     parent, _, last = name.rpartition(".")
-    setattr(get(config, parent) if parent else config, last, value)
+    setattr(get(config, parent), last, value)
 
 
 def to_dict(config: Any) -> Any:
     """A config, or a section of one, as plain nested dicts, lists and values."""
     if is_dataclass(config) and not isinstance(config, type):
-        return {
-            field.name: to_dict(getattr(config, field.name))
-            for field in fields(config)
-            if not field.metadata.get("internal")
-        }
+        internal = {field.name for field in fields(config) if field.metadata.get("internal")}
+        return {name: to_dict(value) for name, value in vars(config).items() if name not in internal}
     if isinstance(config, dict):
         return {name: to_dict(value) for name, value in config.items()}
     if isinstance(config, (list, tuple)):
         return [to_dict(each) for each in config]
     return config
+
+
+@cache
+def trl_names() -> dict[str, Any]:
+    """TRL's names: the `keys` here for each, or `notes` why there is none."""
+    names: dict[str, Any] = read_json(Path(__file__).with_name("trl_names.json"))
+    return names
 
 
 def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
@@ -194,8 +248,9 @@ def nearest(kind: Any, name: str, limit: int = 3) -> list[str]:
         return [other for other in keys if other.startswith(name + ".")][:limit]
     first = name.partition(".")[0]
     word = last.lower()
-    theirs = OTHER_NAMES.get(word.removesuffix("s")) or TRL_KEYS.get(word) or TRL_KEYS.get(f"{word}s", "")
-    found = [other for other in theirs.split() if other in keys]
+    theirs = OTHER_NAMES.get(word.removesuffix("s"), "").split()
+    theirs = theirs or trl_names()["keys"].get(word) or trl_names()["keys"].get(f"{word}s", [])
+    found = [other for other in theirs if other in keys]
     found.sort(key=lambda other: other.partition(".")[0] != first)
     siblings = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == section}
     found += [siblings[match] for match in difflib.get_close_matches(last, siblings, limit, cutoff=0.7)]

@@ -77,7 +77,7 @@ LOGGERS = ("console", "file", *TRACKER_SERVICES)
 RESUME_MODES = ("auto", "disable", "resume_path")
 BEST_MODES = ("max", "min")
 
-# Names (without a plural s) for keys that no similarity of spelling finds; those of TRL are in trl_names.py.
+# Names (without a plural s) for keys that no similarity of spelling finds; those of TRL are in trl_names.json.
 OTHER_NAMES = {
     "lr": "actor_rollout_ref.actor.optim.lr critic.optim.lr optim.lr",
     "model": "actor_rollout_ref.model.path model.path",

@@ -15,18 +15,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.known import TRACKER_SERVICES
-from verl.config.parallelism import EXTERNAL_ENGINES, model_roles, pools, world_size
+from verl.config.parallelism import model_roles, pools, world_size
 from verl.config.schema import GenerationConfig, OfflineConfig, PPOConfig
 from verl.errors import missing_package
 from verl.memory import free_host_bytes
 
 # Names of bf16 instructions in /proc/cpuinfo: x86 first, then Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16"}
-
-# Extras whose package or module has another name.
-_PACKAGES = {"megatron": "megatron-core"}
-_MODULES = {"megatron": "megatron.core"}
 
 
 @dataclass(frozen=True)
@@ -181,15 +178,15 @@ def machine_errors(
 def missing_packages(config: PPOConfig | OfflineConfig) -> list[str]:
     """A line for each package that is needed and not installed: what needs it and how to install it."""
     return [
-        str(missing_package(_PACKAGES.get(name, name), name, why))
+        str(missing_package(strategy_spec(name).package or engine_spec(name).package or name, name, why))
         for name, why in needed_packages(config).items()
-        if not _installed(name)
+        if not _installed(strategy_spec(name).module or name)
     ]
 
 
-def _installed(name: str) -> bool:
+def _installed(module: str) -> bool:
     try:
-        return importlib.util.find_spec(_MODULES.get(name, name)) is not None
+        return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package around the module
         return False
 
@@ -198,15 +195,16 @@ def needed_packages(config: PPOConfig | OfflineConfig) -> dict[str, str]:
     """The extras whose packages a run with this config imports, each with the setting that asks for it."""
     found = {name: f"trainer.logger={name}" for name in config.trainer.logger if name in TRACKER_SERVICES}
     for role in reversed(model_roles(config)):
-        if role.section.strategy == "megatron":
-            found["megatron"] = f"{role.key}.strategy=megatron"
+        strategy = role.section.strategy
+        if strategy_spec(strategy).package:
+            found[strategy] = f"{role.key}.strategy={strategy}"
     launched = isinstance(config, OfflineConfig) and started_by_torchrun()
     for pool in reversed(pools(config)):
         if (pool.key != "trainer" or world_size(config) > 1) and not launched:
             found["ray"] = pool.asked
     if isinstance(config, PPOConfig):
         policy = config.actor_rollout_ref
-        if policy.rollout.name in EXTERNAL_ENGINES:
+        if engine_spec(policy.rollout.name).package:
             found[policy.rollout.name] = f"actor_rollout_ref.rollout.name={policy.rollout.name}"
         adapters = {"actor_rollout_ref.model": policy.model.lora_rank}
         if config.critic.enable:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.known import ONLINE_PAIR_LOSSES, POOL_ASYNC_MODES
 from verl.config.schema import GenerationConfig, ModelConfig, OfflineConfig, PPOConfig
 
-EXTERNAL_ENGINES = ("vllm", "sglang")  # they hold a copy of the weights, which several GPUs can share
 ROLLOUT = "actor_rollout_ref.rollout"
 REWARD_MODEL = "reward.reward_model"
 TEACHER = "actor_rollout_ref.teacher"
@@ -64,22 +64,13 @@ class Layout:
 
 def layout_of(role: Any, world: int) -> Layout:
     """The layout of a role's engine on `world` ranks; `role` has a strategy and its sizes."""
-    if role.strategy == "megatron":
-        sizes = role.megatron
-        layout = Layout(
-            tp=sizes.tensor_model_parallel_size,
-            pp=sizes.pipeline_model_parallel_size,
-            cp=sizes.context_parallel_size * role.ulysses_sequence_parallel_size,
-            ep=sizes.expert_model_parallel_size,
-        )
-    else:
-        layout = Layout(cp=role.ulysses_sequence_parallel_size)
+    layout = Layout(**strategy_spec(role.strategy).layout(role))
     return replace(layout, dp=max(world // layout.model_ranks, 1))
 
 
 def offload_section(role: Any) -> tuple[str, Any]:
     """The name of a role's section with `param_offload` and `optimizer_offload`, and the section."""
-    name = "megatron" if role.strategy == "megatron" else "fsdp_config"
+    name = strategy_spec(role.strategy).section
     return name, getattr(role, name)
 
 
@@ -194,7 +185,7 @@ def pools(cfg: PPOConfig | OfflineConfig | GenerationConfig) -> list[Pool]:
 def engine_size(cfg: PPOConfig | GenerationConfig) -> int:
     """GPUs (or CPU processes) that share one copy of the model while generating."""
     rollout = cfg.actor_rollout_ref.rollout if isinstance(cfg, PPOConfig) else cfg.rollout
-    return rollout.tensor_model_parallel_size if rollout.name in EXTERNAL_ENGINES else 1
+    return rollout.tensor_model_parallel_size if engine_spec(rollout.name).tensor_parallel else 1
 
 
 def engines(cfg: GenerationConfig) -> int:
@@ -209,7 +200,7 @@ def dedicated_server(cfg: PPOConfig) -> bool:
     return (
         world_size(cfg) == 1
         and cfg.trainer.async_training.mode not in POOL_ASYNC_MODES
-        and rollout.name in EXTERNAL_ENGINES
+        and engine_spec(rollout.name).server
         and rollout.mode == "server"
         and rollout.nnodes == 1
         and rollout.n_gpus_per_node == rollout.tensor_model_parallel_size

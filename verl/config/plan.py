@@ -1,221 +1,207 @@
-"""`--check`: what a config would do on this machine, before any weights are loaded."""
+"""What a config means on this machine: roles and their layouts, processes, batches, sizes, memory and disk.
+
+`RunPlan` is built once and passed on: the checks of a config, the preflight of a run, `--check` and `verl plan` read
+it. What it says is computed when it is first asked for; a config that changes needs another plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl.config.async_checks import async_rows
-from verl.config.batch_math import BatchPlan, batch_plan, text_table
-from verl.config.batch_math import rows as batch_rows
-from verl.config.checks import unavailable
-from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
-from verl.config.keys import get, put
-from verl.config.layout_checks import finer_layouts, idle_stage_warnings, layout_rows, model_layout_errors
+from verl.config.batch_math import BatchPlan, batch_plan
 from verl.config.machine import Device, local_device, machine_errors, missing_packages
-from verl.config.parallelism import ROLLOUT, model_roles, offload_section, world_size
-from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
+from verl.config.parallelism import ModelRole, model_roles, world_size
+from verl.config.schema import OfflineConfig, PPOConfig
+from verl.config.sections.model import HF_BY_DEFAULT_BELOW
 from verl.config.sizes import (
     Estimate,
     ModelSizes,
+    RoleMemory,
     estimate,
     gib,
-    other_sizes,
     read_sizes,
+    role_memory,
+    sizes_of,
 )
-from verl.config.teacher_checks import teacher_model_errors
-from verl.config.unused_keys import unused_keys
-from verl.errors import ConfigError, ModelError
-
-USABLE = 0.9  # share of a device that is usable; fragmentation and the driver take the rest
-_FILE_TYPES = (".parquet", ".json", ".jsonl", ".csv")
+from verl.errors import ModelError
 
 
-@dataclass
-class Plan:
-    """What would happen."""
+class RunPlan:
+    """The plan of a run that trains, on this machine's device or on another. `model`: one that was passed as an object;
+    `sizes`: those of another plan; `download`: a model that is not here is read from the hub."""
 
-    batches: BatchPlan
-    device: Device
-    ahead: list[tuple[str, str, str]] = field(default_factory=list)
-    layout: list[tuple[str, str, str]] = field(default_factory=list)
-    memory: Estimate | None = None
-    warnings: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        config: PPOConfig | OfflineConfig,
+        device: Device | None = None,
+        *,
+        model: Any = None,
+        sizes: dict[str, ModelSizes | None] | None = None,
+        download: bool = False,
+    ) -> None:
+        self.config = config
+        self._model, self._download = model, download
+        if device is not None:
+            self.device = device
+        if sizes is not None:
+            self.sizes = sizes
+
+    def renewed(self) -> RunPlan:
+        """A plan of the config as it is now, which reads no model again."""
+        known = vars(self).get("sizes")
+        return RunPlan(self.config, self.device, model=self._model, sizes=known, download=self._download)
+
+    @cached_property
+    def roles(self) -> list[ModelRole]:
+        """Those whose models are split over the ranks; the trained policy, or the fine-tuned model, is the first."""
+        return model_roles(self.config)
+
+    @cached_property
+    def world_size(self) -> int:
+        return world_size(self.config)
+
+    @cached_property
+    def device(self) -> Device:
+        return local_device(self.config.trainer.device, self.config.trainer.n_gpus_per_node)
+
+    @cached_property
+    def absent(self) -> list[str]:
+        """GPUs and packages that the run needs and this machine lacks."""
+        return machine_errors(self.config, self.device) + missing_packages(self.config)
+
+    def batches(self, role: str = "", total_steps: int | None = None) -> BatchPlan:
+        """The batch arithmetic of a role, by default of the one first trained."""
+        chosen = next((each for each in self.roles if each.name == role), self.roles[0])
+        return batch_plan(self.config, total_steps, chosen)
+
+    @cached_property
+    def sizes(self) -> dict[str, ModelSizes | None]:
+        """Of each role's model; None for one that is not here. ModelError where one cannot be built, or where the one
+        first trained is not here."""
+        first = self.roles[0].model
+        if self._model is not None:
+            own = sizes_of(self._model)
+        else:
+            found = read_sizes(first.path, first.override_config, download=self._download)
+            if found is None:
+                raise ModelError(f"'{first.path}' is no folder and not in the Hugging Face cache")
+            own = found
+        return {
+            role.name: own
+            if role.model.path == first.path
+            else read_sizes(role.model.path, role.model.override_config)
+            for role in self.roles
+        }
+
+    @cached_property
+    def role_memory(self) -> list[RoleMemory]:
+        """Bytes that each role holds on one rank; roles whose models are not here are left out."""
+        return role_memory(self)
+
+    @cached_property
+    def memory(self) -> Estimate | None:
+        """The phases of a step on one rank; None where the model is not here (`size_problem` says why)."""
+        return None if self.size_problem else estimate(self)
+
+    @cached_property
+    def size_problem(self) -> str:
+        try:
+            _ = self.sizes
+        except ModelError as error:
+            return str(error)
+        return ""
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """Tensors of one checkpoint: master weights, moments and, where they are not hard links to them, full
+        weights."""
+        named, total = {role.name: role for role in self.roles}, 0
+        for role in self.role_memory:
+            if not role.trained:
+                continue
+            model = named[role.role].model
+            settings = self.config if isinstance(self.config, OfflineConfig) else named[role.role].section
+            saved = role.trained if model.lora_rank else role.parameters
+            contents = settings.checkpoint.save_contents
+            if contents is None:
+                contents = ["model", "optimizer", *(["hf_model"] if saved < HF_BY_DEFAULT_BELOW else [])]
+            element = role.full_weights // role.parameters
+            master = element if settings.optim.stochastic_rounding else 4
+            alike = master == element and not model.lora_rank and "model" in contents
+            moments = 2 if settings.optim.moments == "int8" else 8
+            total += saved * master if "model" in contents else 0
+            total += role.trained * moments if "optimizer" in contents else 0
+            total += (
+                role.full_weights if "hf_model" in contents and not (alike and self.world_size == 1) else 0
+            )
+        return total
+
+    def disk(self, total_steps: int | None = None, present: int = 0) -> DiskVerdict:
+        """Whether the disk holds the run's checkpoints, as far as the system tells."""
+        free = free_bytes(self.config.trainer.default_local_dir)
+        if free is None:
+            return DiskVerdict()
+        return disk_verdict(
+            self.config, self.checkpoint_bytes, free, total_steps=total_steps, present=present
+        )
 
 
-def plan(config: PPOConfig | OfflineConfig, device: Device | None = None) -> Plan:
-    """The plan of a config on this machine's device, or on another."""
-    device = device or local_device(config.trainer.device, config.trainer.n_gpus_per_node)
-    model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
-    result = Plan(batch_plan(config), device)
-    if isinstance(config, PPOConfig):
-        result.ahead = async_rows(config, result.batches)
-    result.warnings += unavailable(config) + unused_keys(config) + _missing(config, device)
-    add_layout(result, config)
-    try:
-        sizes = read_sizes(model.path, model.override_config)
-        if sizes is None:
-            raise ModelError(f"'{model.path}' is no folder and not in the Hugging Face cache")
-        add_memory(result, config, sizes)
-    except ModelError as error:
-        result.warnings.append(f"memory is not estimated: {error}")
-        return result
-    free = free_bytes(config.trainer.default_local_dir)
-    if free is not None:
-        size = checkpoint_bytes(config, sizes, other_sizes(config), device.kind)
-        found = disk_verdict(config, size, free)
-        result.warnings += [line for line in (found.error, found.warning) if line]
-    return result
+@dataclass(frozen=True)
+class DiskVerdict:
+    """Why a run cannot save, and why it may not save all it plans to; empty where it can."""
+
+    error: str = ""
+    warning: str = ""
 
 
-def add_layout(result: Plan, config: PPOConfig | OfflineConfig) -> None:
-    """How the ranks split each role's model, and warnings of what does not fit the model or leaves stages waiting."""
-    result.warnings += model_layout_errors(config) + idle_stage_warnings(config)
-    if world_size(config) > 1 or any(role.section.strategy == "megatron" for role in model_roles(config)):
-        result.layout = layout_rows(config)
-
-
-def add_memory(result: Plan, config: PPOConfig | OfflineConfig, sizes: ModelSizes) -> None:
-    """Estimate the memory of each phase, and warn of those that do not fit."""
-    others = other_sizes(config)
-    for role in model_roles(config):
-        if others.get(role.name, sizes) is None:
-            result.warnings.append(f"the {role.name} is not in the estimate: '{role.model.path}' is not here")
-    result.memory = estimate(config, sizes, others, result.device)
-    result.warnings += _too_large(config, result.memory, sizes, others, result.device)
-
-
-def _missing(config: PPOConfig | OfflineConfig, device: Device) -> list[str]:
-    """GPUs, packages and files the config names and this machine lacks."""
-    lines = machine_errors(config, device) + missing_packages(config)
-    for key in ("data.train_files", "data.val_files"):
-        for name in get(config, key):
-            local = name.startswith((".", "/")) or Path(name).suffix in _FILE_TYPES
-            if local and not Path(name).exists():
-                lines.append(f"'{key}': there is no file or folder '{name}'")
-    return lines
-
-
-def _too_large(
+def disk_verdict(
     config: PPOConfig | OfflineConfig,
-    memory: Estimate,
-    sizes: ModelSizes,
-    others: Mapping[str, ModelSizes | None],
-    device: Device,
-) -> list[str]:
-    """A line for each phase that does not fit, with the keys that would help and by how much."""
-    if device.memory is None:
-        return []
-    lines = []
-    for number, phase in enumerate(memory.phases):
-        if phase.total <= device.memory * USABLE:
-            continue
-        savings = []
-        for name, value in _remedies(config, device.kind):
-            changed = deepcopy(config)
-            put(changed, name, value)
-            saved = phase.total - estimate(changed, sizes, others, device).phases[number].total
-            if saved > 0:
-                savings.append((saved, f"{name}={value} (-{gib(saved)})"))
-        best = "; ".join(text for _, text in sorted(savings, reverse=True)[:4])
-        lines.append(
-            f"'{phase.name}' needs about {gib(phase.total)} of {gib(device.memory)} ({device.name}). "
-            + (f"What would help: {best}" if best else "It needs a smaller model or a larger device")
+    size: int,
+    free: int,
+    *,
+    total_steps: int | None = None,
+    present: int = 0,
+) -> DiskVerdict:
+    """`size`: bytes of one checkpoint; `present`: checkpoints the run folder holds already."""
+    trainer = config.trainer
+    where = f"trainer.default_local_dir={trainer.default_local_dir}"
+    if size > free:
+        contents = "checkpoint" if isinstance(config, OfflineConfig) else "actor_rollout_ref.actor.checkpoint"
+        return DiskVerdict(
+            error=f"{where}: a checkpoint takes about {gib(size)} and {gib(free)} are free. Set "
+            f"trainer.default_local_dir to another disk, or {contents}.save_contents=[hf_model], from which a run "
+            "in half precision cannot be resumed"
         )
-    cache = memory.phases[0].parts.get("KV cache")
-    if cache is not None and cache < min(memory.sequence_bytes, memory.cache_bytes):
-        lines.append(
-            f"'generate' has no memory for the KV cache of one sequence besides the weights: raise "
-            f"{ROLLOUT}.gpu_memory_utilization, or shorten data.max_response_length"
-        )
-    return lines
+    total_steps, keep = total_steps or trainer.total_training_steps, trainer.max_actor_ckpt_to_keep
+    if total_steps is None:
+        return DiskVerdict()
+    planned = -(-total_steps // trainer.save_freq) if trainer.save_freq > 0 else 1
+    if isinstance(config, OfflineConfig) and config.trainer.early_stop_patience and trainer.test_freq > 0:
+        planned += total_steps // trainer.test_freq  # at most: one whenever validation is better
+    if keep is not None:  # an old one is deleted after the new one is complete
+        planned = min(planned, keep + 1 + bool(trainer.keep_best))
+    planned -= present
+    if planned * size <= free:
+        return DiskVerdict()
+    fit = free // size
+    fewer = f"trainer.max_actor_ckpt_to_keep={fit - 1}" if fit > 1 else "a larger trainer.save_freq"
+    return DiskVerdict(
+        warning=f"{where}: {planned} checkpoints of about {gib(size)} are planned ({total_steps} "
+        f"steps, trainer.save_freq={trainer.save_freq}, trainer.max_actor_ckpt_to_keep={keep}), and {gib(free)} are "
+        f"free, enough for {fit}. Set {fewer}, or trainer.default_local_dir to another disk"
+    )
 
 
-def _remedies(config: PPOConfig | OfflineConfig, kind: str) -> Iterator[tuple[str, Any]]:
-    """Keys, with values, that can lower the memory of a phase and are not set so yet."""
-    if isinstance(config, PPOConfig):
-        named = [role.key for role in model_roles(config)]
-        others = [name for name in ("critic", "implicit_reward") if name in named]
-        models = ["actor_rollout_ref.model", *(f"{role}.model" for role in others)]
-        frozen = [role.key for role in model_roles(config) if role.name in ("ref", "teacher")]
-        roles = ["actor_rollout_ref.actor", *others, *frozen]
-        micros = [f"{role}.ppo_micro_batch_size_per_gpu" for role in ("actor_rollout_ref.actor", *others)]
-    else:
-        models, roles, micros = ["model"], ["model"], ["data.micro_batch_size_per_gpu"]
-    strategies = {role.model_key: role.section.strategy for role in reversed(model_roles(config))}
-    for model in models:
-        if not get(config, model).enable_gradient_checkpointing:
-            yield f"{model}.enable_gradient_checkpointing", True
-        if get(config, model).lora_rank == 0 and strategies[model] != "megatron":
-            yield f"{model}.lora_rank", 16
-    for micro in micros:
-        if (get(config, micro) or 1) > 1:
-            yield micro, 1
-    yield from finer_layouts(config)
-    if kind != "cuda":
-        return
-    for role in roles:
-        section, offloads = offload_section(get(config, role))
-        for offload in ("param_offload", "optimizer_offload"):
-            if not getattr(offloads, offload):
-                yield f"{role}.{section}.{offload}", True
-    if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.gpu_memory_utilization > 0.2:
-        half = config.actor_rollout_ref.rollout.gpu_memory_utilization / 2
-        yield f"{ROLLOUT}.gpu_memory_utilization", round(half, 2)
-    yield "trainer.n_gpus_per_node", 2 * config.trainer.n_gpus_per_node
-
-
-def render(result: Plan) -> str:
-    """The plan as text."""
-    blocks = [text_table("batches", batch_rows(result.batches))]
-    if result.layout:
-        blocks.append(text_table("layout", result.layout))
-    if result.ahead:
-        blocks.append(text_table("generation ahead of training", result.ahead))
-    if result.memory is not None:
-        limit = f", {gib(result.device.memory)} per rank" if result.device.memory is not None else ""
-        title = f"memory on {result.device.name}{limit} (activations are estimates)"
-        blocks.append(text_table(title, _memory_rows(result.memory)))
-    blocks.append("\n".join(f"warning: {line}" for line in result.warnings) or "no warnings")
-    return "\n\n".join(blocks)
-
-
-def _memory_rows(memory: Estimate) -> list[tuple[str, str, str]]:
-    lines: list[tuple[str, str, str]] = []
-    for role in memory.roles:
-        trained = "" if role.trained in (0, role.parameters) else f", {role.trained:,} of them trained"
-        lines.append((f"{role.role}: weights", gib(role.weights), f"{role.parameters:,} parameters{trained}"))
-        if role.trained:
-            copies = "two moments and a float32 copy" if role.master_copy else "two moments"
-            lines.append((f"{role.role}: gradients", gib(role.gradients), "summed in float32"))
-            lines.append((f"{role.role}: optimiser", gib(role.optimiser), copies))
-            per_token = f"{gib(1000 * role.activations_per_token)} per 1,000 tokens"
-            phase = next(phase for phase in memory.phases if phase.name == f"update {role.role}")
-            kept = phase.parts.get("activations")
-            lines.append((f"{role.role}: activations", "measured" if kept is None else gib(kept), per_token))
-    if memory.cache_tokens:
-        full = f"{memory.cache_tokens:,} tokens: all running sequences at their longest"
-        lines.append(("KV cache", gib(memory.cache_bytes), full))
-    for phase in memory.phases:
-        parts = " + ".join(f"{name} {gib(size)}" for name, size in phase.parts.items() if size)
-        more = "" if phase.name == "generate" or "activations" in phase.parts else " + activations"
-        lines.append((f"peak, {phase.name}", gib(phase.total), parts + more))
-    return lines
-
-
-def check_text(config: AnyConfig) -> str:
-    """The answer to `--check`; a layout that the model cannot have is an error."""
-    if isinstance(config, (PPOConfig, OfflineConfig)):
-        errors = model_layout_errors(config)
-        if isinstance(config, PPOConfig):
-            errors += teacher_model_errors(config)
-        if errors:
-            raise ConfigError("\n".join(errors))
-        return render(plan(config))
-    lines = unused_keys(config)
-    if isinstance(config, GenerationConfig):
-        lines += machine_errors(config)
-    return "\n".join(["every key is valid", *(f"warning: {line}" for line in lines)])
+def free_bytes(folder: str | Path) -> int | None:
+    """Free space where a folder is, or will be; None where the system does not say."""
+    path = Path(folder).expanduser().absolute()
+    while not path.exists() and path.parent != path:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None

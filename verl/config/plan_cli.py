@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from verl.config.async_checks import async_rows
-from verl.config.batch_math import batch_plan
-from verl.config.layout_checks import layout_errors
+from verl.config.layout_checks import idle_stage_warnings, layout_errors, model_layout_errors
 from verl.config.load import from_dict
 from verl.config.machine import Device
-from verl.config.plan import Plan, add_layout, add_memory, render
+from verl.config.plan import RunPlan
+from verl.config.plan_report import memory_warnings, render
 from verl.config.schema import PPOConfig
-from verl.config.sizes import read_sizes
 from verl.config.sources import parse_overrides
 from verl.errors import ConfigError
 
@@ -36,12 +34,9 @@ def run(args: argparse.Namespace) -> int:
     values |= {"trainer.nnodes": args.gpus // per_node, "trainer.n_gpus_per_node": per_node}
     config = from_dict(PPOConfig, {"actor_rollout_ref.model.path": args.model, **values}, checked=False)
     device = Device("cuda", f"{args.gpus} GPUs", int(args.gpu_memory * 2**30), per_node)
-    batches = batch_plan(config)
-    result = Plan(batches, device, async_rows(config, batches))
-    sizes = read_sizes(args.model, config.actor_rollout_ref.model.override_config, download=True)
-    result.warnings += layout_errors(config)
-    add_layout(result, config)
-    assert sizes is not None  # with `download` a model that cannot be read is an error
-    add_memory(result, config, sizes)
-    sys.stdout.write(render(result) + "\n")
-    return 1 if result.warnings else 0
+    plan = RunPlan(config, device, download=True)
+    lines = (
+        layout_errors(plan) + model_layout_errors(plan) + idle_stage_warnings(plan) + memory_warnings(plan)
+    )
+    sys.stdout.write(render(plan, lines) + "\n")
+    return 1 if lines else 0

@@ -1,23 +1,27 @@
 """Recipes: the keys of a published method under one name, `recipe=NAME`.
 
 A recipe is a folder `verl/recipes/NAME` with `recipe.yaml`, the keys it sets, and `README.md`, whose first lines are a
-title, one sentence, and `Paper: ...`. Its keys are defaults: whatever the user sets, anywhere, wins.
+title, one sentence, and `Paper: ...`. Its keys are defaults: whatever the user sets, anywhere, wins. `verl recipes
+[NAME]` lists them with their papers, or prints the README of one.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.config.keys import schema_keys
 from verl.config.schema import DPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig
-from verl.config.sources import from_mapping, load_yaml
+from verl.config.sources import from_mapping, leaves, load_yaml
 from verl.errors import ConfigError
 
+_WIDTH = 110
 FOLDER = Path(__file__).parents[1] / "recipes"
 COMMANDS: dict[Any, str] = {
     PPOConfig: "verl train",
@@ -38,7 +42,7 @@ class Recipe:
     @property
     def keys(self) -> dict[str, Any]:
         """The full names of the keys it sets, and their values."""
-        return dict(_leaves(self.tree, ""))
+        return {".".join(path): value for path, value in leaves(self.tree)}
 
     @property
     def about(self) -> str:
@@ -50,14 +54,6 @@ class Recipe:
 
     def _line(self, number: int) -> str:
         return [line for line in self.readme.splitlines() if line][number]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def recipe_names() -> list[str]:
@@ -96,4 +92,26 @@ def recipe_for(kind: Any, name: Any) -> Recipe:
         f"recipe '{name}' is for `{' and '.join(commands)}`: it sets '{unknown[0]}', a key this command does not have"
         if commands
         else f"recipe '{name}' sets '{unknown[0]}', which no command has"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="show this one's README: paper, keys, command")
+
+
+def run(args: argparse.Namespace) -> int:
+    sys.stdout.write(read_recipe(args.name).readme if args.name else listing())
+    return 0
+
+
+def listing() -> str:
+    """Name, paper and one sentence of every recipe."""
+    lines = []
+    for recipe in map(read_recipe, recipe_names()):
+        number = re.search(r"arXiv:\d+\.\d+", recipe.paper)
+        left = f"{recipe.name:<24}{number.group() if number else '':<18}"
+        indent = " " * len(left)
+        lines += textwrap.wrap(recipe.about, _WIDTH, initial_indent=left, subsequent_indent=indent)
+    return "\n".join(
+        [*lines, "", "verl recipes NAME says more; verl train recipe=NAME key=value ... starts from one.", ""]
     )

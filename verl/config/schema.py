@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.config.keys import section
 from verl.config.known import ONLINE_PAIR_LOSSES
@@ -90,6 +90,8 @@ class ActorRolloutRefConfig:
 @dataclass
 class PPOConfig:
     """Reinforcement learning (`verl.trainer.main_ppo`)."""
+
+    takes_plugin_sections: ClassVar[bool] = True
 
     data: DataConfig = section(DataConfig, "prompts")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "the policy")

@@ -10,23 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.config.batch_math import BatchPlan, batch_plan
-from verl.config.machine import Device
+from verl.config.batch_math import BatchPlan
+from verl.config.capabilities import engine_spec, strategy_spec
 from verl.config.model_path import cached_config, config_problem
-from verl.config.parallelism import (
-    EXTERNAL_ENGINES,
-    Layout,
-    ModelRole,
-    engine_size,
-    model_roles,
-    offload_section,
-    rollout_pool,
-    world_size,
-)
-from verl.config.schema import OfflineConfig, PPOConfig
+from verl.config.parallelism import Layout, ModelRole, engine_size, offload_section, rollout_pool
+from verl.config.schema import OfflineConfig
 from verl.errors import ModelError
+
+if TYPE_CHECKING:
+    from verl.config.plan import RunPlan
 
 _LOGITS_CHUNK = {"cuda": 640 << 20, "cpu": 32 << 20}  # forward and backward hold up to two
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -144,16 +138,6 @@ def read_sizes(
         ) from None
 
 
-def other_sizes(config: PPOConfig | OfflineConfig) -> dict[str, ModelSizes | None]:
-    """Of the models that are not the one first trained, by role; None for a model that is not here."""
-    first, *others = model_roles(config)
-    return {
-        role.name: read_sizes(role.model.path, role.model.override_config)
-        for role in others
-        if role.model.path != first.model.path
-    }
-
-
 def gib(size: int) -> str:
     """Bytes as text."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
@@ -233,11 +217,10 @@ def activation_bytes(
     return layers * sizes.hidden * element + 2 * layer if checkpointing else (layers + 1) * layer
 
 
-def _trained(
-    role: ModelRole, sizes: ModelSizes, optim: Any, config: PPOConfig | OfflineConfig, kind: str
-) -> RoleMemory:
+def _trained(role: ModelRole, sizes: ModelSizes, optim: Any, plan: RunPlan) -> RoleMemory:
     """A model with its optimiser."""
-    model, section, layout = role.model, role.section, role.layout
+    model, section, layout, kind = role.model, role.section, role.layout, plan.device.kind
+    full_shards = strategy_spec(section.strategy).full_shards
     element, value_head = element_bytes(model.dtype, kind), role.name == "critic"
     parameters = trained = sizes.value_parameters if value_head else sizes.parameters
     if model.lora_rank > 0:
@@ -247,18 +230,16 @@ def _trained(
         trained -= sizes.embedding
     moments = 2 if optim.moments == "int8" else 8
     master = 0 if element == 4 or optim.stochastic_rounding else 4
-    on_device = (
-        0 if kind == "cuda" and section.strategy != "megatron" and section.fsdp_config.offload_policy else 1
-    )
-    if section.strategy == "megatron":
+    on_device = 0 if kind == "cuda" and full_shards and section.fsdp_config.offload_policy else 1
+    if not full_shards:
         dense, experts = sizes.stage_weights(layout, value_head)
         held = summed = dense + experts
         replicas = layout.dp * layout.cp
         updated = dense // replicas + experts // (replicas // layout.ep or 1)
     else:
-        shards = _shards(section, config)
+        shards = _shards(section, plan)
         held, summed, updated = parameters // shards, trained // shards, trained // shards
-    stages = min(layout.pp, batch_plan(config, role=role.name).micro_batches or layout.pp)
+    stages = min(layout.pp, plan.batches(role.name).micro_batches or layout.pp)
     _, offload = offload_section(section)
     return RoleMemory(
         role=role.name,
@@ -284,11 +265,12 @@ def _trained(
     )
 
 
-def _frozen(role: ModelRole, sizes: ModelSizes, config: PPOConfig | OfflineConfig, kind: str) -> RoleMemory:
-    if role.section.strategy == "megatron":
+def _frozen(role: ModelRole, sizes: ModelSizes, plan: RunPlan) -> RoleMemory:
+    kind = plan.device.kind
+    if not strategy_spec(role.section.strategy).full_shards:
         held = sum(sizes.stage_weights(role.layout, value_head=False))
     else:
-        held = sizes.parameters // _shards(role.section, config)
+        held = sizes.parameters // _shards(role.section, plan)
     offloaded = kind == "cuda" and offload_section(role.section)[1].param_offload
     element = element_bytes(role.model.dtype, kind)
     copied = 0
@@ -299,51 +281,43 @@ def _frozen(role: ModelRole, sizes: ModelSizes, config: PPOConfig | OfflineConfi
     )
 
 
-def _shards(section: Any, config: PPOConfig | OfflineConfig) -> int:
+def _shards(section: Any, plan: RunPlan) -> int:
     """Ranks that share one copy of a role's weights."""
-    return world_size(config) if section.fsdp_config.fsdp_size == -1 else section.fsdp_config.fsdp_size
+    return plan.world_size if section.fsdp_config.fsdp_size == -1 else section.fsdp_config.fsdp_size
 
 
-def roles(
-    config: PPOConfig | OfflineConfig, sizes: ModelSizes, others: Mapping[str, ModelSizes | None], kind: str
-) -> list[RoleMemory]:
-    """The models of a run; the trained one comes first. `others`: sizes of the roles with another model."""
-    found = []
-    for role in model_roles(config):
+def role_memory(plan: RunPlan) -> list[RoleMemory]:
+    """The models of a run; the trained one comes first."""
+    config, found = plan.config, []
+    for role in plan.roles:
         optim = config.optim if isinstance(config, OfflineConfig) else getattr(role.section, "optim", None)
-        own = others.get(role.name, sizes)
+        own = plan.sizes[role.name]
         if own is None:
             continue
-        found.append(
-            _frozen(role, own, config, kind) if optim is None else _trained(role, own, optim, config, kind)
-        )
+        found.append(_frozen(role, own, plan) if optim is None else _trained(role, own, optim, plan))
         if role.name == "implicit_reward" and role.model.lora_rank == 0:
-            found.append(replace(_frozen(role, own, config, kind), role="implicit_reward's start"))
+            found.append(replace(_frozen(role, own, plan), role="implicit_reward's start"))
     return found
 
 
-def estimate(
-    config: PPOConfig | OfflineConfig,
-    sizes: ModelSizes,
-    others: Mapping[str, ModelSizes | None],
-    device: Device,
-) -> Estimate:
-    """Roles and phases of a config on a device."""
-    found, batches = roles(config, sizes, others, device.kind), batch_plan(config)
+def estimate(plan: RunPlan) -> Estimate:
+    """Roles and phases of a step."""
+    config, device, found, batches = plan.config, plan.device, plan.role_memory, plan.batches()
     updates = [
         _update(
             role,
             [other for other in found if other is not role],
-            _micro_batch_tokens(batch_plan(config, role=role.role)),
+            _micro_batch_tokens(plan.batches(role.role)),
         )
         for role in found
         if role.trained
     ]
     if isinstance(config, OfflineConfig):
         return Estimate(found, updates)
-    actor, idle = found[0], found[1:]
+    actor, idle, sizes = found[0], found[1:], plan.sizes[plan.roles[0].name]
+    assert sizes is not None  # a plan has those of the model first trained
     rollout, pool, size = config.actor_rollout_ref.rollout, rollout_pool(config), engine_size(config)
-    engines = (rollout.nnodes * rollout.n_gpus_per_node if pool else world_size(config)) // size
+    engines = (rollout.nnodes * rollout.n_gpus_per_node if pool else plan.world_size) // size
     running = min(-(-batches.sequences // engines), rollout.max_num_seqs)
     cache_tokens = running * batches.sequence_tokens
     element = element_bytes(config.actor_rollout_ref.model.dtype, device.kind)
@@ -353,7 +327,7 @@ def estimate(
     # The GPUs of an engine share its weights and its cache. The native engine uses the trainer's weights where a rank
     # has all of them, else a gathered copy; other engines have their own.
     weights, cache = actor.full_weights // size, cache_bytes // size
-    copied = rollout.name in EXTERNAL_ENGINES or not _has_all_weights(config)
+    copied = engine_spec(rollout.name).owns_weights or not _has_all_weights(plan)
     if device.memory is not None:
         # The engine never takes more than its share; sequences that do not fit wait their turn.
         share = rollout.gpu_memory_utilization if device.kind == "cuda" else 1.0
@@ -372,12 +346,12 @@ def estimate(
     )
 
 
-def _has_all_weights(config: PPOConfig) -> bool:
+def _has_all_weights(plan: RunPlan) -> bool:
     """Whether the actor's engine holds the whole model on each rank."""
-    actor = model_roles(config)[0]
-    if actor.section.strategy == "megatron":
-        return actor.layout.tp * actor.layout.pp * actor.layout.ep == 1
-    return world_size(config) == 1
+    actor = plan.roles[0]
+    if strategy_spec(actor.section.strategy).full_shards:
+        return plan.world_size == 1
+    return actor.layout.tp * actor.layout.pp * actor.layout.ep == 1
 
 
 def _micro_batch_tokens(batches: BatchPlan) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,6 +244,13 @@ def set_path(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     return tree
 
 
+def get_path(tree: Any, name: str) -> Any:
+    """The value of a dotted name; None where it is not there."""
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
 def del_path(tree: dict[str, Any], name: str) -> None:
     """Remove a dotted name from the tree, where it is there."""
     *parents, last = name.split(".")
@@ -252,6 +259,15 @@ def del_path(tree: dict[str, Any], name: str) -> None:
         inner = inner.get(parent) if isinstance(inner, dict) else None
     if isinstance(inner, dict):
         inner.pop(last, None)
+
+
+def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The names on the way to each value of a nested mapping, and the value; an empty mapping is one."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
 
 
 def take_path(tree: dict[str, Any], name: str) -> tuple[bool, Any]:

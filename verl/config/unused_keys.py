@@ -16,14 +16,11 @@ from typing import Any
 from verl.config import known
 from verl.config.async_checks import async_advice
 from verl.config.build import finalize
+from verl.config.capabilities import engine_spec
 from verl.config.group_loss_checks import group_loss_advice
 from verl.config.keys import Key, get, put, schema_keys
 from verl.config.machine import cpu_has_bf16, on_cpu
-from verl.config.parallelism import (
-    EXTERNAL_ENGINES,
-    pools,
-    rollout_pool,
-)
+from verl.config.parallelism import engine_size, pools, rollout_pool
 from verl.config.schema import (
     AnyConfig,
     EvaluationConfig,
@@ -105,9 +102,8 @@ def _has_workers(config: AnyConfig, key: Key) -> bool:
     if _processes(config, key) > 1 or not isinstance(config, (PPOConfig, GenerationConfig)):
         return _processes(config, key) > 1
     rollout = config.actor_rollout_ref.rollout if isinstance(config, PPOConfig) else config.rollout
-    return rollout.name in EXTERNAL_ENGINES and (
-        rollout.mode == "server" or rollout.tensor_model_parallel_size > 1
-    )
+    spec = engine_spec(rollout.name)
+    return (spec.server and rollout.mode == "server") or engine_size(config) > 1
 
 
 def _has_16bit_weights(config: AnyConfig, key: Key) -> bool:

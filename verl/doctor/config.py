@@ -63,11 +63,12 @@ def config(arguments: list[str]) -> Iterator[Finding]:
     """The keys, what stops the run before it starts, and the estimate of memory."""
     from verl.config.machine import needed_packages
     from verl.config.parallelism import world_size
-    from verl.config.plan import plan
+    from verl.config.plan import RunPlan
+    from verl.config.plan_report import warnings
     from verl.trainer.preflight import preflight
 
     cfg = _config(*arguments)
-    result, processes = plan(cfg), world_size(cfg)
+    result, processes = RunPlan(cfg), world_size(cfg)
     data = {"needs": sorted(needed_packages(cfg)), "processes": processes}
     problems: list[str] = []
     try:
@@ -79,7 +80,7 @@ def config(arguments: list[str]) -> Iterator[Finding]:
         kind = _KINDS[kind_of(arguments)][1]
         seen = f"{kind} on {result.device.name}, {processes} process(es): keys and batches are valid"
         yield Finding("config", "ok", seen, data=data)
-    yield from (Finding("plan", "warning", line) for line in result.warnings if line not in problems)
+    yield from (Finding("plan", "warning", line) for line in warnings(result) if line not in problems)
     peak = max(result.memory.phases, key=lambda phase: phase.total, default=None) if result.memory else None
     limit = result.device.memory
     if peak is not None and (limit is None or peak.total <= 0.9 * limit):  # above, the plan has warned

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.conversation import Conversation
 from verl.checkpoint.files import sync_folder
+from verl.config.capabilities import engine_spec
 from verl.config.keys import to_dict
 from verl.config.machine import machine_errors
 from verl.config.masking import mask_values
 from verl.config.model_path import folder_problem
-from verl.config.parallelism import EXTERNAL_ENGINES, engines
+from verl.config.parallelism import engines
 from verl.config.schema import DataConfig
 from verl.data.chat import load_tokenizer
 from verl.data.files import absent, read_rows
@@ -201,7 +202,9 @@ def _preflight(cfg: GenerationConfig, choice: ModelChoice) -> None:
     problems = [absent(entry, "data.path") for entry in cfg.data.path]
     problems.append(folder_problem(choice.path, "model.path"))
     packages = (
-        {cfg.rollout.name: f"rollout.name={cfg.rollout.name}"} if cfg.rollout.name in EXTERNAL_ENGINES else {}
+        {cfg.rollout.name: f"rollout.name={cfg.rollout.name}"}
+        if engine_spec(cfg.rollout.name).package
+        else {}
     )
     if engines(cfg) > 1:
         packages["ray"] = f"generating on {engines(cfg)} processes (trainer.n_gpus_per_node, trainer.nnodes)"

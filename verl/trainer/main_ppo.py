@@ -26,6 +26,7 @@ from verl.runtime import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from verl.config.plan import RunPlan
     from verl.config.schema import PPOConfig
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return exit_code(run(load_ppo_config(arguments)))
 
-    return run_command(body)
+    return run_command(body, trains=True)
 
 
 def run(
@@ -89,12 +90,14 @@ def run(
     """
     from verl.trainer.preflight import preflight
 
-    preflight(cfg, given_model=model is not None, given_data=train_loader is not None)
+    plan = preflight(cfg, given_model=model is not None, given_data=train_loader is not None)
     from verl.workers.placement import with_restarts
 
     given = {"tokenizer": tokenizer, "reward_function": reward_function, "train_loader": train_loader}
     with exits_as_errors(), stop_on_signal() as stop:
-        return with_restarts(cfg, lambda: run_once(cfg, given, model=model, live=live, stop=stop), stop)
+        return with_restarts(
+            cfg, lambda: run_once(cfg, given, model=model, live=live, stop=stop, plan=plan), stop
+        )
 
 
 def run_once(
@@ -104,15 +107,19 @@ def run_once(
     model: nn.Module | None,
     live: bool,
     stop: StopRequest | None = None,
+    plan: RunPlan | None = None,
 ) -> RunResult:
-    """One attempt: from the last checkpoint (or the start) to the end."""
+    """One attempt: from the last checkpoint (or the start) to the end. `plan`: that of the first attempt, whose ranks
+    may have been more."""
+    from verl.config.plan import RunPlan
     from verl.trainer.assembly import build_loop, open_run
     from verl.trainer.preflight import require_disk
     from verl.trainer.setup import require_saved
 
     stop = stop or StopRequest()
+    plan = RunPlan(cfg, model=model) if plan is None or model is not None else plan.renewed()
     with open_run(cfg, **given) as parts:
-        require_disk(cfg, parts.folder.path, parts.total_steps, model)
+        require_disk(plan, parts.folder.path, parts.total_steps)
         loop = build_loop(cfg, parts, model=model, live=live)
         try:
             with stop.stops(loop), short_switch_interval():

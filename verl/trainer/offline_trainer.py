@@ -48,7 +48,7 @@ def command(kind: type[OfflineConfig], argv: list[str] | None = None) -> int:
 
         return exit_code(run(load_config(kind, arguments)))
 
-    return run_command(body)
+    return run_command(body, trains=True)
 
 
 def _torchrun_main(kind: type[OfflineConfig], arguments: list[str], job: Job) -> int:
@@ -83,7 +83,7 @@ def _torchrun_main(kind: type[OfflineConfig], arguments: list[str], job: Job) ->
             logger.warning("stopped after step %d, not the last one: %s", result.steps, RESUME)
         return 0  # also then: torchrun takes anything else for a crash, and may start the ranks again
 
-    code = run_command(body)
+    code = run_command(body, trains=True)
     if code:
         # Threads may be inside the store or a collective, which Python cannot end.
         sys.stdout.flush()
@@ -144,6 +144,7 @@ def run_once(
     """One start of a run, from its last checkpoint (or afresh) to its end; None on ranks above 0 of torchrun."""
     from verl.config.batch_math import batch_plan, render
     from verl.config.parallelism import world_size
+    from verl.config.plan import RunPlan
     from verl.trainer.main_ppo import RunResult
     from verl.trainer.offline_loop import RayLoop, build_loop, load_data
     from verl.trainer.preflight import require_disk
@@ -172,7 +173,7 @@ def run_once(
         return None
     with open_run_folder(trainer) as folder:
         record_config(cfg, folder)
-        require_disk(cfg, folder.path, data.total_steps)
+        require_disk(RunPlan(cfg), folder.path, data.total_steps)
         logger.info("%s", render(batch_plan(cfg, total_steps=data.total_steps)))
 
         def lost(error: Exception) -> None:

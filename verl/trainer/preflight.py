@@ -10,14 +10,12 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from verl.config.checks import unavailable
-from verl.config.disk import checkpoint_bytes, disk_verdict, free_bytes
 from verl.config.layout_checks import model_layout_errors
-from verl.config.machine import machine_errors, missing_packages, on_cpu
 from verl.config.model_path import cached_config, context_length, endpoint, folder_problem, hub_error, offline
-from verl.config.parallelism import TEACHER, model_roles, needs_teacher
+from verl.config.parallelism import TEACHER, needs_teacher
+from verl.config.plan import RunPlan
 from verl.config.schema import (
     GenerationModelConfig,
     ModelConfig,
@@ -26,7 +24,6 @@ from verl.config.schema import (
     RewardTrainingConfig,
     SFTModelConfig,
 )
-from verl.config.sizes import other_sizes, read_sizes, sizes_of
 from verl.config.teacher_checks import teacher_model_errors
 from verl.data.files import absent
 from verl.errors import ConfigError, ModelError
@@ -39,18 +36,19 @@ PROMPT_AND_RESPONSE = "data.max_prompt_length + data.max_response_length"
 
 def preflight(
     cfg: PPOConfig | OfflineConfig, *, given_model: bool = False, given_data: bool = False, saves: bool = True
-) -> None:
-    """Raise ConfigError with every reason why the run cannot start; models and data passed as objects are skipped, and
-    without `saves` the space for checkpoints."""
-    problems = unavailable(cfg) + machine_errors(cfg) + missing_packages(cfg) + _absent_files(cfg, given_data)
+) -> RunPlan:
+    """The plan of a run; ConfigError with every reason why it cannot start. Models and data passed as objects are
+    skipped, and without `saves` the space for checkpoints."""
+    plan = RunPlan(cfg)
+    problems = unavailable(cfg) + plan.absent + _absent_files(cfg, given_data)
     if not given_model:
-        models, any_head = _models(cfg), isinstance(cfg, RewardTrainingConfig)
+        models, any_head = _models(plan), isinstance(cfg, RewardTrainingConfig)
         found = [
             folder_problem(path, key, language_model=not (any_head or key in _ANY_HEAD))
             for key, path in models.items()
         ]
         problems += [problem for problem in found if problem] or hub_problems(models)
-        problems += model_layout_errors(cfg)
+        problems += model_layout_errors(plan)
     if isinstance(cfg, PPOConfig) and needs_teacher(cfg):
         teacher = {f"{TEACHER}.path": cfg.actor_rollout_ref.teacher.path}
         found = [folder_problem(path, key) for key, path in teacher.items()]
@@ -61,29 +59,19 @@ def preflight(
     if not given_model:
         _warn_of_length(cfg)
         if saves:
-            require_disk(cfg, Path(cfg.trainer.default_local_dir), total_steps=1)
+            require_disk(plan, Path(cfg.trainer.default_local_dir), total_steps=1)
+    return plan
 
 
-def require_disk(cfg: PPOConfig | OfflineConfig, folder: Path, total_steps: int, model: Any = None) -> None:
-    """Refuse a run that cannot save a checkpoint, and warn of one that cannot save all of them. `model`: one that was
-    passed as an object. Runs that save nothing and models of unknown size are skipped."""
-    section = cfg.actor_rollout_ref.model if isinstance(cfg, PPOConfig) else cfg.model
-    free = free_bytes(cfg.trainer.default_local_dir)
-    if free is None or (isinstance(cfg, PPOConfig) and cfg.trainer.val_only):
+def require_disk(plan: RunPlan, folder: Path, total_steps: int) -> None:
+    """Refuse a run that cannot save a checkpoint, and warn of one that cannot save all of them. Runs that save nothing
+    and models of unknown size are skipped."""
+    if isinstance(plan.config, PPOConfig) and plan.config.trainer.val_only:
         return
     try:
-        sizes = read_sizes(section.path, section.override_config) if model is None else sizes_of(model)
-        others = other_sizes(cfg)
-    except (
-        ModelError,
-        AttributeError,
-    ):  # loading the model reports it; an object may be no transformers model
-        return
-    if sizes is None:
-        return
-    size = checkpoint_bytes(cfg, sizes, others, "cpu" if on_cpu(cfg) else "cuda")
-    present = len(list(folder.glob("global_step_*")))
-    verdict = disk_verdict(cfg, size, free, total_steps=total_steps, present=present)
+        verdict = plan.disk(total_steps, present=len(list(folder.glob("global_step_*"))))
+    except (ModelError, AttributeError):
+        return  # loading the model reports it; an object may be no transformers model
     if verdict.error:
         raise ConfigError(verdict.error)
     if verdict.warning:
@@ -100,17 +88,17 @@ def _absent_files(cfg: PPOConfig | OfflineConfig, given_data: bool) -> list[str]
     return [line for line in lines if line]
 
 
-def _models(cfg: PPOConfig | OfflineConfig) -> dict[str, str]:
+def _models(plan: RunPlan) -> dict[str, str]:
     """The models a run loads, by the keys that name them."""
-    if isinstance(cfg, OfflineConfig):
-        return {"model.path": cfg.model.path}
-    named = {"actor_rollout_ref.model.path": cfg.actor_rollout_ref.model.path}
-    reward = cfg.reward.reward_model
-    for role in model_roles(cfg):
-        if role.model_key != TEACHER and role.model.path != cfg.actor_rollout_ref.model.path:
+    first, *others = plan.roles
+    named = {f"{first.model_key}.path": first.model.path}
+    for role in others:
+        if role.model_key != TEACHER and role.model.path != first.model.path:
             named[f"{role.model_key}.path"] = role.model.path
-    if reward.enable and reward.model_path:
-        named["reward.reward_model.model_path"] = reward.model_path
+    if isinstance(plan.config, PPOConfig):
+        reward = plan.config.reward.reward_model
+        if reward.enable and reward.model_path:
+            named["reward.reward_model.model_path"] = reward.model_path
     return named
 
 

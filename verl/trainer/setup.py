@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from verl.config.build import fit_batch
 from verl.config.checks import check
 from verl.config.load import recorded
 from verl.config.recipes import COMMANDS
+from verl.config.sources import leaves
 from verl.data.chat import generation_stop_ids
 from verl.errors import CheckpointError, ConfigError
 from verl.observe.jsonl import jsonable
@@ -140,16 +141,8 @@ def _saved_steps(folder: RunFolder) -> list[int]:
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Keys both configs have with different values: name, value before, value after."""
-    old, new = dict(_flat(before)), dict(_flat(after))
+    old, new = ({".".join(path): value for path, value in leaves(values)} for values in (before, after))
     return [(key, old[key], value) for key, value in new.items() if key in old and old[key] != value]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def resume_note(step: int, total: int) -> str:

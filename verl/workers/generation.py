@@ -12,7 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.parallelism import EXTERNAL_ENGINES, engines
+from verl.config.capabilities import engine_spec
+from verl.config.parallelism import engines
 from verl.config.schema import RolloutConfig
 from verl.models.loading import load_causal_lm, parameter_dtype
 from verl.models.lora import merge_adapter
@@ -81,7 +82,7 @@ def load_engine(cfg: GenerationConfig, path: str, adapter: Path | None, tokenize
     rollout = rollout_section(cfg)
     module = _load(cfg, path, adapter)
     engine: Any = build_rollout(rollout.name, module, tokenizer, rollout, watchdog_s=cfg.trainer.watchdog_s)
-    if rollout.name in EXTERNAL_ENGINES:
+    if engine_spec(rollout.name).owns_weights:
         engine.source = None  # it has taken and proven its copy; ours would only hold memory
     return engine  # type: ignore[no-any-return]
 

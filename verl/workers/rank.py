@@ -52,14 +52,14 @@ class RankSetup(Generic[Config]):
 
 def prepare_process(setup: RankSetup[Any], address: str) -> None:
     """Before a model is loaded: module paths, plugins, threads, and gloo's network interface for `address`."""
-    from verl.config.load import import_plugins
+    from verl.config.load import import_plugins_of
     from verl.runtime import quiet_transformers
 
     quiet_transformers()
     sys.path += [folder for folder in setup.search_path if folder not in sys.path]
     if os.path.isdir(setup.folder):
         os.chdir(setup.folder)
-    import_plugins(setup.cfg)
+    import_plugins_of(setup.cfg)
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     use_interface_of("127.0.0.1" if setup.one_host else address)

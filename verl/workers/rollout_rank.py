@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.config.parallelism import EXTERNAL_ENGINES
+from verl.config.capabilities import engine_spec
 from verl.errors import ModelError
 from verl.models.loading import cast_parameters, disable_dropout, load_causal_lm
 from verl.models.lora import add_lora, plain_name
@@ -70,7 +70,7 @@ class RolloutRank(RolloutServer):
         rollout.n_gpus_per_node = rollout.nnodes = 0
         rollout.free_cache_engine = False
         self._device = choose_device(setup.cfg.trainer.device)
-        if rollout.name in EXTERNAL_ENGINES:
+        if engine_spec(rollout.name).owns_weights:
             self._source = ReceivedWeights(info, adapter)
         else:
             self._module = self._with_adapter(self._load())

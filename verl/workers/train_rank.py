@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.checkpoint import CheckpointManager
-from verl.config.parallelism import EXTERNAL_ENGINES, Layout, engine_size, layout_of, rollout_pool
+from verl.config.capabilities import engine_spec
+from verl.config.parallelism import Layout, engine_size, layout_of, rollout_pool
 from verl.models.weight_source import Adapter, NamedTensors, Names, SourceLogProbs, WeightSource
 from verl.observe.metrics import Metric
 from verl.rollout.external_engine import RemoteEngine, TPFollower
@@ -116,7 +117,7 @@ class RankGroup(LocalGroup):
             return self._engine_over(self.gathered, tokenizer)
 
     def sync_weights(self) -> dict[str, float]:
-        copied = self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES
+        copied = engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights
         # Where the config keeps weights in host memory they are brought for as long as copying takes, and no longer.
         with self.resident("actor", optimizer=False) if copied else nullcontext():
             self._free_cached_memory()
@@ -126,7 +127,7 @@ class RankGroup(LocalGroup):
     def open_generation(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self.resident("actor", optimizer=False))
-            if self.cfg.actor_rollout_ref.rollout.name not in EXTERNAL_ENGINES:
+            if not engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights:
                 stack.enter_context(self.gathered.hold())
             self._free_cached_memory()
             self.rollout.wake()
@@ -142,7 +143,7 @@ class RankGroup(LocalGroup):
     def _free_cached_memory(self) -> None:
         """An engine in other processes cannot use what torch caches: free it on every GPU the engine shares, before the
         rank that hosts the engine wakes it."""
-        if self.device.type == "cuda" and self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES:
+        if self.device.type == "cuda" and engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights:
             torch.cuda.empty_cache()
             if engine_size(self.cfg) > 1:
                 self.actor_engine.barrier()
@@ -172,7 +173,7 @@ class RankGroup(LocalGroup):
         they never change), then the adapter. External engines know the names of the model's files, our own those of the
         module."""
         weights = self.actor_engine.weights()
-        names: Names = "hf" if self.cfg.actor_rollout_ref.rollout.name in EXTERNAL_ENGINES else "module"
+        names: Names = "hf" if engine_spec(self.cfg.actor_rollout_ref.rollout.name).owns_weights else "module"
         with self.resident("actor", optimizer=False):
             adapter = weights.adapter() if self.separate_adapter else None
             if adapter is not None:

@@ -110,6 +110,9 @@ class MegatronConfig:
     optimizer_offload: bool = key(False, "keep idle optimiser state in host memory", used_if="@gpu")
 
 
+HF_BY_DEFAULT_BELOW = 10_000_000_000  # parameters from which on checkpoints leave hf_model out by default
+
+
 @dataclass
 class CheckpointConfig:
     """What a checkpoint holds and how it is written."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import known
+from verl.config.capabilities import engine_spec
 from verl.config.keys import key, section
 from verl.config.sections.actor import LogProbConfig
 
@@ -181,8 +182,8 @@ class RolloutConfig(EngineConfig, LogProbConfig):
 
 
 def engine_errors(name: str, engine: str, mode: str) -> list[str]:
-    if engine == "sglang" and mode != "server":
-        return [f"{name}.name=sglang in the trainer's process is not available; set {name}.mode=server"]
+    if mode != "server" and not engine_spec(engine).in_process:
+        return [f"{name}.name={engine} in the trainer's process is not available; set {name}.mode=server"]
     return []
 
 

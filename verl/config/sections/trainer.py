@@ -52,7 +52,7 @@ class PlacementConfig:
     watchdog_s: float = key(
         600.0, "seconds without progress until a worker counts as dead", gt=0, used_if="@workers"
     )
-    plugins: list[str] = key([], "modules to import first (register your own things there)")
+    plugins: list[str] = key([], "modules or files to import first (register your own things there)")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`docs/config-reference.md`, from the schema: `python -m verl.config.reference FILE` writes it."""
+"""`docs/config-reference.md`, from the schema: `python -m docs.generators.config_reference` writes it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
+from verl.config.aliases import ALIASES
 from verl.config.keys import Key, schema_keys, sections
-from verl.config.load import other_names
+from verl.config.load import import_plugins
 from verl.config.schema import (
     DPOConfig,
     EvaluationConfig,
@@ -21,6 +22,7 @@ from verl.config.schema import (
     SFTConfig,
 )
 
+PAGE = Path(__file__).resolve().parents[1] / "config-reference.md"
 COMMANDS: dict[str, tuple[type, str, str]] = {
     "train": (PPOConfig, "main_ppo", "Reinforcement learning"),
     "sft": (SFTConfig, "sft_trainer", "Supervised fine-tuning"),
@@ -38,7 +40,7 @@ Every key of every command. A key is set on the command line (`verl train traine
 text in the terminal, `--cfg job` prints the resolved config. An unknown key is an error that names the nearest known
 one. A key that has no effect in a run is reported at the start.
 
-This page is made from the schema in `verl/config/sections/` by `python -m verl.config.reference FILE`.
+This page is made from the schema in `verl/config/sections/` by `python -m docs.generators.config_reference`.
 
 | command | keys | |
 |---|---|---|
@@ -99,14 +101,14 @@ def _about_section(kind: type, section: str, doc: str, keys: list[Key], above: i
     """What it configures; the conditions all of its keys share, less those of sections above; its other spellings."""
     lines = [_sentence(doc)]
     lines += _only_with(kind, _inherited(keys[0])[above:], section)
-    also = [old for old, new in other_names(kind).items() if new == section]
+    also = [old for old, new in ALIASES.get(kind, {}).items() if new == section]
     return " ".join([*lines, *_also(also)])
 
 
 def _row(word: str, kind: type, key: Key) -> str:
     about = [_sentence(_plain(key.doc)), *_allowed(key)]
     about += _only_with(kind, _own(key), key.section)
-    about += _also(old for old, new in other_names(kind).items() if new == key.name)
+    about += _also(old for old, new in ALIASES.get(kind, {}).items() if new == key.name)
     name = f'<a id="{anchor(word, key.name)}"></a>`{key.last}`'
     return f"| {name} | {type_name(key.type)} | {_default(word, kind, key)} | {' '.join(about)} |\n"
 
@@ -215,6 +217,8 @@ def _listed(words: list[str], last: str) -> str:
 
 
 def _sentence(text: str) -> str:
+    if not text:
+        return text
     if re.match(r"[a-z]+('s)?([ ,;.]|$)", text):  # not a value that is explained, such as `auto: ...`
         text = text[0].upper() + text[1:]
     return text if text.endswith((".", "?", "!")) else f"{text}."
@@ -227,5 +231,8 @@ def _plain(text: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the reference of the config keys as a markdown page.")
-    parser.add_argument("path", type=Path)
-    parser.parse_args().path.write_text(page(), encoding="utf-8")
+    parser.add_argument("--plugins", nargs="*", default=[], help="plug-ins whose sections it has, too")
+    parser.add_argument("--output", type=Path, default=PAGE)
+    args = parser.parse_args()
+    import_plugins({"trainer": {"plugins": args.plugins}})
+    args.output.write_text(page(), encoding="utf-8")

@@ -1,0 +1,185 @@
+"""What a config would do, before any weights are loaded: the texts of `--check` and `verl plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from verl.config.async_checks import async_rows
+from verl.config.batch_math import rows as batch_rows
+from verl.config.batch_math import text_table
+from verl.config.capabilities import strategy_spec
+from verl.config.checks import unavailable
+from verl.config.keys import get, put
+from verl.config.layout_checks import (
+    finer_layouts,
+    idle_stage_warnings,
+    layout_rows,
+    model_layout_errors,
+)
+from verl.config.machine import machine_errors
+from verl.config.parallelism import ROLLOUT, offload_section
+from verl.config.plan import RunPlan
+from verl.config.schema import AnyConfig, GenerationConfig, OfflineConfig, PPOConfig
+from verl.config.sizes import Estimate, gib
+from verl.config.teacher_checks import teacher_model_errors
+from verl.config.unused_keys import unused_keys
+from verl.errors import ConfigError
+
+USABLE = 0.9  # share of a device that is usable; fragmentation and the driver take the rest
+_FILE_TYPES = (".parquet", ".json", ".jsonl", ".csv")
+
+
+def warnings(plan: RunPlan) -> list[str]:
+    """What the run would lack on this machine, what has no effect, and what does not fit."""
+    lines = unavailable(plan.config) + unused_keys(plan.config) + plan.absent + _absent_files(plan.config)
+    lines += model_layout_errors(plan) + idle_stage_warnings(plan)
+    if plan.size_problem:
+        return [*lines, f"memory is not estimated: {plan.size_problem}"]
+    verdict = plan.disk()
+    return lines + memory_warnings(plan) + [line for line in (verdict.error, verdict.warning) if line]
+
+
+def layout_table(plan: RunPlan) -> list[tuple[str, str, str]]:
+    """How the ranks split each role's model, where they do."""
+    alone = all(strategy_spec(role.section.strategy).full_shards for role in plan.roles)
+    return [] if plan.world_size == 1 and alone else layout_rows(plan)
+
+
+def memory_warnings(plan: RunPlan) -> list[str]:
+    """A line for each model that is not in the estimate, and for each phase that does not fit."""
+    absent = [role for role in plan.roles if plan.sizes[role.name] is None]
+    lines = [f"the {role.name} is not in the estimate: '{role.model.path}' is not here" for role in absent]
+    return lines + _too_large(plan)
+
+
+def _absent_files(config: PPOConfig | OfflineConfig) -> list[str]:
+    """Files the config names and this machine lacks."""
+    lines = []
+    for key in ("data.train_files", "data.val_files"):
+        for name in get(config, key):
+            local = name.startswith((".", "/")) or Path(name).suffix in _FILE_TYPES
+            if local and not Path(name).exists():
+                lines.append(f"'{key}': there is no file or folder '{name}'")
+    return lines
+
+
+def _too_large(plan: RunPlan) -> list[str]:
+    """A line for each phase that does not fit, with the keys that would help and by how much."""
+    device, memory, lines = plan.device, plan.memory, []
+    if device.memory is None or memory is None:
+        return []
+    for number, phase in enumerate(memory.phases):
+        if phase.total <= device.memory * USABLE:
+            continue
+        savings = []
+        for name, value in _remedies(plan):
+            changed = deepcopy(plan.config)
+            put(changed, name, value)
+            other = RunPlan(changed, device, sizes=plan.sizes).memory
+            saved = phase.total - (phase.total if other is None else other.phases[number].total)
+            if saved > 0:
+                savings.append((saved, f"{name}={value} (-{gib(saved)})"))
+        best = "; ".join(text for _, text in sorted(savings, reverse=True)[:4])
+        lines.append(
+            f"'{phase.name}' needs about {gib(phase.total)} of {gib(device.memory)} ({device.name}). "
+            + (f"What would help: {best}" if best else "It needs a smaller model or a larger device")
+        )
+    cache = memory.phases[0].parts.get("KV cache")
+    if cache is not None and cache < min(memory.sequence_bytes, memory.cache_bytes):
+        lines.append(
+            f"'generate' has no memory for the KV cache of one sequence besides the weights: raise "
+            f"{ROLLOUT}.gpu_memory_utilization, or shorten data.max_response_length"
+        )
+    return lines
+
+
+def _remedies(plan: RunPlan) -> Iterator[tuple[str, Any]]:
+    """Keys, with values, that can lower the memory of a phase and are not set so yet."""
+    config = plan.config
+    if isinstance(config, PPOConfig):
+        named = [role.key for role in plan.roles]
+        others = [name for name in ("critic", "implicit_reward") if name in named]
+        models = ["actor_rollout_ref.model", *(f"{role}.model" for role in others)]
+        frozen = [role.key for role in plan.roles if role.name in ("ref", "teacher")]
+        roles = ["actor_rollout_ref.actor", *others, *frozen]
+        micros = [f"{role}.ppo_micro_batch_size_per_gpu" for role in ("actor_rollout_ref.actor", *others)]
+    else:
+        models, roles, micros = ["model"], ["model"], ["data.micro_batch_size_per_gpu"]
+    specs = {role.model_key: strategy_spec(role.section.strategy) for role in reversed(plan.roles)}
+    for model in models:
+        if not get(config, model).enable_gradient_checkpointing:
+            yield f"{model}.enable_gradient_checkpointing", True
+        if get(config, model).lora_rank == 0 and specs[model].full_shards:
+            yield f"{model}.lora_rank", 16
+    for micro in micros:
+        if (get(config, micro) or 1) > 1:
+            yield micro, 1
+    yield from finer_layouts(plan)
+    if plan.device.kind != "cuda":
+        return
+    for role in roles:
+        section, offloads = offload_section(get(config, role))
+        for offload in ("param_offload", "optimizer_offload"):
+            if not getattr(offloads, offload):
+                yield f"{role}.{section}.{offload}", True
+    if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.gpu_memory_utilization > 0.2:
+        half = config.actor_rollout_ref.rollout.gpu_memory_utilization / 2
+        yield f"{ROLLOUT}.gpu_memory_utilization", round(half, 2)
+    yield "trainer.n_gpus_per_node", 2 * config.trainer.n_gpus_per_node
+
+
+def render(plan: RunPlan, lines: list[str] | None = None) -> str:
+    """The plan as text, with its warnings or with others."""
+    lines = warnings(plan) if lines is None else lines
+    device, batches = plan.device, plan.batches()
+    tables = {"batches": batch_rows(batches), "layout": layout_table(plan)}
+    if isinstance(plan.config, PPOConfig):
+        tables["generation ahead of training"] = async_rows(plan.config, batches)
+    if plan.memory is not None:
+        limit = f", {gib(device.memory)} per rank" if device.memory is not None else ""
+        tables[f"memory on {device.name}{limit} (activations are estimates)"] = _memory_rows(plan.memory)
+    blocks = [text_table(title, rows) for title, rows in tables.items() if rows]
+    blocks.append("\n".join(f"warning: {line}" for line in lines) or "no warnings")
+    return "\n\n".join(blocks)
+
+
+def _memory_rows(memory: Estimate) -> list[tuple[str, str, str]]:
+    lines: list[tuple[str, str, str]] = []
+    for role in memory.roles:
+        trained = "" if role.trained in (0, role.parameters) else f", {role.trained:,} of them trained"
+        lines.append((f"{role.role}: weights", gib(role.weights), f"{role.parameters:,} parameters{trained}"))
+        if role.trained:
+            copies = "two moments and a float32 copy" if role.master_copy else "two moments"
+            lines.append((f"{role.role}: gradients", gib(role.gradients), "summed in float32"))
+            lines.append((f"{role.role}: optimiser", gib(role.optimiser), copies))
+            per_token = f"{gib(1000 * role.activations_per_token)} per 1,000 tokens"
+            phase = next(phase for phase in memory.phases if phase.name == f"update {role.role}")
+            kept = phase.parts.get("activations")
+            lines.append((f"{role.role}: activations", "measured" if kept is None else gib(kept), per_token))
+    if memory.cache_tokens:
+        full = f"{memory.cache_tokens:,} tokens: all running sequences at their longest"
+        lines.append(("KV cache", gib(memory.cache_bytes), full))
+    for phase in memory.phases:
+        parts = " + ".join(f"{name} {gib(size)}" for name, size in phase.parts.items() if size)
+        more = "" if phase.name == "generate" or "activations" in phase.parts else " + activations"
+        lines.append((f"peak, {phase.name}", gib(phase.total), parts + more))
+    return lines
+
+
+def check_text(config: AnyConfig) -> str:
+    """The answer to `--check`; a layout that the model cannot have is an error."""
+    if isinstance(config, (PPOConfig, OfflineConfig)):
+        plan = RunPlan(config)
+        errors = model_layout_errors(plan)
+        if isinstance(config, PPOConfig):
+            errors += teacher_model_errors(config)
+        if errors:
+            raise ConfigError("\n".join(errors))
+        return render(plan)
+    lines = unused_keys(config)
+    if isinstance(config, GenerationConfig):
+        lines += machine_errors(config)
+    return "\n".join(["every key is valid", *(f"warning: {line}" for line in lines)])
