@@ -14,12 +14,24 @@ _HOMES = {
     "PPOTrainer": "verl.trainer.api",
     "GRPOTrainer": "verl.trainer.api",
     "Session": "verl.trainer.session",
+    "register_adv_est": "verl.config.methods",
+    "register_policy_loss": "verl.config.methods",
     "TrainingConfig": "verl.trainer.api",
 }
 
-__all__ = ["DataProto", "GRPOTrainer", "PPOTrainer", "Session", "TrainingConfig", "__version__"]
+__all__ = [
+    "DataProto",
+    "GRPOTrainer",
+    "PPOTrainer",
+    "Session",
+    "TrainingConfig",
+    "__version__",
+    "register_adv_est",
+    "register_policy_loss",
+]
 
 if TYPE_CHECKING:
+    from verl.config.methods import register_adv_est, register_policy_loss
     from verl.data.proto import DataProto
     from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig
     from verl.trainer.session import Session

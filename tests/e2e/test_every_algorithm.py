@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from verl import engines
-from verl.config.known import ESTIMATORS, POLICY_LOSSES
+from verl.config.methods import ADV_ESTIMATOR, POLICY_LOSS, builtin_names
+
+ESTIMATORS, POLICY_LOSSES = builtin_names(ADV_ESTIMATOR), builtin_names(POLICY_LOSS)
 
 ALWAYS = {
     "actor/pg_loss",

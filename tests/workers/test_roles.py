@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from verl.algorithms import corrects_rollout
 from verl.config.load import from_dict
 from verl.config.schema import PPOConfig
 from verl.config.sections.actor import ActorConfig, CriticConfig
@@ -18,7 +19,6 @@ from verl.rollout.base import BatchEngine, Response
 from verl.rollout.samples import ResponseStream
 from verl.workers.group import (
     WorkerGroup,
-    corrects_rollout,
     mini_batches,
     needs_critic,
     needs_old_log_probs,

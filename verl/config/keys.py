@@ -18,14 +18,17 @@ from typing import Any, get_type_hints
 from verl.config.known import OTHER_NAMES
 from verl.config.trl_names import TRL_KEYS
 
-Conditions = str | tuple[str, ...]
+Condition = str | Callable[[str], str]
+"""In words of `verl.config.unused_keys`, or a function of the key's name that asks the registered methods."""
+Conditions = Condition | tuple[Condition, ...]
+Names = tuple[str, ...] | Callable[[], tuple[str, ...]]
 
 
 def key(
     default: Any,
     doc: str,
     *,
-    known: tuple[str, ...] | None = None,
+    known: Names | None = None,
     plugin: str | None = None,
     follows: str | None = None,
     used_if: Conditions = (),
@@ -131,23 +134,32 @@ def _schema_keys(kind: Any) -> Mapping[str, Key]:
     return MappingProxyType({each.name: each for each in _walk(kind, "", {}, ())})
 
 
+def resolved(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What is declared of the key `name`, with the names and conditions that registered methods give."""
+    known, own = metadata.get("known"), metadata["used_if"]
+    conditions = own if isinstance(own, tuple) else (own,)
+    return {
+        **metadata,
+        "known": known() if callable(known) else known,
+        "used_if": tuple(each(name) if callable(each) else each for each in conditions),
+    }
+
+
 def _walk(kind: Any, prefix: str, defaults: Mapping[str, Any], used_if: tuple[str, ...]) -> Iterator[Key]:
     for each in fields(kind):
         if each.metadata.get("internal"):
             continue
         inner, name = field_types(kind)[each.name], prefix + each.name
-        own = each.metadata["used_if"]
-        conditions = used_if + tuple(
-            _absolute(condition, prefix) for condition in ((own,) if isinstance(own, str) else own)
-        )
+        metadata = resolved(each.metadata, each.name)
+        conditions = used_if + tuple(_absolute(condition, prefix) for condition in metadata["used_if"])
         if is_dataclass(inner):
-            yield from _walk(inner, name + ".", each.metadata["defaults"], conditions)
+            yield from _walk(inner, name + ".", metadata["defaults"], conditions)
             continue
         if each.name in defaults:
             default = defaults[each.name]
         else:
             default = each.default if each.default_factory is MISSING else each.default_factory()
-        yield Key(name, inner, default, each.metadata, conditions)
+        yield Key(name, inner, default, metadata, conditions)
 
 
 def _absolute(condition: str, prefix: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from verl.config.batch_math import batch_plan
 from verl.config.keys import get, put
 from verl.config.known import MEGATRON_MODELS
+from verl.config.methods import POLICY_LOSS, builtin_names, needed_columns
 from verl.config.model_path import text_config
 from verl.config.parallelism import (
     ModelRole,
@@ -284,3 +285,35 @@ def finer_layouts(config: PPOConfig | OfflineConfig) -> Iterator[tuple[str, int]
             put(changed, key, value)
             if not layout_errors(changed) and not model_layout_errors(changed):
                 yield key, value
+
+
+def reference_errors(config: PPOConfig) -> list[str]:
+    """Of trainer.ref_update_freq."""
+    every, policy = config.trainer.ref_update_freq, config.actor_rollout_ref
+    if every < 1:
+        return []
+    key = "trainer.ref_update_freq"
+    if "ref_log_prob" not in needed_columns(config):
+        losses = " or ".join(builtin_names(POLICY_LOSS, lambda method: "ref_log_prob" in method.needs))
+        return [
+            f"'{key}' is {every}, but the run has no reference policy; set it to -1, or use one: "
+            f"{POLICY_LOSS}={losses}, actor_rollout_ref.actor.use_kl_loss=True, algorithm.use_kl_in_reward=True"
+        ]
+    actor, ref, world = policy.actor, policy.ref, world_size(config)
+    megatron = actor.strategy == "megatron"
+    names = [
+        "strategy",
+        *(["megatron"] if megatron else ["fsdp_config.fsdp_size", "fsdp_config.offload_policy"]),
+    ]
+    alike = actor.strategy == ref.strategy and (
+        layout_of(actor, world) == layout_of(ref, world)
+        if megatron
+        else all(get(actor, name) == get(ref, name) for name in names)
+    )
+    if alike or policy.model.lora_rank:  # adapters are copied within one engine
+        return []
+    wanted = ", ".join(f"actor_rollout_ref.ref.{name}" for name in names)
+    return [
+        f"'{key}' is {every}: the reference takes over the policy's shards, so both must be split alike; set {wanted} "
+        "to what actor_rollout_ref.actor has"
+    ]

@@ -14,14 +14,14 @@ from verl.algorithms import advantages
 from verl.algorithms.aggregation import agg_loss, masked_mean, masked_sum, masked_var, masked_whiten
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from verl.algorithms.losses import compute_value_loss
-from verl.algorithms.registry import (
+from verl.algorithms.rollout_correction import compute_rollout_correction, rollout_probs_diff_metrics
+from verl.config.methods import (
     get_adv_estimator_fn,
     get_policy_loss_fn,
     get_policy_loss_prepare,
     register_adv_est,
     register_policy_loss,
 )
-from verl.algorithms.rollout_correction import compute_rollout_correction, rollout_probs_diff_metrics
 
 __all__ = [
     "AdaptiveKLController",
