@@ -44,6 +44,7 @@ from verl.config.sources import (
     take_path,
 )
 from verl.errors import CommandAnswered, ConfigError
+from verl.user_code import import_path, is_file
 
 log = logging.getLogger(__name__)
 
@@ -282,11 +283,12 @@ class _Draft(Generic[Config]):
         config.user_set = frozenset(_set_keys(self.kind, tree, ""))
         config.recipe_set = frozenset(of_recipe)
         config.from_environment = _from_environment(config, given, self.as_typed)
-        for notice in finalize(config):
-            log.info("%s", notice)
         if checked:
             _refuse_masked(config)
             import_plugins(config)
+        for notice in finalize(config):
+            log.info("%s", notice)
+        if checked:
             warnings = check(config)
             for warning in [] if quiet else warnings:
                 log.warning("%s", warning)
@@ -408,6 +410,9 @@ def import_plugins(config: AnyConfig) -> None:
     """Import the user's modules, so that what they register is known from now on."""
     for key in schema_keys(type(config)):
         for module in get(config, key) if key in _PLUGIN_KEYS else []:
+            if is_file(module):
+                import_path(module, None, key, ConfigError, "registrations")
+                continue
             try:
                 importlib.import_module(module)
             except ImportError as error:
