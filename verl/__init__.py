@@ -3,6 +3,8 @@
 Importing this package is quick and loads no torch: the public names below are fetched when first used.
 """
 
+# ruff: noqa: F401 - the names are public
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -19,16 +21,7 @@ _HOMES = {
     "TrainingConfig": "verl.trainer.api",
 }
 
-__all__ = [
-    "DataProto",
-    "GRPOTrainer",
-    "PPOTrainer",
-    "Session",
-    "TrainingConfig",
-    "__version__",
-    "register_adv_est",
-    "register_policy_loss",
-]
+__all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from verl.config.methods import register_adv_est, register_policy_loss

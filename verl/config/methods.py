@@ -12,9 +12,8 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from verl.errors import ConfigError
 
@@ -35,27 +34,11 @@ registered with one gets the rows of its micro-batch back as the keyword `prepar
 Check = Callable[["PPOConfig"], "list[str]"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-__all__ = [
-    "adv_estimator_names",
-    "call_with_known",
-    "get_adv_estimator_fn",
-    "get_policy_loss_fn",
-    "get_policy_loss_prepare",
-    "policy_loss_names",
-    "register_adv_est",
-    "register_policy_loss",
-]  # for verl.algorithms
 
 ADV_ESTIMATOR = "algorithm.adv_estimator"
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 PREFERENCE_LOSS = "algorithm.loss"  # of `verl dpo`
 _CORRECTION = "correction"  # each has a switch of its own
-_WHAT = {
-    ADV_ESTIMATOR: "advantage estimator",
-    POLICY_LOSS: "policy loss",
-    PREFERENCE_LOSS: "preference loss",
-    _CORRECTION: "correction",
-}
 # The modules with ours, in the order of the names in --help and in the reference.
 _BUILTIN = (
     "verl.algorithms.advantages",
@@ -99,17 +82,13 @@ class Method:
     active: Callable[[PPOConfig], bool] | None = None
     """Of a correction: whether a config uses it."""
 
-    @cached_property
+    @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.function).parameters
 
     def __call__(self, **available: Any) -> Any:
         """Call the function with those of `available` it has parameters for."""
-        return _call(self.function, self.parameters, available, f"the {_WHAT[self.table]} {self.name!r}")
-
-    @property
-    def table(self) -> str:
-        return self.key if self.key in _tables else _CORRECTION
+        return call_with_known(self.function, available, self.setting)
 
     @property
     def setting(self) -> str:
@@ -121,43 +100,53 @@ class Method:
         return self.function.__module__ in _BUILTIN
 
 
-_tables: dict[str, dict[str, Method]] = {name: {} for name in _WHAT}
+class Declared(TypedDict, total=False):
+    """What can be declared of a method, as of `Method`."""
+
+    needs: tuple[str, ...]
+    reads: tuple[str, ...] | None
+    whole_groups: bool
+    compares_responses: bool
+    reads_advantages: bool
+    config: type | None
+    check: Check | None
+    advice: Check | None
+
+
+_tables: dict[str, dict[str, Method]] = {
+    key: {} for key in (ADV_ESTIMATOR, POLICY_LOSS, PREFERENCE_LOSS, _CORRECTION)
+}
 _sections: dict[str, type] = {}
 
 
-def _register(table: str, method: Method) -> None:
-    known = _tables[table].get(method.name)
-    new = method.function
-    if known is not None and (known.function.__module__, known.function.__qualname__) != (
-        new.__module__,
-        new.__qualname__,
-    ):
-        raise ConfigError(
-            f"{_WHAT[table]} {method.name!r} is registered already, by {known.function.__module__}."
-            f"{known.function.__qualname__}; rename {new.__module__}.{new.__qualname__}"
-        )
-    needs = tuple("old_log_probs" if column == "old_log_prob" else column for column in method.needs)
-    _tables[table][method.name] = replace(method, needs=needs)
-    if method.config is not None:
-        section = {ADV_ESTIMATOR: "algorithm", POLICY_LOSS: POLICY_LOSS.rpartition(".")[0]}[table]
-        register_section(f"{section}.{method.name}", method.config)
+def _register(table: str, name: str, declared: Declared, **more: Any) -> Callable[[F], F]:
+    key = name if table == _CORRECTION else table
+
+    def decorate(fn: F) -> F:
+        method, known = Method(name, key, fn, **declared, **more), _tables[table].get(name)
+        if known is not None and _place(known.function) != _place(fn):
+            raise ConfigError(
+                f"{key}={name!r} is registered already, by {_place(known.function)}; rename {_place(fn)}"
+            )
+        _tables[table][name] = method
+        if method.config is not None:
+            register_section(f"{table.rpartition('.')[0]}.{name}", method.config)
+        return fn
+
+    return decorate
 
 
-def register_adv_est(
-    name: str,
-    *,
-    needs: tuple[str, ...] | None = None,
-    reads: tuple[str, ...] | None = None,
-    compares_responses: bool = False,
-    config: type | None = None,
-    check: Check | None = None,
-    advice: Check | None = None,
-) -> Callable[[F], F]:
+def _place(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def register_adv_est(name: str, **declared: Unpack[Declared]) -> Callable[[F], F]:
     """Decorator: make an advantage estimator known as `algorithm.adv_estimator=name`.
 
     The function is called by keyword, with those of its parameters that are available: `token_level_rewards` [B, T],
     `response_mask` [B, T], `index` (the `uid` of each row), `config` (the section `algorithm`), and the columns it
-    needs. It returns `(advantages, returns)`, each [B, T]. The module that calls this is named in `trainer.plugins`.
+    needs. It returns `(advantages, returns)`, each [B, T]. The module or file that calls this is named in
+    `trainer.plugins`.
 
     Args:
         name: Value of `algorithm.adv_estimator`.
@@ -170,45 +159,19 @@ def register_adv_est(
         check: Of the whole config: a line for each reason why it cannot run.
         advice: Of the whole config: a line for each setting that rarely does what was meant.
     """
-    columns = ("old_log_probs",) if needs is None else needs
-
-    def decorate(fn: F) -> F:
-        method = Method(
-            name,
-            ADV_ESTIMATOR,
-            fn,
-            columns,
-            reads,
-            compares_responses=compares_responses,
-            config=config,
-            check=check,
-            advice=advice,
-        )
-        _register(ADV_ESTIMATOR, method)
-        return fn
-
-    return decorate
+    declared.setdefault("needs", ("old_log_probs",))
+    return _register(ADV_ESTIMATOR, name, declared)
 
 
 def register_policy_loss(
-    name: str,
-    prepare: Prepare | None = None,
-    *,
-    needs: tuple[str, ...] = (),
-    reads: tuple[str, ...] | None = None,
-    whole_groups: bool = False,
-    compares_responses: bool = False,
-    reads_advantages: bool = True,
-    config: type | None = None,
-    check: Check | None = None,
-    advice: Check | None = None,
+    name: str, prepare: Prepare | None = None, **declared: Unpack[Declared]
 ) -> Callable[[F], F]:
     """Decorator: make a policy loss known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
 
     The function is called by keyword, with those of its parameters that are available: `old_log_prob`, `log_prob`,
     `advantages`, `response_mask` (each [B, T]), `loss_agg_mode`, `config` (the section `actor_rollout_ref.actor`),
     `rollout_is_weights`, and the columns it needs. It returns the loss, best by `verl.algorithms.agg_loss`, and a dict
-    of metrics. The module that calls this is named in `trainer.plugins`.
+    of metrics. The module or file that calls this is named in `trainer.plugins`.
 
     A loss that chooses tokens by comparing them across the mini-batch does so in `prepare`: called once per
     mini-batch with the whole of it, so that the loss does not depend on how the mini-batch is cut.
@@ -216,8 +179,8 @@ def register_policy_loss(
     Args:
         name: Value of `loss_mode`.
         prepare: Called with the whole mini-batch; the loss gets the rows of what it returns as `prepared`.
-        needs: Columns of the batch, as for `register_adv_est`. With a column of the teacher the loss gets `kl` [B, T],
-            the KL between policy and teacher.
+        needs: Columns of the batch, as for `register_adv_est`; default: none. With a column of the teacher the loss
+            gets `kl` [B, T], the KL between policy and teacher.
         reads: Keys of `actor_rollout_ref.actor` that only some losses read; default: any.
         whole_groups: The responses to one prompt stay together in a mini-batch.
         compares_responses: `rollout.n=1` is refused.
@@ -226,55 +189,19 @@ def register_policy_loss(
         check: Of the whole config: a line for each reason why it cannot run.
         advice: Of the whole config: a line for each setting that rarely does what was meant.
     """
-
-    def decorate(fn: F) -> F:
-        method = Method(
-            name,
-            POLICY_LOSS,
-            fn,
-            needs,
-            reads,
-            whole_groups=whole_groups,
-            compares_responses=compares_responses,
-            reads_advantages=reads_advantages,
-            prepare=prepare,
-            config=config,
-            check=check,
-            advice=advice,
-        )
-        _register(POLICY_LOSS, method)
-        return fn
-
-    return decorate
+    return _register(POLICY_LOSS, name, declared, prepare=prepare)
 
 
-def register_preference_loss(
-    name: str, *, needs: tuple[str, ...] = (), reads: tuple[str, ...] = (), compares_responses: bool = True
-) -> Callable[[F], F]:
+def register_preference_loss(name: str, **declared: Unpack[Declared]) -> Callable[[F], F]:
     """Decorator: make a preference loss known as `algorithm.loss=name` of `verl dpo`."""
-
-    def decorate(fn: F) -> F:
-        method = Method(name, PREFERENCE_LOSS, fn, needs, reads, compares_responses=compares_responses)
-        _register(PREFERENCE_LOSS, method)
-        return fn
-
-    return decorate
+    return _register(PREFERENCE_LOSS, name, declared)
 
 
 def register_correction(
-    key: str,
-    active: Callable[[PPOConfig], bool],
-    *,
-    needs: tuple[str, ...] = (),
-    check: Check | None = None,
+    key: str, active: Callable[[PPOConfig], bool], **declared: Unpack[Declared]
 ) -> Callable[[F], F]:
     """Decorator: what is done to rewards, masks or rows where `key` of the config turns it on needs this."""
-
-    def decorate(fn: F) -> F:
-        _register(_CORRECTION, Method(key, key, fn, needs, active=active, check=check))
-        return fn
-
-    return decorate
+    return _register(_CORRECTION, key, declared, active=active)
 
 
 def register_section(key: str, section: type) -> None:
@@ -356,7 +283,8 @@ def methods_of(config: PPOConfig) -> list[Method]:
 
 def needed_columns(config: PPOConfig) -> tuple[str, ...]:
     """The columns that the methods of a run need beyond those every batch has."""
-    return tuple(dict.fromkeys(column for method in methods_of(config) for column in method.needs))
+    columns = [column for method in methods_of(config) for column in method.needs]
+    return tuple(dict.fromkeys("old_log_probs" if each == "old_log_prob" else each for each in columns))
 
 
 def builtin_names(table: str, has: Callable[[Method], bool] = lambda method: True) -> tuple[str, ...]:
@@ -384,15 +312,7 @@ def not_ignored_by(table: str) -> Callable[[str], str]:
 def call_with_known(fn: Callable[..., Any], available: Mapping[str, Any], what: str) -> Any:
     """Call `fn` with those of `available` it has parameters for; a required one that is missing is an error that names
     it. This is how a user's estimator or loss takes only what it needs."""
-    return _call(fn, inspect.signature(fn).parameters, available, what)
-
-
-def _call(
-    fn: Callable[..., Any],
-    parameters: Mapping[str, inspect.Parameter],
-    available: Mapping[str, Any],
-    what: str,
-) -> Any:
+    parameters = inspect.signature(fn).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     given = {name: value for name, value in available.items() if takes_all or name in parameters}
     for name, parameter in parameters.items():

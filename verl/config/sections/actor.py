@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config import known
 from verl.config.keys import Conditions, Section, key, section, shared
-from verl.config.methods import POLICY_LOSS, PREFERENCE_LOSS, builtin_names, not_ignored_by, read_by
+from verl.config.methods import POLICY_LOSS, PREFERENCE_LOSS, builtin_names, read_by
 from verl.config.sections.model import (
     CheckpointConfig,
     MegatronConfig,
@@ -109,7 +109,7 @@ class ActorConfig(TrainEngineConfig, Section):
         "token-mean",
         "how token losses become one number",
         known=known.LOSS_AGG_MODES,
-        used_if=lambda name: f"{not_ignored_by(POLICY_LOSS)(name)} or .entropy_coeff or .use_kl_loss",
+        used_if=lambda name: f"{_loss_reads(name)} or .entropy_coeff or .use_kl_loss",
     )
     loss_scale_factor: int | None = key(
         None,
